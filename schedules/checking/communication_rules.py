@@ -14,6 +14,7 @@ from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, source, tar
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.schedules.lowering.collectives import check_collectives
+from zbcompile.schedules.lowering.updates import check_exchanges
 
 Channel = tuple[int, int]  # source rank, destination rank
 MessageNo = int  # ((receiving stage) * 2 + (0 forward, 1 backward)) * microbatches + microbatch
@@ -53,6 +54,7 @@ def check_communication(lowered: Lowered) -> tuple[int, ...]:
         _check_sends(lowered, channel, sent[channel], expected)
         _check_receives(lowered, channel, sent[channel], received[channel])
     check_collectives(lowered)
+    check_exchanges(lowered)
     outcome = run(lowered, Costs.uniform(schedule.stages))
     require_finished(lowered, outcome)
     for rank in range(schedule.ranks):

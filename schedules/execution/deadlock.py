@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.event_loop import Outcome
-from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action, B, Step
+from zbcompile.schedules.ir.actions import COLLECTIVES, EXCHANGES, RECEIVES, SENDS, Action, B, Step
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
 
 
@@ -19,7 +19,8 @@ def require_finished(program: Schedule | Lowered, outcome: Outcome) -> None:
         seen.append(rank)
         step = orders[rank][len(outcome.end[rank])]
         wanted = outcome.events.action(outcome.blocked[rank])
-        owner = schedule.rank_of(wanted.stage, wanted.microbatch)
+        there = wanted.op in EXCHANGES  # they are named by their rank
+        owner = wanted.stage if there else schedule.rank_of(wanted.stage, wanted.microbatch)
         lines.append(f"  rank {rank} stops at {step} and waits for rank {owner} to {_deed(wanted)}")
         rank = owner
     if rank == seen[-1]:
@@ -36,7 +37,7 @@ def require_finished(program: Schedule | Lowered, outcome: Outcome) -> None:
 def _deed(action: Action) -> str:
     if action.op in RECEIVES | COLLECTIVES:
         return f"post {action}"
-    if action.op in SENDS:
+    if action.op in SENDS or action.op in EXCHANGES:
         return f"reach {action}"
     return f"run {action}" if action.op != B else f"run B or BW of stage {action.stage}, microbatch {action.microbatch}"
 

@@ -11,6 +11,7 @@ import gc
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
@@ -18,6 +19,7 @@ from zbcompile.schedules.execution.noise import Draw
 from zbcompile.schedules.ir.actions import (
     COLLECTIVES,
     COMPUTE,
+    EXCHANGES,
     MESSAGES,
     ONCE,
     PAIRED,
@@ -93,7 +95,14 @@ def operations(program: Schedule | Lowered) -> frozenset[str]:
     """The letters of the actions that a program may have."""
     schedule, _ = parts(program)
     communication = MESSAGES | (COLLECTIVES if schedule.shards else frozenset())
-    return schedule.ops & KINDS.keys() | (communication if isinstance(program, Lowered) else frozenset())
+    return schedule.ops & KINDS.keys() | (communication | exchanges(program) if isinstance(program, Lowered) else set())
+
+
+def exchanges(program: Schedule | Lowered) -> frozenset[str]:
+    """The exchanges at both ends of a lowered program."""
+    first = program.programs[0] if isinstance(program, Lowered) and program.programs else ()
+    ends = chain.from_iterable(takewhile(lambda step: step[0] in EXCHANGES, s) for s in (first, reversed(first)))
+    return frozenset(str(step[0]) for step in ends)
 
 
 def require_fit(program: Schedule | Lowered, costs: Costs) -> None:
@@ -132,10 +141,11 @@ def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> 
     times = {op: costs.times(op) for op in ops & COMPUTE}
     awaits = awaited(schedule, lowered) if schedule.shards else {}
     make_rows = _RowsOf(schedule, costs, times, events, lowered, ops, awaits)
+    several = awaits or not ops.isdisjoint(EXCHANGES)
     routines = []
     for rank, order in enumerate(orders):
         rows = make_rows.of_rank(rank)
-        triples: Iterable[Any] = _triples(order, rows, make_rows) if awaits or has_pairs(order) else order
+        triples: Iterable[Any] = _triples(order, rows, make_rows) if several or has_pairs(order) else order
         if draw is not None:
             triples = _drawn(triples, rows, draw)
         routines.append(_rank(rank, triples, rows, begin[rank], end[rank], happened, waiting, ready))
@@ -196,6 +206,8 @@ def _triples(order: Sequence[Step], rows: Rows, made: "_RowsOf") -> Iterator[Tri
             yield from _pair_triples(step, rows, made.costs)
         else:
             yield step
+        if step[0] in EXCHANGES:
+            yield from ((("after", step[0]), rank, 0) for rank in range(made.schedule.ranks))
 
 
 def _pair_triples(pair: Pair, rows: Rows, costs: Costs) -> Iterator[Triple]:
@@ -236,7 +248,11 @@ class _RowsOf(NamedTuple):
     def of_rank(self, rank: int) -> Rows:
         """For each operation of the program, on each stage of a rank."""
         stages = self.schedule.placement.stages_of(rank)
-        rows: Rows = {op: {stage: self._row(rank, op, stage) for stage in stages} for op in self.ops}
+        rows: Rows = {op: {s: self._row(rank, op, s) for s in stages} for op in self.ops.difference(EXCHANGES)}
+        for op in self.ops.intersection(EXCHANGES):  # named by the rank
+            every = range(self.schedule.ranks)
+            rows[op] = {rank: (0, 0, self.costs.delay(op), self.events.first(op, rank))}
+            rows["after", op] = {r: (self.events.first(op, r), 0, None, self.events.nothing) for r in every}
         for op in self.ops & {first for first, _ in PAIRED}:
             entrances = {stage: row[:2] for stage, row in rows[op].items()}
             rows[f"may {op}"] = {stage: (*entrance, None, self.events.nothing) for stage, entrance in entrances.items()}

@@ -2,15 +2,16 @@
 
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused backward, S and T
 the two vocabulary passes. VALIDATE, GATHER, REDUCE and OPT are the optimizer's, once per stage. A lowered program also
-holds SEND_F, RECV_F, SEND_B and RECV_B, and the collectives of the
-vocabulary passes: CAST, STATS, SUM, LOOKUP and SPREAD. torch writes I for our B, W for our W and B for our BW;
-`zbcompile.schedules` reads and writes both. `zbcompile.schedules.ir.kinds` says everything else about them.
+holds SEND_F, RECV_F, SEND_B and RECV_B, the collectives of the vocabulary passes (CAST, STATS, SUM, LOOKUP and SPREAD),
+and the exchanges of all ranks around them (ROWS, DRAIN, TIE, SYNC, FINAL, LOSS and OUTPUT). torch writes I for
+our B, W for our W and B for our BW; `zbcompile.schedules` reads and writes both. `zbcompile.schedules.ir.kinds` says
+everything else about them.
 """
 
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-from zbcompile.schedules.ir.kinds import with_role, with_scope
+from zbcompile.schedules.ir.kinds import KINDS, with_role, with_scope
 
 F, B, W, BW, S, T = "F", "B", "W", "BW", "S", "T"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
@@ -22,7 +23,8 @@ ONCE = with_scope("stage")
 SENDS, RECEIVES = with_role("send"), with_role("receive")
 MESSAGES = SENDS | RECEIVES
 COLLECTIVES = with_role("collective")
-COMMUNICATION = MESSAGES | COLLECTIVES
+EXCHANGES = tuple(op for op, kind in KINDS.items() if kind.role == "exchange")  # in the order in which ranks run them
+COMMUNICATION = frozenset((*MESSAGES, *COLLECTIVES, *EXCHANGES))
 
 
 class Action(NamedTuple):

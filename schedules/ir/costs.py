@@ -50,6 +50,7 @@ class Costs:
       overrides it for single pairs of stages.
     * `barrier`: time of the global check between the last gradient of any rank and the first optimizer step; of one
       that follows behind (VALIDATE), from the begin of the next step.
+    * `exchanges`: time of each exchange of all ranks at the begin or end of a step (LOSS, TIE, ...), on every rank.
     * `time_unit`, `memory_unit`: what pictures write behind the numbers.
 
     Raises `ScheduleError` for lengths that differ and for values that are negative or not finite.
@@ -82,6 +83,7 @@ class Costs:
     barrier: float = 0
     cast: float | None = None
     stats: float | None = None
+    exchanges: float = 0
     time_unit: str = ""
     memory_unit: str = ""
 
@@ -105,7 +107,7 @@ class Costs:
             for stage, value in enumerate(values):
                 if not is_amount(value):
                     _require_amount(f"{name}[{stage}]", value)
-        for name in ("comm", "overlap", "barrier", "cast", "stats"):
+        for name in ("comm", "overlap", "barrier", "cast", "stats", "exchanges"):
             _require_amount(name, 0 if getattr(self, name) is None else getattr(self, name))
         if self.overlap > 1:
             raise ScheduleError(f"costs: `overlap` is {self.overlap}; expected a share from 0 to 1")

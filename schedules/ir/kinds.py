@@ -1,8 +1,9 @@
 """Every kind of action, in one table that text, checks, simulation, memory, lowering and pictures read.
 
-A new kind is one entry in the table; to run it, `zbcompile.runtime.action_loop` needs a handler for it, and
-`zbcompile.schedules.visualization.svg` may give it a look of its own. Kinds that one stage runs once per step (those of
-the optimizer) are written with microbatch 0.
+A new kind is one entry in the table; to run it, `zbcompile.runtime.action_loop` needs a handler for it, an exchange
+`zbcompile.runtime.step_run`, and `zbcompile.schedules.visualization.svg` may give it a look of its own. Kinds that one
+stage runs once per step (those of the optimizer), or one rank (exchanges), are written with microbatch 0, the
+latter with the number of the rank in place of a stage.
 """
 
 from collections.abc import Mapping
@@ -10,8 +11,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
-Role = Literal["compute", "send", "receive", "collective"]
-Scope = Literal["microbatch", "shard", "stage"]
+Role = Literal["compute", "send", "receive", "collective", "exchange"]
+Scope = Literal["microbatch", "shard", "stage", "rank"]
 Where = Literal["", "first", "last", "own"]
 
 
@@ -20,16 +21,19 @@ class Kind:
     """The properties of the actions written with the letters `op`.
 
     * `torch`: the letters that torch writes ("": it has none).
-    * `scope`: a stage runs it for every "microbatch", a vocabulary "shard" for every microbatch, a "stage" once.
+    * `scope`: a stage runs it for every "microbatch", a vocabulary "shard" for every microbatch, a "stage" once, a
+      "rank" once: exchanges, which all ranks run in the order of the table before or behind all other actions; none
+      goes on before all have come. They stand in lowered programs only.
     * `does`: the operations whose work it does; others wait for the first of them.
     * `after`: operations that must have run before on its stage, for its microbatch (of scope "stage": for all);
-      `before`: of scope "stage", those that must not have run yet.
+      `before`: of scope "stage" and "rank", those that must not have run yet.
     * `along`: 1 if results go down the pipeline, from stage to stage + 1, -1 if they go up, 0 if they stay. It needs
       the result of the stage before it on this way; only at the start of the way does it wait for `after` itself.
     * `takes`: the operation whose result it takes from elsewhere: a message or collective carries it. Unless along the
       pipeline, `made_at` says where it is made: on the "first" or "last" stage, or on its "own".
     * `time`: the `Costs` per stage that add up to its time; `delay`: the `Costs` time until all shards have its result.
       Of scope "stage": until its result can be taken; of one that awaits the previous step, from the start of the step.
+      Of an exchange: how long it takes a rank.
     * `adds`, `frees`: the `Costs` per stage that it adds to the memory of its rank, and frees.
     """
 
@@ -62,6 +66,7 @@ class Kind:
 _backward = partial(Kind, after=("F",), along=-1, frees=("activation",))
 _shards = partial(Kind, scope="shard", delay="stats_time")
 _once = partial(Kind, scope="stage")
+_exchange = partial(Kind, role="exchange", scope="rank", delay="exchanges")
 
 
 def _message(direction: str, op: str) -> Kind:
@@ -93,6 +98,13 @@ _KINDS = (
     _collective("SUM", "input gradient of T", "stats_time", "T", "own"),
     _collective("LOOKUP", "rows of the embedding", "cast_time"),
     _collective("SPREAD", "their gradient", "cast_time", "B", "first"),
+    _exchange("ROWS", "the rows of a tied embedding", before=("F",)),
+    _exchange("DRAIN", "the last sends"),
+    _exchange("TIE", "the sum of tied gradients"),
+    _exchange("SYNC", "the sum over replicas"),
+    _exchange("FINAL", "the update of what the end completes"),
+    _exchange("LOSS", "the end"),
+    _exchange("OUTPUT", "the exchange of outputs"),
 )
 KINDS: Mapping[str, Kind] = {kind.op: kind for kind in _KINDS}
 

@@ -1,8 +1,13 @@
-"""The optimizer's actions of a step: where they stand in the orders of all ranks.
+"""What stands once in a step, beside its passes: the optimizer's actions in the orders of all ranks, and the exchanges
+around their programs.
 
 VALIDATE and GATHER wait for the previous training step, before the first forward of their stage. REDUCE starts the sum
 of the stage's gradients right after its last W. OPT stands behind everything that another rank waits for and, where
 there are sums, one place behind REDUCE, so that a sum has that long.
+
+An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) stands in front of everything else on every rank if the table
+has it before F, otherwise behind everything, in the order of the table. So no rank can wait in one for a rank that
+waits for it elsewhere.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -11,7 +16,20 @@ from itertools import takewhile
 from typing import overload
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, OPT, REDUCE, VALIDATE, Action, F, Step, W, flatten
+from zbcompile.schedules.execution.deadlock import culprit_error
+from zbcompile.schedules.ir.actions import (
+    COMMUNICATION,
+    EXCHANGES,
+    GATHER,
+    OPT,
+    REDUCE,
+    VALIDATE,
+    Action,
+    F,
+    Step,
+    W,
+    flatten,
+)
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
@@ -23,9 +41,10 @@ def with_updates(program: Schedule, kinds: Collection[str]) -> Schedule: ...
 @overload
 def with_updates(program: Lowered, kinds: Collection[str]) -> Lowered: ...
 def with_updates(program: Schedule | Lowered, kinds: Collection[str]) -> Schedule | Lowered:
-    """The program with the actions of these `kinds`, of VALIDATE, GATHER, REDUCE and OPT, for every stage.
+    """The program with the actions of these `kinds`, of VALIDATE, GATHER, REDUCE and OPT, for every stage, and if it is
+    lowered of the EXCHANGES, for every rank.
 
-    Under two model copies (`dual`) all parameters are complete at the end of the step only: nothing is added.
+    Under two model copies (`dual`) all parameters are complete at the end of the step only: no updates are added.
     Raises ScheduleError for other kinds.
 
     >>> from zbcompile.schedules import build
@@ -34,11 +53,13 @@ def with_updates(program: Schedule | Lowered, kinds: Collection[str]) -> Schedul
     rank 0  GATHER0.0  F0.0  B0.0  W0.0  REDUCE0.0  OPT0.0
     rank 1  GATHER1.0  F1.0  B1.0  W1.0  REDUCE1.0  OPT1.0
     """
-    if isinstance(kinds, str) or not set(kinds) <= set(UPDATES):
-        raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(UPDATES)}")
+    known = UPDATES + EXCHANGES * isinstance(program, Lowered)
+    if isinstance(kinds, str) or not set(kinds) <= set(known):
+        raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(known)}")
     if isinstance(program, Lowered):
-        schedule = with_updates(program.schedule, kinds)
-        return Lowered(schedule, tuple(map(_with_communication, schedule.orders, program.programs)))
+        schedule = with_updates(program.schedule, set(kinds).intersection(UPDATES))
+        programs = map(_with_communication, schedule.orders, program.programs)
+        return Lowered(schedule, tuple(_surrounded(r, own, kinds) for r, own in enumerate(programs)))
     if not kinds or program.placement.kind == "dual":
         return program
     return replace(program, orders=tuple(_updated(order, kinds) for order in program.orders))
@@ -73,3 +94,23 @@ def _with_communication(order: Sequence[Step], program: Sequence[Step]) -> tuple
             found += takewhile(step.__ne__, rest)
         found.append(step)
     return (*found, *rest)
+
+
+def _surrounded(rank: int, program: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
+    """The program of a rank between its exchanges."""
+    own = [Action(op, rank, 0) for op in EXCHANGES if op in kinds]
+    front = [action for action in own if KINDS[action.op].before]
+    return (*front, *program, *own[len(front) :])
+
+
+def check_exchanges(lowered: Lowered) -> None:
+    """Raise `ScheduleError` unless all ranks run the same exchanges, each once, in one order around all other steps."""
+    schedule, kinds = lowered.schedule, {step[0] for step in lowered.programs[0] if step[0] in EXCHANGES}
+    for rank, program in enumerate(lowered.programs):
+        expected = _surrounded(rank, [step for step in program if step[0] not in EXCHANGES], kinds)
+        place = next((i for i, each in enumerate(zip(program, expected, strict=False)) if each[0] != each[1]), None)
+        if place is not None or len(program) != len(expected):
+            place = min(len(program), len(expected)) - 1 if place is None else place
+            what = f"{schedule.name}: rank {rank}: {program[place]} is not in its place, or an exchange is missing"
+            rule = "all ranks run the same exchanges, in the order of the table, around all other actions"
+            raise culprit_error(f"{what}; {rule}", lowered.programs, rank, place)

@@ -79,7 +79,7 @@ def _back(timeline: Timeline, rank: int, index: int, travel: float = 0) -> Itera
         needed = timeline.waits.held_up(rank, index)
         if needed is None and orders[rank][index][0] in (GATHER, VALIDATE):
             start = run.end[rank][index - 1] if index else 0  # it waited for the step before
-        if orders[rank][index][0] not in COMMUNICATION:
+        if orders[rank][index][0] not in COMMUNICATION or run.end[rank][index] > start:
             yield Leg(rank, orders[rank][index], start, run.end[rank][index], travel, overhead)
             travel = overhead = 0  # those of a SEND, which takes no time, go to the step that made the message
         if needed is not None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
 from zbcompile.schedules.execution.event_loop import Outcome
-from zbcompile.schedules.ir.actions import SENDS, Action, B, F, Step, flatten
+from zbcompile.schedules.ir.actions import EXCHANGES, SENDS, Action, B, F, Step, flatten
 from zbcompile.schedules.ir.costs import Costs, plain
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
 from zbcompile.schedules.ir.kinds import KINDS
@@ -127,6 +127,9 @@ class Waits:
 
     def inputs(self, rank: int, index: int) -> Iterator[Input]:
         """Everything that a step waited for, which one half of a pair may make for the other."""
+        before = self.orders[rank][index - 1] if index else None
+        if before is not None and before[0] in EXCHANGES:  # none goes on before all have come
+            yield from (self._made(Action(before[0], r, 0), 0) for r in range(self.schedule.ranks))
         for action in flatten((self.orders[rank][index],)):
             yield from (each for each in self._inputs(rank, action) if (each.rank, each.step) != (rank, index))
 

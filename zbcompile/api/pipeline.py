@@ -106,7 +106,7 @@ class Pipeline(ForwardCalls):
         self._compiled.require_values()
         self._compiled.withhold(executable.program)
         self._comparison.begin_step(step)
-        tensors = self._step_input(step)
+        tensors = self._step_input(step, outputs)
         with self._named(step, executable, outputs):
             try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make
                 with (
@@ -114,14 +114,14 @@ class Pipeline(ForwardCalls):
                     self._compiled.void_if_it_fails(),
                     self._optimizers.step(),
                 ):
-                    losses, made = self._engine.step(executable, tensors, self._compiled.parameters)
+                    losses, made = self._engine.run(executable, tensors, self._compiled.parameters)
             finally:
                 self._parts.give_gradients()
             if not outputs:
                 return losses, None
-            with self._watch.position.waiting("the exchange of outputs"):
-                reduction, everywhere = self.options.loss_reduction, outputs != "last"
-                return losses, joined_outputs(made, executable, step.rows, reduction, self._ranks, everywhere)
+            if outputs == "last" and not executable.ends_on(self._ranks.local):
+                return losses, None
+            return losses, joined_outputs(made, executable, step.rows, self.options.loss_reduction)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: a pipeline has no call that autograd could go back through."""
@@ -150,7 +150,7 @@ class Pipeline(ForwardCalls):
             "zbcompile.pipeline."
         )
 
-    def _step_input(self, step: Microbatches) -> StepInput:
+    def _step_input(self, step: Microbatches, outputs: bool | str) -> StepInput:
         return StepInput(
             microbatches=step.tensors,
             index=self.step_index,
@@ -162,6 +162,7 @@ class Pipeline(ForwardCalls):
             early=self._optimizers.early,
             validating=self._optimizers.validating,
             ahead=self._optimizers.all_early,
+            outputs="last" if outputs == "last" else "all" if outputs else "",
         )
 
     @contextmanager

@@ -21,7 +21,7 @@ from zbcompile.options import OPTIONS, Memory, Options, Vocab, document, options
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Recompute
 from zbcompile.passes.hardware.hardware import Hardware
-from zbcompile.runtime.engines import make_engine
+from zbcompile.runtime.engines import Engine
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.torch_private import warn_of_untried
 
@@ -112,7 +112,7 @@ def build_pipeline(options: Options, module: Any) -> Pipeline:
     if ranks is None and isinstance(options.schedule, Schedule) and is_alone(options.mesh):
         ranks = options.schedule.ranks
     found = find_ranks(lambda: device_of(module), ranks, options.mesh, options.timeout, options.mesh_names)
-    pipe = Pipeline(module, options, make_engine(found))
+    pipe = Pipeline(module, options, Engine(found))
     if options.example is not None:
         args, kwargs = options.example
         pipe.compile(*args, **kwargs)

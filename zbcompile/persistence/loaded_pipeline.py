@@ -31,7 +31,7 @@ from zbcompile.program_cache.answers import refuse_answers
 from zbcompile.program_cache.evaluation import Asked, Forwards, Parts, require_words
 from zbcompile.program_cache.step_outputs import keyword
 from zbcompile.runtime.engine import Executable
-from zbcompile.runtime.engines import Engine, make_engine
+from zbcompile.runtime.engines import Engine
 
 SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
 
@@ -106,7 +106,7 @@ def load(
         same = {"torch": torch.__version__, "threads": torch.get_num_threads(), "digest": program.digests}
         same["debug_nan"] = debug_nan or DEBUG_NAN.read()
         require_equal_programs(here, same, "loaded different programs", SAME)
-    pipe = LoadedPipeline(program, _options(program, asked), make_engine(here))
+    pipe = LoadedPipeline(program, _options(program, asked), Engine(here))
     with here.watch.region(f"filling {folder}"):
         pipe.adopt(program)
         if state_dict is not None:

@@ -24,7 +24,7 @@ from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.orders import in_another_order
 from zbcompile.runtime.engine import Executable, StepInput
-from zbcompile.runtime.engines import make_engine
+from zbcompile.runtime.engines import Engine
 
 WARM_UP = 1
 ROUNDS = (3, 15)  # at least, at most
@@ -56,7 +56,7 @@ class Trial:
             self._bound = BoundPrograms(_stand_in(model), replace(options, init=_fill, debug_nan=False), ranks)
             self._bound.hold(program)
             self._executable = self._bound.prepare_step(program)
-        self._engine = make_engine(ranks)
+        self._engine = Engine(ranks)
 
     def times(self, programs: Sequence[Program]) -> list[StepTimes]:
         """Times some steps of each program, which has the same graphs in an order of its own; they take turns. Every
@@ -74,7 +74,7 @@ class Trial:
         gathered(ranks, None)  # all begin together
         began = time.perf_counter()
         with undisturbed(ranks.device), torch.autocast(ranks.device.type, enabled=False):
-            self._engine.step(run, self._given, self._bound.parameters).losses.read()
+            self._engine.run(run, self._given, self._bound.parameters).losses.read()
         if ranks.device.type != "cpu":
             torch.accelerator.synchronize()
         seconds = max(gathered(ranks, time.perf_counter() - began))

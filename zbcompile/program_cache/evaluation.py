@@ -32,9 +32,10 @@ from zbcompile.program_cache.apart_draws import draw_apart
 from zbcompile.program_cache.executables import Executables
 from zbcompile.program_cache.program_keys import torch_modes
 from zbcompile.program_cache.state_dict import gather_rows
+from zbcompile.program_cache.step_outputs import joined_rows
 from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.engine import Executable, StepInput
-from zbcompile.runtime.engines import Engine, exchanged, joined, run_forward
+from zbcompile.runtime.engines import Engine
 from zbcompile.runtime.rank_plan import Stages, plan_rank
 from zbcompile.runtime.stage_plan import CompiledStage, rebind
 
@@ -161,16 +162,13 @@ class Forwards:
         """The results of each group of microbatches, whose rows are one batch."""
         self.executables.require_values()
         executable = self._bound(self._flowing(own), asked.wanted.training)
-        given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.recorder)
+        given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.recorder, outputs=asked.outputs)
         with torch.autocast(self._ranks.device.type, enabled=False):  # its casts are in the graphs
-            made = run_forward(executable, given, self._engine, self.executables.schedule)
-        results = []
-        with self._ranks.watch.position.waiting("the exchange of outputs"):
-            for group in groups:
-                outputs = {i: own[i].program.returns for i in group}
-                leaves = exchanged(joined(made, outputs), outputs, executable, self._ranks, asked.outputs == "all")
-                results.append(None if leaves is None else outputs[group[0]].rebuild(leaves))
-        return results
+            made = self._engine.run(executable, given, {}, self.executables.schedule).made
+        if asked.outputs == "last" and not executable.ends_on(self._ranks.local):
+            return [None] * len(groups)
+        returned = [{i: own[i].program.returns for i in group} for group in groups]
+        return [next(iter(each.values())).rebuild(joined_rows(made, each)) for each in returned]
 
     def _flowing(self, own: Parts) -> Executable:
         """The executable that lets these microbatches flow through the pipeline one behind the other."""
@@ -185,7 +183,8 @@ class Forwards:
                     "those of one shape together."
                 )
             plans = tuple(plan_rank(program, rank, first.stages, variants) for rank in self._ranks.local)
-            ready = replace(first, program=program, plans=plans, variants=variants)
+            returned = tuple(each.program.returns for each in own)
+            ready = replace(first, program=program, plans=plans, variants=variants, returned=returned)
             self._ready.add(key, (own, replace(ready, buffers=ReceiveBuffers(self._ranks.device))))
         return self._ready[key][1]
 

@@ -1,12 +1,9 @@
 """What a step returns beside its loss: the model's outputs, joined over the microbatches."""
 
-from collections.abc import Sequence
 from typing import Any, Final
 
 import torch
 
-from zbcompile.distributed.packing import empty
-from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.losses import total_loss
 from zbcompile.passes.capture.training_step import Kept
@@ -42,19 +39,10 @@ def keyword(kind: bool | str) -> str:
     return "return_metrics=True" if kind == METRICS else f"return_outputs={kind!r}"
 
 
-def joined_outputs(
-    made: Made, executable: Executable, rows: int | None, reduction: str, ranks: Ranks, everywhere: bool
-) -> Any:
-    """What a step returns beside its loss, on every rank or only on that of the last stage (None on others): leaves
-    with a row for each of the `rows` samples of a microbatch are concatenated, floating scalars combined as losses are,
-    others are lists over the microbatches."""
-    count = executable.program.schedule.microbatches
-    returned = executable.returned or (executable.program.returned,) * count
-    outputs = [each for each in returned if each is not None]
-    if ranks.group is not None:
-        _exchange(made, executable, outputs, ranks, everywhere)
-        if not everywhere and ranks.rank != executable.program.rank_of(executable.program.schedule.stages - 1):
-            return None
+def joined_outputs(made: Made, executable: Executable, rows: int | None, reduction: str) -> Any:
+    """What a step returns beside its loss: leaves with a row for each of the `rows` samples of a microbatch are
+    concatenated, floating scalars combined as losses are, others are lists over the microbatches."""
+    outputs, count = executable.outputs, executable.program.schedule.microbatches
     first = outputs[0]
     if any(
         (each.structure, each.names, each.constants) != (first.structure, first.names, first.constants)
@@ -72,14 +60,7 @@ def _joined(parts: list[torch.Tensor], rows: int | None, reduction: str) -> Any:
     return parts
 
 
-def _exchange(made: Made, executable: Executable, outputs: Sequence[Output], ranks: Ranks, everywhere: bool) -> None:
-    """Fill `made` with what other ranks have made, of those who need it."""
-    program = executable.program
-    last = program.rank_of(program.schedule.stages - 1)
-    for i, output in enumerate(outputs):
-        for name, (stage, spec) in sorted(output.made.items()):
-            source = program.rank_of(stage, i)
-            if everywhere or source != last:
-                own = made.setdefault(name, {})
-                own[i] = own[i].contiguous() if ranks.rank == source else empty(spec, ranks.device)
-                ranks.broadcast(own[i], source)
+def joined_rows(made: Made, outputs: dict[int, Output]) -> dict[str, torch.Tensor]:
+    """The leaves of `made` over these microbatches, whose rows are one batch; each program says what it returns."""
+    chosen = {name: [parts[i] for i in outputs] for name, parts in made.items()}
+    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in chosen.items()}

@@ -5,6 +5,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.transport import Transport
 from zbcompile.program.program import Program
@@ -14,7 +16,7 @@ from zbcompile.runtime.stage_plan import Tensors
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import VocabularyTransport
 from zbcompile.schedules import Schedule
-from zbcompile.schedules.ir.actions import COLLECTIVES, ONCE, RECEIVES, SENDS, Action
+from zbcompile.schedules.ir.actions import COLLECTIVES, EXCHANGES, ONCE, RECEIVES, SENDS, Action
 from zbcompile.schedules.lowering.edges import Message
 
 
@@ -34,11 +36,19 @@ class StepRecorder(Protocol):
     def end(self) -> None: ...
 
 
+class Meetings(Protocol):
+    """The exchanges of a step among the ranks of this process (`zbcompile.runtime.step_run`)."""
+
+    def arrive(self, op: str) -> None: ...
+    def ready(self, op: str) -> bool: ...
+    def carry_out(self, op: str) -> None: ...
+
+
 @dataclass
 class RankRun:
     """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` shows
     other threads how far the rank is. `vocabulary` is the rank's shard of the output layer, if that is sharded,
-    `updates` what the optimizer does within the step."""
+    `updates` what the optimizer does within the step, `exchanges` what all ranks do together."""
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
@@ -47,6 +57,7 @@ class RankRun:
     observe: Observer | None = None
     vocabulary: VocabularyTransport | None = None
     updates: StageUpdates | None = None
+    exchanges: Meetings | None = None
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 
     @property
@@ -56,6 +67,10 @@ class RankRun:
     def run(self) -> Iterator[Action]:
         """Carry out the rank's program. Yields an action for as long as its input has not arrived."""
         for step in self.plan.instructions:
+            if self.exchanges is not None and step[0].action.op in EXCHANGES:
+                self.exchanges.arrive(step[0].action.op)
+                while not self.exchanges.ready(step[0].action.op):
+                    yield step[0].action
             for instruction in step:
                 self.position.action = instruction.action
                 while instruction.needs is not None and not self.transport.ready(instruction.needs):
@@ -141,6 +156,27 @@ class RankRun:
         assert self.updates is not None
         self.updates.carry_out(to.action.op, to.action.stage)
 
+    def _exchange(self, to: Instruction) -> None:
+        assert self.exchanges is not None
+        self.exchanges.carry_out(to.action.op)
+
+    def losses(self) -> dict[int, torch.Tensor]:
+        """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left."""
+        for stage in self.runs.values():
+            stage.check_empty()
+        if self.vocabulary is not None:
+            self.vocabulary.shard.check_empty()
+            if self.vocabulary.is_root:
+                return self.vocabulary.shard.losses
+        return {i: loss for stage in self.runs.values() for i, loss in stage.losses.items()}
+
+    def outputs(self) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
+        """The leaves of the model's output that this rank has made, each by microbatch."""
+        for stage in self.runs.values():
+            yield from stage.outputs.items()
+        if self.vocabulary is not None:
+            yield from self.vocabulary.shard.outputs.items()
+
 
 HANDLERS: Mapping[str, Callable[..., None]] = {
     **dict.fromkeys(("F", "B", "W", "BW"), RankRun._compute),
@@ -150,4 +186,5 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     **dict.fromkeys(SENDS, RankRun._send),
     **dict.fromkeys(RECEIVES, RankRun._receive),
     **dict.fromkeys(COLLECTIVES, RankRun._announce),
+    **dict.fromkeys(EXCHANGES, RankRun._exchange),
 }

@@ -89,9 +89,10 @@ def start_reduction(
     gradients: Gradients,
     sums: Mapping[str, Sum],
     sharded: Sequence[Sharded] = (),
+    observe: Observe = lambda name, part: None,
 ) -> "Reduction":
     """The reductions of one step on pipeline rank `rank`. `sums` has the parameters whose gradients are summed; of
-    those that are `sharded` each replica gets its part of the sum."""
+    those that are `sharded` each replica gets its part of the sum. `observe` sees what this rank adds to each."""
     stages = program.stages_of(rank)
     names = {stage: [name for name in program.complete_with(stage) if name in sums] for stage in stages}
     held = {name for stage in stages for name in program.stages[stage].trained}
@@ -103,7 +104,7 @@ def start_reduction(
     for name in summed - replicas.partial:
         if not sums[name].first and (gradient := gradients.parameters[name].grad) is not None:
             gradient.zero_()
-    return Reduction(replicas, gradients, names, shared, reduces, sums, sharded)
+    return Reduction(replicas, gradients, names, shared, reduces, sums, sharded, observe)
 
 
 def _require_all(parts: Iterable[str]) -> None:
@@ -144,9 +145,9 @@ class Reduction:
     shared: Sequence[str]
     reduces: bool
     sums: Mapping[str, Sum]
-    sharded: Sequence[Sharded] = ()
+    sharded: Sequence[Sharded]
+    observe: Observe
     buckets: defaultdict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
-    observe: Callable[[str, torch.Tensor], None] = lambda name, part: None
 
     def start(self, stage: int) -> None:
         """Begin to reduce a stage's gradients; returns at once. What no microbatch here trained, those of another
@@ -231,23 +232,19 @@ def in_buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]
 
 @dataclass
 class StageUpdates:
-    """What VALIDATE, GATHER, REDUCE and OPT do for a stage; `reduction` is None in one process."""
+    """What VALIDATE, GATHER, REDUCE and OPT do for a stage."""
 
     program: Program
     gradients: Gradients
+    reduction: Reduction
     early: Sequence[Early] = ()
     validating: Sequence[Early] = ()
-    reduction: Reduction | None = None
-
-    @property
-    def sharded(self) -> Sequence[Sharded]:
-        return self.reduction.sharded if self.reduction is not None else ()
 
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of actions that the step has."""
-        reduces = self.reduction is not None and self.reduction.reduces
-        has = {VALIDATE: self.validating, GATHER: self.sharded, REDUCE: reduces, OPT: self.early}
+        reduction = self.reduction
+        has = {VALIDATE: self.validating, GATHER: reduction.sharded, REDUCE: reduction.reduces, OPT: self.early}
         return frozenset(kind for kind, found in has.items() if found)
 
     def carry_out(self, op: str, stage: int) -> None:
@@ -257,16 +254,15 @@ class StageUpdates:
             for each in self.validating:
                 each.settle()
         elif op == GATHER:
-            for sharded in self.sharded:
+            for sharded in self.reduction.sharded:
                 sharded.arrive(stage)
-        elif op == REDUCE and self.reduction is not None:
+        elif op == REDUCE:
             self.reduction.start(stage)
         elif op == OPT:
             self._update(stage)
 
     def _update(self, stage: int) -> None:
-        if self.reduction is not None:
-            self.reduction.finish_stage(stage)
+        self.reduction.finish_stage(stage)
         self.gradients.settle(self.program.complete_with(stage))
         for each in self.early:
             each.update(stage)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 
 from zbcompile.distributed.equal_tensors import checksum, require_equal_losses, require_equal_results, require_parts
-from zbcompile.distributed.ranks import GroupRanks
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.model.placements import PARTIAL, REPLICATE, along
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
@@ -22,7 +22,7 @@ class EqualResults:
     """`pending` says, alike on all ranks, whether any of them has something left to compare: what is in `settled` has
     been. `program` is that of the last step, `parts` are checksums of what this rank adds to the sums of this one."""
 
-    ranks: GroupRanks
+    ranks: Ranks
     settled: set[str] = field(default_factory=set)
     pending: bool = False
     program: Program | None = None

@@ -22,7 +22,7 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import make_pairs
 from zbcompile.runtime.stage_plan import AFTER, Arrival, CompiledStage, arrivals_of
-from zbcompile.schedules.ir.actions import ONCE, RECEIVES, SENDS, Action, Pair, Step, flatten
+from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, RECEIVES, SENDS, Action, Pair, Step, flatten
 from zbcompile.schedules.ir.dependencies import SEND_OF, travels_as
 from zbcompile.schedules.ir.schedule import Lowered
 from zbcompile.schedules.lowering.edges import Message, edges_of
@@ -55,10 +55,11 @@ class RankPlan:
     merged: Mapping[tuple[Action, Action], Run]
 
     def with_updates(self, order: Iterable[Step]) -> "RankPlan":
-        """The plan with the optimizer's actions where `order`, which has all others as well, has them."""
+        """The plan with the actions that a step has once where `order`, which has all others as well, has them."""
         own = {step[0].action: step for step in self.instructions}
         actions = [flatten((step,))[0] for step in order]
-        steps = [(Instruction(a),) if a.op in ONCE else own[a] for a in actions if a.op in ONCE or a in own]
+        once = ONCE.union(EXCHANGES)
+        steps = [(Instruction(a),) if a.op in once else own[a] for a in actions if a.op in once or a in own]
         return replace(self, instructions=tuple(steps))
 
     @property

@@ -22,7 +22,7 @@ from zbcompile.schedules import (
     to_svg,
     with_updates,
 )
-from zbcompile.schedules.ir.actions import GATHER, OPT, REDUCE, VALIDATE, flatten
+from zbcompile.schedules.ir.actions import EXCHANGES, GATHER, OPT, REDUCE, VALIDATE, flatten
 from zbcompile.schedules.lowering.updates import UPDATES
 
 NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v", "v-min")
@@ -79,6 +79,29 @@ def test_an_update_waits_for_its_sum_and_a_step_for_the_update_before_it() -> No
         "rank 0 idle 11 to 13: communication, waits for REDUCE0.0 of rank 0",
     ]
     assert f'fill="url(#{OPT})"' in to_svg(t)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_exchanges_surround_a_program_and_cost_nothing_unless_it_is_said(name: str) -> None:
+    plain = lower(build(name, ranks=4, microbatches=8))
+    program = with_updates(plain, EXCHANGES)
+    check(program)
+    assert parse_schedule(str(program)) == program
+    assert program.schedule == plain.schedule
+    before, free = simulate(plain), simulate(program)
+    assert (before.makespan, before.cost, before.bubble) == (free.makespan, free.cost, free.bubble)
+    costs = replace(Costs.uniform(plain.schedule.stages), exchanges=2, comm=1)
+    assert_consistent(simulate(program, costs), costs)
+    assert simulate(program, costs).finish >= simulate(plain, costs).finish + 2 * len(EXCHANGES)
+    order = program.programs[0]
+    for damaged in (
+        order[:-1],
+        (*order[:5], order[-1], *order[5:-1]),
+        (*order[:-2], *order[:-3:-1]),
+        (*order, order[0]),
+    ):
+        with pytest.raises(ScheduleError, match="all ranks run the same exchanges"):
+            check(replace(program, programs=(damaged, *program.programs[1:])))
 
 
 def changed(schedule: Schedule, rank: int, order: list[object]) -> Schedule:

@@ -7,8 +7,11 @@ from tests.support.oracle import PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
 from zbcompile.program.step_record import StepRecord
-from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules import with_updates
+from zbcompile.schedules.ir.actions import Action, flatten
 from zbcompile.schedules.ir.schedule import Lowered
+
+EXCHANGES = ("DRAIN", "SYNC", "LOSS")  # of a step that ties nothing, on one replica
 
 
 def recorded(case: Case) -> tuple[StepRecord | None, StepRecord | None, Lowered]:
@@ -22,8 +25,9 @@ def recorded(case: Case) -> tuple[StepRecord | None, StepRecord | None, Lowered]
     return before, pipe.last_step, pipe.program.lowered
 
 
-def assert_complete(record: StepRecord | None, lowered: Lowered) -> None:
+def assert_complete(record: StepRecord | None, plain: Lowered) -> None:
     assert record is not None
+    lowered = with_updates(plain, EXCHANGES)
     assert set(record.spans) == set(range(lowered.schedule.ranks))
     for rank, spans in record.spans.items():
         assert [span.action for span in spans] == [str(action) for action in flatten(lowered.programs[rank])]
@@ -83,7 +87,8 @@ def test_what_pairs_send_is_counted() -> None:
     for rank, program in enumerate(lowered.programs):
         sends = [str(step) for step in program if step[0] in ("SEND_F", "SEND_B")]
         assert record.bytes_sent[rank] == len(sends) * boundary
-        assert {span.action for span in record.spans[rank]} == set(map(str, flatten(program)))
+        own = [*flatten(program), *(Action(op, rank, 0) for op in EXCHANGES)]
+        assert {span.action for span in record.spans[rank]} == set(map(str, own))
         assert set(sends) <= {span.action for span in record.spans[rank]}
 
 
