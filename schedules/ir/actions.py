@@ -3,7 +3,7 @@
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused backward, S and T
 the two vocabulary passes. VALIDATE, GATHER, REDUCE and OPT are the optimizer's, once per stage. A lowered program also
 holds SEND_F, RECV_F, SEND_B and RECV_B, the collectives of the vocabulary passes (CAST, STATS, SUM, LOOKUP and SPREAD),
-and the exchanges of all ranks around them (ROWS, DRAIN, TIE, SYNC, FINAL, LOSS and OUTPUT). torch writes I for
+and the exchanges of all ranks around them (ROWS, DRAIN, TIE, SYNC, BUFFERS, FINAL, LOSS and OUTPUT). torch writes I for
 our B, W for our W and B for our BW; `zbcompile.schedules` reads and writes both. `zbcompile.schedules.ir.kinds` says
 everything else about them.
 """

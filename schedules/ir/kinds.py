@@ -102,6 +102,7 @@ _KINDS = (
     _exchange("DRAIN", "the last sends"),
     _exchange("TIE", "the sum of tied gradients"),
     _exchange("SYNC", "the sum over replicas"),
+    _exchange("BUFFERS", "the buffers of the first replica"),
     _exchange("FINAL", "the update of what the end completes"),
     _exchange("LOSS", "the end"),
     _exchange("OUTPUT", "the exchange of outputs"),

@@ -190,7 +190,10 @@ class StepRun:
         for each in self.updates:
             each.reduction.finish()
             each.gradients.settle()
-        for name, buffer in written_buffers(self.executable).items():  # replicas continue with the first one's
+
+    def _share_buffers(self) -> None:
+        """Replicas continue with the first one's, as under DistributedDataParallel."""
+        for name, buffer in written_buffers(self.executable).items():
             if name in self.executable.sums:
                 broadcast([buffer], self.executable.sums[name].group)
 
@@ -242,6 +245,7 @@ EXCHANGE = {
     "DRAIN": Exchange(lambda step: True, StepRun._drain),
     "TIE": Exchange(lambda step: step.trains and (step.program.shared or step.looks_up_rows), StepRun._sum_tied),
     "SYNC": Exchange(lambda step: step.trains, StepRun._end_sums),
+    "BUFFERS": Exchange(lambda step: step.trains and step.executable.sums, StepRun._share_buffers),
     "FINAL": Exchange(lambda step: step.given.early, StepRun._update),
     "LOSS": Exchange(lambda step: step.trains, StepRun._share_losses),
     "OUTPUT": Exchange(lambda step: step.given.outputs, StepRun._collect_outputs),
