@@ -67,17 +67,20 @@ def _mark_slow_cases(items: list[pytest.Item]) -> None:
 
 
 def _group_for_workers(items: list[pytest.Item]) -> None:
-    """With `-n N --dist loadgroup`: one worker per file, for its fixtures, and one for all that start the ranks. These
-    begin, beside files that use several cores (the first of the ranks' tests wait much), then the files with the most
-    slow tests: what is left at the end is short."""
+    """With `-n N --dist loadgroup`: one worker per file, for its fixtures, one for all that start ranks, and one for
+    those that wait. They begin, beside files that use several cores; then come the files with the most slow tests: what
+    is left at the end is short."""
     groups: dict[pytest.Item, str] = {}
     for item in items:
         with_ranks = "pool" in getattr(item, "fixturenames", ()) or item.get_closest_marker("beside_ranks")
         groups[item] = "ranks" if with_ranks else item.path.name
+        if item.get_closest_marker("waits"):
+            groups[item] = "waits"
         item.add_marker(pytest.mark.xdist_group(groups[item]))
     slow = Counter(group for item, group in groups.items() if item.get_closest_marker("slow"))
     wide = {groups[item] for item in items if item.get_closest_marker("several_processes")}
-    items.sort(key=lambda item: (groups[item] != "ranks", groups[item] not in wide, -slow[groups[item]]))
+    first = {"ranks": 0, "waits": 1} | dict.fromkeys(wide, 2)
+    items.sort(key=lambda item: (first.get(groups[item], 3), -slow[groups[item]]))
 
 
 @pytest.hookimpl(tryfirst=True)

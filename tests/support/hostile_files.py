@@ -42,6 +42,7 @@ from zbcompile.schedules.ir.schedule import format_schedule
 OURS = (zbcompile.PipelineError, zbcompile.CompileError, ScheduleError, OSError)
 PATIENCE, SLOW, LARGE, LONG = 10.0, 2.0, 200 << 20, 2000
 Change = Callable[[str, random.Random], str | bytes]
+Write = Callable[[Path, str], object]
 
 
 @dataclass(frozen=True)
@@ -216,7 +217,7 @@ def as_bytes(content: str | bytes) -> bytes:
     return content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass")
 
 
-EXTREMES: dict[str, Callable[[Path, str], object]] = {
+EXTREMES: dict[str, Write] = {  # in an order in which a sample has for each form a reader that it is meant for
     "a pipe": lambda path, text: os.mkfifo(path),
     "a directory": lambda path, text: path.mkdir(),
     "a device": lambda path, text: path.symlink_to("/dev/zero"),
@@ -229,14 +230,14 @@ EXTREMES: dict[str, Callable[[Path, str], object]] = {
     "null bytes": lambda path, text: path.write_bytes(b"\0" * 1000),
     "levels without end": lambda path, text: path.write_text("[" * 10**6),
     "objects without end": lambda path, text: path.write_text('{"a":' * 10**6),
-    "many levels": lambda path, text: path.write_text("[" * 900 + "]" * 900),
-    "many digits": lambda path, text: path.write_text("[" + "9" * 10**6 + "]"),
     "one long line": lambda path, text: path.write_text("F0.0," * 2 * 10**5),
-    "many rows": lambda path, text: path.write_text("0F0\n" * 5 * 10**5),
+    "many digits": lambda path, text: path.write_text("[" + "9" * 10**6 + "]"),
     "many keys": lambda path, text: path.write_text("".join(f"a{i}.b.c.d=1\n" for i in range(10**5))),
+    "many rows": lambda path, text: path.write_text("0F0\n" * 5 * 10**5),
+    "many levels": lambda path, text: path.write_text("[" * 900 + "]" * 900),
     "a long key": lambda path, text: path.write_text("a." * 10**5 + "a=1"),
 }
-HEAVY: dict[str, Callable[[Path, str], object]] = {
+HEAVY: dict[str, Write] = {
     "250 MB before it": lambda path, text: path.write_bytes(b" " * 250_000_000 + text.encode()),
     "250 MB of lists": lambda path, text: path.write_text("[" + "[]," * 83_000_000 + "0]"),
     "15 MB of lists": lambda path, text: path.write_text("[" + "[]," * 5_000_000 + "0]"),
@@ -247,15 +248,15 @@ HEAVY: dict[str, Callable[[Path, str], object]] = {
 }
 
 
-def put(reader: Reader, write: Callable[[Path, str], object]) -> None:
+def put(reader: Reader, write: Write) -> None:
     if reader.path.is_dir():
         reader.path.rmdir()
     reader.path.unlink(missing_ok=True)
     write(reader.path, reader.text)
 
 
-def cases(reader: Reader, number: int, seed: int, heavy: bool) -> Iterator[tuple[str, Callable[[Path, str], object]]]:
-    yield from {**EXTREMES, **(HEAVY if heavy else {})}.items()
+def cases(reader: Reader, extremes: dict[str, Write], number: int, seed: int) -> Iterator[tuple[str, Write]]:
+    yield from extremes.items()
     for each in range(number):
         yield f"change {each}", partial(write_changed, reader, random.Random(f"{seed} {reader.name} {each}"))
 
@@ -306,12 +307,14 @@ def refusal(reader: Reader) -> str:
     return "read"
 
 
-def count(folder: Path, number: int, seed: int, heavy: bool = False, show: bool = False) -> Counter[str]:
-    """How many cases of all readers had which outcome."""
+def count(folder: Path, number: int, seed: int, sample: int = 1, show: bool = False) -> Counter[str]:
+    """How many cases of all readers had which outcome: of `number` changed files each, and of every `sample`th extreme
+    form, from another one on for each reader; of all with a sample of 1, also of the large ones."""
     counts: Counter[str] = Counter()
-    for reader in readers(folder):
+    everything = list({**EXTREMES, **(HEAVY if sample == 1 else {})}.items())
+    for place, reader in enumerate(readers(folder)):
         found: Counter[str] = Counter()
-        for label, write in cases(reader, number, seed, heavy):
+        for label, write in cases(reader, dict(everything[place % sample :: sample]), number, seed):
             try:
                 put(reader, write)
             except (ValueError, TypeError):  # no digest of NaN
@@ -334,7 +337,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        print(dict(count(Path(folder), options.cases, options.seed, heavy=True, show=True)))
+        print(dict(count(Path(folder), options.cases, options.seed, show=True)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from tests.support.ports import free_port
 from zbcompile.distributed.arrival import Arrival
 from zbcompile.errors import PipelineError
 
+pytestmark = pytest.mark.waits
+
 
 def gather(arrival: Arrival) -> None:
     with contextlib.suppress(PipelineError):
