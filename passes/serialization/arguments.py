@@ -2,9 +2,13 @@
 
 Booleans, integers, floats, strings, None and lists stand for themselves. Everything else is an object with one key, its
 tag: `{"node": "linear_1"}`, `{"dtype": "float32"}`, `{"tuple": [...]}`.
+
+Compilers of graphs put the texts among them into the source that they generate, not all of them quoted with care
+(inductor, of torch 2.13: the message of an assertion, in C++). So a text has no character that could end one.
 """
 
 import math
+import re
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
@@ -16,6 +20,7 @@ from zbcompile.passes.errors import CompileError
 from zbcompile.passes.torch_names import NAMED, name_in_torch, named
 
 DEVICES = ("cpu", "cuda")
+_TEXT = re.compile(r"[\w ,.:>*+-]*", re.ASCII)  # of the modes and equations that torch's operators take
 
 
 def argument_to_data(value: Any) -> Any:
@@ -24,7 +29,9 @@ def argument_to_data(value: Any) -> Any:
     >>> argument_to_data((torch.float32, [1, 2.5]))
     {'tuple': [{'dtype': 'float32'}, [1, 2.5]]}
     """
-    if value is None or isinstance(value, bool | int | str):
+    if isinstance(value, str):
+        return _plain_text(value)
+    if value is None or isinstance(value, bool | int):
         return value
     if isinstance(value, float):
         return value if math.isfinite(value) else {"float": str(value)}
@@ -52,8 +59,10 @@ def _tagged(value: Any) -> dict[str, Any]:
 def argument_from_data(data: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
     """The argument that `argument_to_data` wrote. `nodes` are the graph's nodes so far; `device` is this process's.
 
-    Raises CompileError for a tag, or a node, that does not exist.
+    Raises CompileError for a tag, or a node, that does not exist, and for a text that could be more than a text.
     """
+    if isinstance(data, str):
+        return _plain_text(data)
     if isinstance(data, list):
         return [argument_from_data(each, nodes, device) for each in data]
     if not isinstance(data, dict):
@@ -71,6 +80,15 @@ def argument_from_data(data: Any, nodes: Mapping[str, Node], device: torch.devic
     if len(data) != 1 or tag not in readers:
         raise CompileError(f"an argument with the tags {list(data)}; expected one of {', '.join(readers)}.")
     return readers[tag](inner)
+
+
+def _plain_text(text: str) -> str:
+    if not _TEXT.fullmatch(text):
+        raise CompileError(
+            f"an argument is the text {text!r}; expected only letters, digits, spaces and , . : > * + -, as in the "
+            "names of modes and in equations."
+        )
+    return text
 
 
 def _each(inner: Any, nodes: Mapping[str, Node], device: torch.device) -> list[Any]:

@@ -29,7 +29,12 @@ from torch import Tensor, nn
 import zbcompile
 import zbcompile.inspect
 from tests.support.damage import OURS
+from zbcompile.compiler.compile_example import compile_example_forward
+from zbcompile.compiler.inference import Frame
+from zbcompile.passes.compile_options import Choices
+from zbcompile.program.directories import save_here
 from zbcompile.program.manifest import digest_of
+from zbcompile.schedules import build
 
 PATIENCE = 60  # seconds for one program
 MARK = "executed"  # the file that a payload leaves, in the directory that it came from
@@ -54,25 +59,68 @@ class Asking(nn.Module):
         return self.last(torch.tanh(values))
 
 
+@torch.library.custom_op("zbhostile::bend", mutates_args=())
+def bend(x: Tensor) -> Tensor:
+    return x.sin()
+
+
+bend.register_fake(torch.empty_like)
+bend.register_autograd(
+    lambda ctx, gradient: gradient * ctx.saved_tensors[0].cos(),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)
+FOREIGN = "zbhostile::bend"
+
+
+class Bending(nn.Module):
+    """Calls an operator of another library."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return bend(x)
+
+
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    return Asking() if name == "asking" else nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+    activation = Bending() if name == "foreign" else nn.Tanh()
+    return Asking() if name == "asking" else nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 8, bias=False))
 
 
-def save_programs(folder: Path) -> dict[str, Path]:
-    """A program of every kind, by the name of its model."""
-    for name, schedule in (("plain", "zb-h1"), ("asking", "1f1b")):
-        options: dict[str, Any] = {"schedule": schedule, "ranks": 2, "microbatches": 4, "loss": nn.functional.mse_loss}
-        pipe = zbcompile.pipeline(model_of(name), **options)
-        pipe.compile(torch.ones(4, 4), target=torch.ones(4, 4)).program.save(folder / name)
-    return {path.name: path for path in sorted(folder.iterdir())}
+STEPS: dict[str, dict[str, Any]] = {
+    "plain": {"schedule": "zb-h1", "loss": nn.functional.mse_loss},
+    "asking": {"schedule": "1f1b", "loss": nn.functional.mse_loss},
+    "foreign": {"schedule": "zb-v", "loss": nn.functional.mse_loss},
+    "words": {"schedule": "1f1b", "loss": nn.functional.cross_entropy, "vocab": 1},
+}
+FORWARD = "forward"
+
+
+def batch_of(name: str) -> tuple[Tensor, Tensor]:
+    return torch.ones(4, 4), torch.arange(4) if name == "words" else torch.ones(4, 4 if name == "asking" else 8)
+
+
+def save_programs(folder: Path, *names: str) -> dict[str, Path]:
+    """Programs by the names of their models."""
+    for name in names:
+        if name == FORWARD:
+            example = zbcompile.Example(model_of(name), (torch.ones(1, 4),))
+            frame = Frame(build("zb-h1", 2, 4), None, Choices(), {})
+            save_here(compile_example_forward(example, "eval", frame), folder / name)
+            continue
+        pipe = zbcompile.pipeline(model_of(name), ranks=2, microbatches=4, **STEPS[name])
+        x, target = batch_of(name)
+        pipe.compile(x, target=target).program.save(folder / name)
+        pipe.close()
+    return {name: folder / name for name in names}
 
 
 def numbers_of(directory: Path, name: str) -> str:
-    """The loss and the gradients of a step of a program."""
-    pipe = zbcompile.load(directory, model_of(name).state_dict())
+    """The loss and the gradients of a step of a program, or what its forward returns."""
+    pipe = zbcompile.load(directory, model_of(name).state_dict(), operators=[FOREIGN])
     try:
-        loss = pipe.step(torch.ones(4, 4), target=torch.ones(4, 4))
+        x, target = batch_of(name)
+        if name == FORWARD:
+            return repr(pipe.eval(x).tolist())
+        loss = pipe.step(x, target=target)
         gradients = [(name, p.grad.tolist()) for name, p in pipe.named_parameters() if p.grad is not None]
         return repr((float(loss), gradients))
     finally:
@@ -338,8 +386,26 @@ def put_payload(data: Json, chance: random.Random) -> str:
     return f"payload through {packet} without step {skipped}"
 
 
+TEXTS_OF_CODE = (  # they end a string or a comment of a source that a compiler generates
+    f'"), 0)); fclose(fopen("{MARK}", "w")); (1 ? 0 : (throw std::runtime_error("',
+    f"\nopen({MARK!r}, 'w')\n",
+    f"''')\nopen({MARK!r}, 'w')\n",
+    f'*/ fclose(fopen("{MARK}", "w")); /*',
+)
+
+
+def put_text(data: Json, chance: random.Random) -> str:
+    """An assertion with a message that is code."""
+    graph, node = any_node(data, chance, *CALL)
+    target = f"aten.{chance.choice(('_assert_async.msg', '_functional_assert_async.msg', '_assert_scalar.default'))}"
+    args = [{"node": node["name"]}, chance.choice(TEXTS_OF_CODE)]
+    call = {"op": "call_function", "name": "asserted", "target": target, "args": args}
+    graph["nodes"].insert(graph["nodes"].index(node) + 1, call)
+    return f"{target} with {args[1]!r}"
+
+
 GRAPH_EDITS = (put_operator, put_another, put_slot, put_name, put_keyword, put_argument, put_value, put_attribute)
-GRAPH_EDITS += (put_group, put_payload)
+GRAPH_EDITS += (put_group, put_payload, put_text)
 Edit = Callable[[Json, random.Random], str]
 
 
@@ -359,6 +425,13 @@ def write_manifest(directory: Path, manifest: Json) -> None:
     (directory / "manifest.json").write_text(json.dumps({**manifest, "digest": digest_of(manifest)}))
 
 
+def compile_when_loaded(directory: Path) -> None:
+    """Let the program's graphs be compiled by inductor, which makes source of them."""
+    manifest = json.loads((directory / "manifest.json").read_text())
+    manifest["step"]["backend"] = "inductor"
+    write_manifest(directory, manifest)
+
+
 def edit(directory: Path, chance: random.Random) -> str:
     """Edit one file of a program, once or several times; says how."""
     files = sorted(directory.rglob("*.json"))
@@ -368,11 +441,14 @@ def edit(directory: Path, chance: random.Random) -> str:
         edits: tuple[Edit, ...] = (put_anything,)
         if any(any(node["op"] == "call_function" for node in graph["nodes"]) for graph in graphs_in(data)):
             edits = (*GRAPH_EDITS, put_anything, put_anything)
+        change = chance.choice(edits)
         try:
-            says = chance.choice(edits)(data, chance)
+            says = change(data, chance)
         except IndexError:  # this file has nothing of the kind
             continue
         path.write_text(json.dumps(data))
+        if change is put_text:
+            compile_when_loaded(directory)
         rehash(directory)
         return f"{path.relative_to(directory)}: {says}"
     raise AssertionError("no file was edited")
@@ -409,7 +485,7 @@ def main() -> None:
     options = parser.parse_args()
     counts = Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
-        programs = save_programs(Path(folder, "programs"))
+        programs = save_programs(Path(folder, "programs"), *STEPS, FORWARD)
         expected = {name: numbers_of(path, name) for name, path in programs.items()}
         for number in range(options.programs):
             name = sorted(programs)[number % len(programs)]

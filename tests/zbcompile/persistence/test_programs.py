@@ -202,6 +202,14 @@ def cut_into_pieces(data: dict[str, Any]) -> None:
     graph["nodes"][at:at] = [{**made, "value": value}, {**apart, "value": {"values": [None]}}]
 
 
+def assert_that(data: dict[str, Any], message: str) -> None:
+    """Let a graph make an assertion about its first result."""
+    graph, call = data["pieces"]["F"], first_call(data)
+    asserted = {"op": "call_function", "name": "asserted", "target": "aten._assert_async.msg"}
+    asserted["args"] = [{"node": call["name"]}, message]  # type: ignore[assignment]
+    graph["nodes"].insert(graph["nodes"].index(call) + 1, asserted)
+
+
 def repeat_forward(data: dict[str, Any]) -> None:
     for rows in (data["orders"], data["programs"]):
         rows[0].insert(1, rows[0][0])
@@ -277,6 +285,10 @@ DAMAGES: dict[str, Damage] = {
         lambda d: rewrite(d, STAGE, lambda data: first_call(data).update(kwargs={"a=exit(),b": 1})),
         "is not a name of its arguments",
     ),
+    "code in a text that inductor writes into its source": (
+        lambda d: rewrite(d, STAGE, lambda data: assert_that(data, '"), 0)); exit(1); (1 ? 0 : (throw (""')),
+        "expected only letters, digits, spaces and",
+    ),
     "a graph without nodes": (
         lambda d: rewrite(d, STAGE, lambda data: data["pieces"]["F"].pop("nodes")),
         "holds data that no release writes",
@@ -345,9 +357,9 @@ def test_the_methods_of_an_operator_reach_no_code(
 
 def test_hostile_programs_are_refused_or_train_the_same(tmp_path: Path) -> None:
     """A sample of `tests/support/hostile_programs.py`: nothing is executed, no exception is raw."""
-    programs = hostile_programs.save_programs(tmp_path / "programs")
+    programs = hostile_programs.save_programs(tmp_path / "programs", "asking", "plain")
     expected = {name: hostile_programs.numbers_of(path, name) for name, path in programs.items()}
-    for seed in range(12):
+    for seed in range(8):
         name = sorted(programs)[seed % 2]
         for outcome, text in hostile_programs.attack(programs[name], tmp_path, expected[name], 3000 + seed):
             assert not hostile_programs.is_bad(outcome), f"{outcome}: {text}"
