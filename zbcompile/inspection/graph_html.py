@@ -87,23 +87,23 @@ def _columns(program: Program) -> Iterator[str]:
 
 
 def _hop(left: StageProgram, right: StageProgram) -> str:
-    """What travels between two stages: activations to the right, gradients to the left."""
+    """What travels between two stages: activations to the right, gradients, if the program trains, to the left."""
     there, back = (format_bytes(sum(spec.bytes for spec in each.values())) for each in (left.sends, left.gradients_in))
-    there, back = f"<b>&#8594;</b>{there}<br>activations", f"<b>&#8592;</b>{back}<br>gradients"
+    travels = f"<b>&#8594;</b>{there}<br>activations"
+    travels += f"<br><b>&#8592;</b>{back}<br>gradients" if "B" in left.pieces else ""
     names = escape(", ".join(left.sends))
-    return f'<div class="hop" title="{names}">{there}<br>{back}</div>'
+    return f'<div class="hop" title="{names}">{travels}</div>'
 
 
 def _stage(program: Program, stage: StageProgram) -> str:
-    graphs = {name: graph_of(program, stage.stage, name) for name in SHOWN}
+    graphs = {name: graph_of(program, stage.stage, name) for name in SHOWN if name in stage.pieces}
     rank = program.rank_of(stage.stage)
     flops = ", ".join(f"{name} {format_count(graph.flops)}" for name, graph in graphs.items())
     return "\n".join(
         [
             f'<section class="stage"><h2>stage {stage.stage} on rank {rank}</h2>',
             f"<p>{len(stage.parameters)} parameters; FLOPs {flops}</p>",
-            _passes(stage),
-            *_crossing(stage),
+            *([_passes(stage), *_crossing(stage)] if "B" in stage.pieces else []),  # not of a forward alone
             *_tree(_modules(graphs), "open"),
             "</section>",
         ]

@@ -49,6 +49,8 @@ def merge_pairs(program: Program, manager: PassManager) -> None:
 def graph_text(inspected: Inspected, stage: int, name: str, form: str) -> str:
     """One graph in the form that was asked for."""
     require_stage(inspected.program.schedule, stage)
+    if name not in inspected.program.stages[stage].pieces:
+        raise PipelineError(f"--graph {stage}.{name}: the program is a forward alone, which has no {name}. Ask for F.")
     if form == "text":
         made, model = inspected.program.stages[stage], type(inspected.example.model).__name__
         title = f"{name} of stage {stage} of {model}: {made.flops[name]:,} FLOPs for one microbatch."
@@ -64,8 +66,8 @@ def write_graphs(inspected: Inspected, directory: Path, form: str) -> None:
         page.write_text(to_page(inspected.program, type(inspected.example.model).__name__), encoding="utf-8")
         print(page)
         return
-    for stage in range(len(inspected.program.stages)):
-        for name in PASSES:
+    for stage, made in enumerate(inspected.program.stages):
+        for name in filter(made.pieces.__contains__, PASSES):
             path = directory / f"stage{stage}_{name}.{'py' if form == 'text' else form}"
             path.write_text(graph_text(inspected, stage, name, form), encoding="utf-8")
             print(path)

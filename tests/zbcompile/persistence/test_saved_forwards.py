@@ -61,6 +61,11 @@ def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixtu
         pipe.step(tokens, target=tokens)
     assert zbcompile.inspect.main([str(tmp_path)]) == 0
     assert "forward-only on 2 ranks" in capsys.readouterr().out
+    for form in ("html", "text"):
+        assert zbcompile.inspect.main([str(tmp_path), "--graphs", str(tmp_path / form), "--format", form]) == 0
+    assert [path.name for path in sorted(tmp_path.glob("*/*_*.py"))] == ["stage0_F.py", "stage1_F.py"]
+    assert zbcompile.inspect.main([str(tmp_path), "--graph", "1.B"]) == 2
+    assert "the program is a forward alone, which has no B" in capsys.readouterr().err
     with pytest.raises(zbcompile.PipelineError, match=r"microbatches\[0\] is .* \(args, kwargs, labels\)"):
         pipe.log_probs(microbatches=[((tokens,), {})], entropies=True)
 
