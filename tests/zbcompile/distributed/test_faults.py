@@ -11,6 +11,8 @@ import zbcompile
 from tests.support.faulty import INJECT, SCENARIOS, Order, Scenario, make, rows
 from tests.support.pool import DIED, Outcome, Pool
 
+pytestmark = pytest.mark.waits
+
 
 @pytest.mark.mostly_slow(every=23)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{s.name} on rank {s.rank}" for s in SCENARIOS])

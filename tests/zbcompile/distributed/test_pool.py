@@ -9,6 +9,8 @@ import torch.distributed as dist
 
 from tests.support.pool import Pool, TaskFailed
 
+pytestmark = pytest.mark.waits
+
 
 def sum_of_ranks() -> float:
     total = torch.tensor(float(dist.get_rank()))
