@@ -3,7 +3,6 @@ manifest is not a program, so a half-written one is never mistaken for a complet
 compared with its hash, and nothing in it is executed."""
 
 import hashlib
-import json
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -52,8 +51,10 @@ from zbcompile.program.rank_files import (
 from zbcompile.safe_files import read_regular, sync, write_whole
 from zbcompile.schedules import Lowered, check, from_json
 from zbcompile.schedules.ir.files import to_json
+from zbcompile.untrusted_text import LONG_TEXT, MORE_VALUES, parse_json
 
 Hashes = dict[str, tuple[int, str]]  # bytes and SHA-256 of files
+VALUES = 8 * MORE_VALUES  # of the JSON of a file of graphs; an operation has some sixty
 
 
 def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
@@ -149,6 +150,7 @@ def _write(directory: Path, files: dict[str, bytes], writes: bool = True) -> Has
 def _finish(program: Program, directory: Path, hashes: Hashes, sizes: dict[str, int]) -> None:
     shared = _write(directory, {SCHEDULE: to_json(program.lowered).encode()})
     text = manifest_to_text(program, {**hashes, **shared}, operators_of(program), sizes)
+    parse_json(text, PipelineError, f"{directory / MANIFEST} could not be read again: ", MORE_VALUES)
     _write(directory, {MANIFEST: text.encode()})
 
 
@@ -160,7 +162,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has no {MANIFEST}: it is not a program, or saving it was interrupted. {AGAIN}: "
             "pipe.program.save(directory)."
         )
-    return manifest_from_text(read_regular(path).decode(errors="replace"), str(path))
+    return manifest_from_text(read_regular(path, most=LONG_TEXT).decode(errors="replace"), str(path))
 
 
 def read_program(
@@ -250,7 +252,7 @@ class _Reader:
         return content
 
     def json(self, name: str) -> Any:
-        return json.loads(self.bytes(name))
+        return parse_json(self.bytes(name).decode(), ValueError, values=VALUES)
 
     @contextmanager
     def understanding(self, name: str) -> Iterator[None]:

@@ -31,6 +31,7 @@ from zbcompile.program.output import output_from_data, output_to_data, sizes_fro
 from zbcompile.program.program import Program
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered
+from zbcompile.untrusted_text import MORE_VALUES, parse_json
 
 FORMAT, VERSION = "zbcompile program", 4
 LONGEST = 600  # characters of a message
@@ -95,7 +96,7 @@ def manifest_to_text(
 def manifest_from_text(text: str, where: str) -> dict[str, Any]:
     """The parsed manifest. Raises PipelineError if it is damaged, or if this release or this torch cannot run it."""
     try:
-        data = json.loads(text)
+        data = parse_json(text, ValueError, values=MORE_VALUES)
         if data["format"] != FORMAT:
             raise PipelineError(f"{where} says that it is {data['format']!r}; expected {FORMAT!r}.")
         if data["version"] != VERSION:

@@ -210,6 +210,13 @@ def assert_that(data: dict[str, Any], message: str) -> None:
     graph["nodes"].insert(graph["nodes"].index(call) + 1, asserted)
 
 
+def nested(levels: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(levels):
+        found = [found]
+    return found
+
+
 def repeat_forward(data: dict[str, Any]) -> None:
     for rows in (data["orders"], data["programs"]):
         rows[0].insert(1, rows[0][0])
@@ -252,6 +259,14 @@ DAMAGES: dict[str, Damage] = {
     ),
     "more memory than is stated": (lambda d: allocate(d, stated=None), r"allocates \d{14} bytes, and says"),
     "more memory than there is": (lambda d: allocate(d, stated=10**15), "more than max_bytes="),
+    "a manifest of millions of lists": (
+        lambda d: (d / "manifest.json").write_text("[" + "[]," * 2_000_000 + "0]"),
+        "is damaged or incomplete .more than [0-9,]+ JSON values",
+    ),
+    "graphs of hundreds of levels": (
+        lambda d: rewrite(d, STAGE, lambda data: data.update(more=nested(500))),
+        "holds data that no release writes .JSON of more than 400 levels",
+    ),
     "100,000,000 ranks": (
         lambda d: rewrite(d, "manifest.json", lambda data: data.update(ranks=10**8)),
         "100000000 ran",
