@@ -22,7 +22,7 @@ from torch import nn
 
 import zbcompile
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
-from zbcompile.persistence.checkpoint_record import read_record, require_whole
+from zbcompile.persistence.saved_state import open_state
 
 KEEP = 3
 
@@ -69,8 +69,7 @@ def require_nothing_lost(folder: Path, committed: int) -> int:
     found = checkpoints_in(folder)
     assert 1 <= len(found) <= KEEP + 1, found
     for path in found:
-        record = read_record(path)
-        require_whole(record)
+        open_state(path).require_whole()
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         at = zbcompile.load_checkpoint(path, model)
         assert path.name == f"step-{at.step:08d}"

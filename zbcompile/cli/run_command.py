@@ -145,7 +145,6 @@ def _add_state(group: Any) -> None:
     add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default: 3)")
     add("--save-async", action="store_true", help="keep training while a checkpoint is written (takes memory)")
     add("--resume", action="store_true", help="continue from the newest whole checkpoint, if any")
-    add("--trust-checkpoint", action="store_true", help="also read checkpoints with pickles, which can run any code")
     add("--export", type=Path, metavar="PATH", help="write the final weights: .safetensors or a directory")
 
 

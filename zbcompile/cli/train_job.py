@@ -122,10 +122,9 @@ def _first_state(job: Job, pipe: Pipeline, optimizer: Optimizer) -> Checkpoint:
     if job.checkpoint is not None:
         hold_folder(job.checkpoint, pipe)
     if existing is not None and job.checkpoint is not None:
-        trust = job.trust_checkpoint
-        return load_checkpoint(job.checkpoint, pipe, optimizer, random=False, trust=trust, fallback=True)
+        return load_checkpoint(job.checkpoint, pipe, optimizer, random=False, fallback=True)
     if job.weights is not None:
-        _load_weights(job.weights, pipe, job.trust_checkpoint)
+        _load_weights(job.weights, pipe)
     elif job.init is None and not job.is_target:
         raise PipelineError(
             f"the parameters have no values; {job.directory} holds only the program. Pass --weights FILE"
@@ -134,12 +133,12 @@ def _first_state(job: Job, pipe: Pipeline, optimizer: Optimizer) -> Checkpoint:
     return Checkpoint(step=0)
 
 
-def _load_weights(path: Path, pipe: Pipeline, trust: bool) -> None:
+def _load_weights(path: Path, pipe: Pipeline) -> None:
     """From safetensors, if there are any, or from a checkpoint, of which only the model is taken."""
     if holds_weights(path) or not candidates(path):
         load_weights(path, pipe)
         return
-    load_checkpoint(path, pipe, random=False, trust=trust)
+    load_checkpoint(path, pipe, random=False)
     pipe.step_index = 0
 
 

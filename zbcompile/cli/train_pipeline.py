@@ -44,7 +44,6 @@ class Job:
     keep: int = 3
     save_async: bool = False
     resume: bool = False
-    trust_checkpoint: bool = False
     export: Path | None = None
     seed: int | None = None
     replicas: int = 1

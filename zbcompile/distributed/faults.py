@@ -74,6 +74,15 @@ class Position:
         yield
         self.waits = False  # after an exception the position stays where that happened
 
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what this process does alone within such a wait, for as long as it takes."""
+        self.waits = False
+        try:
+            yield
+        finally:
+            self.waits, self.waited = True, self.waited + 1
+
 
 @dataclass(frozen=True)
 class Status(Told):

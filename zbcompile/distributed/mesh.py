@@ -115,9 +115,10 @@ class Mesh:
         return made
 
 
-def new_group(members: list[int], timeout: float) -> dist.ProcessGroup:
-    """A group of some ranks, which only these make."""
-    return dist.new_group(members, patience(dist.get_backend(), timeout), use_local_synchronization=True)
+def new_group(members: list[int], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
+    """A group of some ranks, which only these make; default: by way of the backend that the process group has."""
+    waits = patience(backend or dist.get_backend(), timeout)
+    return dist.new_group(members, waits, backend, use_local_synchronization=True)
 
 
 def patience(backend: str, timeout: float) -> timedelta:

@@ -86,6 +86,10 @@ class Ranks:
         """The process group of the vocabulary's collectives, made at the first call; None in one process."""
         return None
 
+    def apart(self) -> dist.ProcessGroup | None:
+        """A new process group of all, over gloo, for a thread that speaks to the others while they train."""
+        return None
+
     def watch_over(self, names: Iterable[str]) -> None:
         """Process groups that the graphs communicate through, by name, and those that the mesh has made: they end with
         this pipeline when one of its ranks fails, so that their other ranks do not wait for it."""
@@ -183,6 +187,11 @@ class GroupRanks(Ranks):
                 self.collectives = new_group(members, self.watch.timeout)
             self.watch.groups = (*self.watch.groups, self.collectives)
         return self.collectives
+
+    def apart(self) -> dist.ProcessGroup:
+        made = new_group(dist.get_process_group_ranks(self.everyone), self.watch.timeout, "gloo")
+        self.watch.groups = (*self.watch.groups, made)
+        return made
 
     def watch_over(self, names: Iterable[str]) -> None:
         self.watch.inner = tuple({*self.watch.inner, *map(group_called, names)})

@@ -3,8 +3,11 @@
 docs/running.md describes the contents of the directory.
 """
 
+import functools
+import hashlib
+import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -20,16 +23,17 @@ from zbcompile.distributed.agreement import from_first, gathered, require_equal_
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
-from zbcompile.options import Options
-from zbcompile.persistence.background_save import FolderWriter, Save
-from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
-from zbcompile.persistence.checkpoint_record import Chunk, require_whole
+from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name, part_of, publish
+from zbcompile.persistence.checkpoint_values import Tensors, to_data
 from zbcompile.persistence.folder_lock import FolderLock
+from zbcompile.persistence.folder_writer import FolderWriter
 from zbcompile.persistence.local_tensors import Holding, holding_of, require_names
 from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optimizer_values
-from zbcompile.persistence.plain_values import Tensors, digests_of, to_data
+from zbcompile.persistence.safetensors_files import bytes_of
 from zbcompile.persistence.saved_averages import averages_to_write, counted, load_averages, require_averages
-from zbcompile.persistence.saved_state import UNKNOWN, SavedState, first_cause, open_state, quiet
+from zbcompile.persistence.saved_state import SavedState, open_state, record_to_text
+from zbcompile.persistence.saved_values import blamed, first_cause, quiet, read_process, read_values
+from zbcompile.safe_files import cannot_write, write_whole
 from zbcompile.version import __version__
 
 Values = dict[str, Any]
@@ -97,24 +101,12 @@ def save_checkpoint(
         together(ranks, what, writer.finish)
         _require_same_call(ranks, step=count, wait=wait, frozen=frozen)
         _hold(writer, folder, ranks)
-        holding, left_out = _without_frozen(holding, frozen)
-        index = {**_index(holding, optimizer, count), "left_out": left_out, "ema": counted(ema)}
-        values, plain = _values(holding, optimizer)
-        values["ema"] = together(ranks, what, lambda: averages_to_write(ema, source, holding))
-        process = _process(extra, ranks, values["process"], ema)
-        fields = {**index, "values": plain, "process": process}
+        tensors, own = together(ranks, what, lambda: _contents(source, holding, optimizer, ema, frozen))
+        _add_process(tensors, own["values"], extra, ranks, ema)
         partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
-        chunks = _staged(ranks, partial, values, copy=not wait)
-        timeout = source.options.timeout if isinstance(source, Pipeline) else Options.timeout
-        processes = ranks.number, len(ranks.members)
-        save = Save(
-            partial, *processes, chunks, fields, keep, writer.lock, lambda: ranks.watch.fault is not None, timeout
-        )
-        if wait:
-            _write(ranks, what, save)
-        else:
-            writer.start(save)
+        commit = functools.partial(_commit, partial, _fields(holding, count, ema), keep, writer.lock)
+        _write(ranks, partial, tensors, own, commit, None if wait else writer)
     return final_name(partial)
 
 
@@ -135,7 +127,6 @@ def load_checkpoint(
     ema: Averages | None = None,
     required: bool = True,
     random: bool = True,
-    trust: bool = False,
     fallback: bool = False,
 ) -> Checkpoint:
     """Continue from a checkpoint, saved at any number of ranks, under any schedule, or from a plain model.
@@ -150,8 +141,6 @@ def load_checkpoint(
         ema: averages of this pipeline, made by `zbcompile.ema`, which continue from the saved ones.
         required: whether to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
         random: also set the generators of Python, torch and numpy to where the first rank's were.
-        trust: also read checkpoints that contain pickles, which can run any code: those of releases before this
-            format, and those of torch.distributed.checkpoint itself.
         fallback: of a folder, take the newest checkpoint that is whole, with a warning on standard error.
 
     Raises PipelineError, on every rank and before anything is changed, if files are damaged or names or shapes differ.
@@ -164,23 +153,23 @@ def load_checkpoint(
     with ranks.watch.region(f"loading a checkpoint from {path}"):
         if isinstance(source, Pipeline):
             together(ranks, f"saving before loading {path}", source.attached(FolderWriter).finish)
-        found = _newest_whole(Path(path), ranks, trust, fallback)
+        found = _newest_whole(Path(path), ranks, fallback)
         if found is None and not required:
             return Checkpoint(step=0)
         if found is None:
             raise ranks.refusal(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
         more = optimizer, ema, random
-        at = together(ranks, f"loading {found}", lambda: _load(open_state(found, trust), source, holding, *more))
+        at = together(ranks, f"loading {found}", lambda: _load(open_state(found), source, holding, *more))
     if isinstance(source, Pipeline):
         source.resume(at.step, source.state_dict())
     return at
 
 
-def _newest_whole(path: Path, ranks: Ranks, trust: bool, fallback: bool) -> Path | None:
+def _newest_whole(path: Path, ranks: Ranks, fallback: bool) -> Path | None:
     """The checkpoint to load; None if there is none. Raises PipelineError, on every rank, for a damaged one."""
     found = gathered(ranks, candidates(path))[0]
     for number, each in enumerate(found):
-        problem = next(filter(None, gathered(ranks, _problem(each, ranks, trust))), None)
+        problem = next(filter(None, gathered(ranks, _problem(each, ranks))), None)
         if problem is None:
             return each
         if not fallback or each == path or number == len(found) - 1:
@@ -190,12 +179,10 @@ def _newest_whole(path: Path, ranks: Ranks, trust: bool, fallback: bool) -> Path
     return None
 
 
-def _problem(path: Path, ranks: Ranks, trust: bool) -> str | None:
+def _problem(path: Path, ranks: Ranks) -> str | None:
     """What is wrong with a checkpoint, as far as this process's share of its files shows."""
     try:
-        record = open_state(path, trust).record
-        if record is not None:
-            require_whole(record, ranks.number, len(ranks.members))
+        open_state(path).require_whole(ranks.number, len(ranks.members))
     except PipelineError as error:
         return str(error)
     return None
@@ -206,7 +193,7 @@ def _hold(writer: FolderWriter, folder: Path, ranks: Ranks) -> None:
     if writer.folder == folder.absolute():
         together(ranks, f"writing to {folder}", lambda: writer.lock.keep() if writer.lock else None)
         return
-    lock = FolderLock(folder.absolute()) if ranks.is_first else None
+    lock = FolderLock(folder.absolute()) if ranks.number == 0 else None
     while not gathered(ranks, together(ranks, f"taking {folder}", lambda: lock is None or lock.attempt(ROUND)))[0]:
         pass
     writer.take(folder.absolute(), lock)
@@ -221,13 +208,6 @@ def _require_same_call(ranks: Ranks, **own: Any) -> None:
             raise ranks.refusal(f"save_checkpoint received {text}; expected the same on every rank.")
 
 
-def _without_frozen(holding: Holding, frozen: bool) -> tuple[Holding, list[str]]:
-    """The share without its frozen parameters, unless these are saved as well; and the names that a rank leaves out."""
-    own = {name for name, each in holding.parameters.items() if not (frozen or each.requires_grad)}
-    kept = {name: tensor for name, tensor in holding.tensors.items() if name not in own}
-    return replace(holding, tensors=kept), sorted(set[str]().union(*gathered(holding.ranks, own)))
-
-
 def _require_shared(partial: Path) -> None:
     if not partial.is_dir():
         raise PipelineError(
@@ -236,76 +216,82 @@ def _require_shared(partial: Path) -> None:
         )
 
 
-def _values(holding: Holding, optimizer: Optimizer | None) -> tuple[dict[str, Tensors], Values]:
-    """The tensors that this process writes, by section and name; all other values of the optimizer, of all, as data."""
-    ranks = holding.ranks
-    model = {name: tensor for name, tensor in holding.tensors.items() if holding.writes(name)}
-    found = together(ranks, "saving the optimizer", lambda: optimizer_values(optimizer, holding) if optimizer else {})
-    tensors = {key: value for key, value in found.items() if isinstance(value, torch.Tensor)}
-    plain = together(
-        ranks,
-        "saving the optimizer",
-        lambda: {f"optimizer.{k}": to_data(v, f"optimizer.{k}", {}) for k, v in found.items() if k not in tensors},
-    )
-    everywhere = {key: value for part in gathered(ranks, plain) for key, value in part.items()}
-    return {"model": model, "optimizer": tensors, "process": {}}, everywhere
+def _contents(
+    source: Any, holding: Holding, optimizer: Optimizer | None, ema: Averages | None, frozen: bool
+) -> tuple[Tensors, Values]:
+    """The tensors that this process writes, and what else it contributes to the record."""
+    left_out = {name for name, each in holding.parameters.items() if not (frozen or each.requires_grad)}
+    holding = replace(holding, tensors={n: each for n, each in holding.tensors.items() if n not in left_out})
+    found: Values = {f"model.{name}": each for name, each in holding.tensors.items() if holding.writes(name)}
+    found |= {f"ema.{name}": each for name, each in averages_to_write(ema, source, holding).items()}
+    kind, state = (kind_of(optimizer), optimizer_values(optimizer, holding)) if optimizer else (None, {})
+    found |= {f"optimizer.{key}": each for key, each in state.items()}
+    tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
+    values = {name: to_data(each, name, tensors) for name, each in found.items() if name not in tensors}
+    return tensors, {"values": values, "optimizer": kind, "left_out": sorted(left_out)}
 
 
-def _process(extra: Any, ranks: Ranks, values: Tensors, averages: Averages | None) -> Values:
-    """The first rank's generators, and `extra`, as data; their tensors are added to `values`. Raises PipelineError, on
-    every rank, if another rank passes another `extra`, or has other averages: one rank's would be saved."""
-    tensors: Tensors = {}
-    data = together(ranks, "saving extra=", lambda: to_data(extra, "extra", tensors))
-    given = {"extra": data, "the tensors of extra": digests_of(tensors), "ema": counted(averages)}
+def _add_process(tensors: Tensors, values: Values, extra: Any, ranks: Ranks, averages: Averages | None) -> None:
+    """Add the first rank's generators, and `extra`. Raises PipelineError, on every rank, if another rank passes another
+    `extra`, or has other averages: one rank's would be saved."""
+    own: Tensors = {}
+    data = together(ranks, "saving extra=", lambda: to_data(extra, "extra", own))
+    given = {"extra": data, "the tensors of extra": {name: _digest(each) for name, each in own.items()}}
+    given["ema"] = counted(averages)
     remedy = "Pass the same on every rank: what belongs to one rank goes into a list of all, or a file of its own."
     require_equal_programs(ranks, given, "save one checkpoint with different values", remedy)
-    if not ranks.is_first:
-        return {}
-    values.update(tensors)
-    return {"random": to_data(random_state(ranks.device), "random", values), "extra": data}
+    if ranks.is_first:
+        values |= {"extra": data, "random": to_data(random_state(ranks.device), "random", own)}
+        tensors |= own
 
 
-def _staged(ranks: Ranks, partial: Path, values: Mapping[str, Tensors], copy: bool) -> list[Chunk]:
-    """What this process writes of the values of all, as torch.distributed.checkpoint plans it."""
-    import torch.distributed.checkpoint as dcp
-
-    from zbcompile.persistence.checkpoint_storage import StagingWriter
-
-    writer = StagingWriter(copy)
-    given = {section: tensors for section, tensors in values.items() if tensors}
-    try:
-        with quiet(), ranks.watch.position.waiting("the plan of all ranks"):
-            dcp.save(given, storage_writer=writer, process_group=ranks.everyone, no_dist=ranks.everyone is None)
-    except dcp.CheckpointException as error:  # not an Exception; raised on every rank
-        problem = f"writing to {partial} failed: {first_cause(error)}"
-        raise ranks.refusal(problem) from None
-    return writer.chunks
+def _digest(tensor: torch.Tensor) -> str:
+    return hashlib.sha256(bytes_of(tensor.detach().cpu().contiguous())).hexdigest()
 
 
-def _write(ranks: Ranks, what: str, save: Save) -> None:
-    """Write at once. If that fails on any rank, the first one removes what was written."""
-    try:
-        together(ranks, what, save.write_own)
-        together(ranks, what, lambda: save.commit() if save.lock else None)
-    except PipelineError:
-        if save.lock:
-            save.abandon()
-        raise
-
-
-def _index(holding: Holding, optimizer: Optimizer | None, step: int) -> Values:
-    ranks = holding.ranks
-    kind = together(ranks, "saving the optimizer", lambda: kind_of(optimizer) if optimizer else None)
-    kinds = gathered(ranks, kind)  # None if nothing is trained
+def _fields(holding: Holding, step: int, ema: Averages | None) -> Values:
+    """What the record says of the whole checkpoint."""
     tied = {m.name: m.first for m in holding.model.members if m.saved and m.first != m.name}  # by the others' names
-    return {
-        "zbcompile": __version__,
-        "torch": torch.__version__,
-        "step": step,
-        "ranks": ranks.count,
-        "optimizer": next(filter(None, kinds), None),
-        "tied": tied,
-    }
+    versions = {"zbcompile": __version__, "torch": torch.__version__}
+    return {**versions, "step": step, "ranks": holding.ranks.count, "tied": tied, "ema": counted(ema)}
+
+
+def _commit(
+    partial: Path, fields: Values, keep: int | None, lock: FolderLock | None, parts: Sequence[Mapping[str, Any]]
+) -> None:
+    """On the first process: write the record, and give the directory its name."""
+    assert lock is not None
+    try:
+        write_whole(partial / INDEX, record_to_text(fields, parts).encode())
+        lock.require_held()
+        publish(partial, keep)
+    except OSError as error:
+        raise cannot_write(partial, error) from None
+
+
+def _write(
+    ranks: Ranks, partial: Path, tensors: Tensors, own: Values, commit: Callable[..., None], later: FolderWriter | None
+) -> None:
+    """Write at once, and on a failure remove what was written; or copy what is to be written, for `later`."""
+    import torch.distributed.checkpoint as dcp  # takes a second
+
+    from zbcompile.persistence.checkpoint_storage import CheckpointWriter
+
+    position, alone = ranks.watch.position, ranks.everyone is None
+    storage = CheckpointWriter(part_of(partial, ranks.number), own, commit, nullcontext if later else position.working)
+    with quiet():
+        if later is not None:
+            group = later.group_of(ranks)
+            pending = dcp.async_save(tensors, storage_writer=storage, process_group=group, no_dist=alone)
+            later.start(partial, pending)
+            return
+        try:
+            with position.waiting("the checkpoint of all ranks"):
+                dcp.save(tensors, storage_writer=storage, process_group=ranks.everyone, no_dist=alone)
+        except dcp.CheckpointException as error:  # not an Exception; raised on every rank
+            if ranks.number == 0:
+                shutil.rmtree(partial, ignore_errors=True)
+            raise ranks.refusal(f"{partial} was not finished: {first_cause(error)}") from None
 
 
 def _load(
@@ -314,33 +300,40 @@ def _load(
     _require_same_names(saved, holding)
     _require_same_optimizer(saved, optimizer)
     require_averages(saved, ema, source, holding)
-    with saved.blamed():
-        generators, extra = saved.process_value("random"), saved.process_value("extra")
+    with blamed(saved):
+        generators, extra, left_out = (
+            read_process(saved, "random"),
+            read_process(saved, "extra"),
+            saved.fields["left_out"],
+        )
         with torch.no_grad():
-            saved.read({name: each for name, each in holding.tensors.items() if name not in saved.left_out}, "model")
+            read_values(saved, {name: each for name, each in holding.tensors.items() if name not in left_out}, "model")
             if ema is not None:
                 load_averages(saved, ema, holding)
         if optimizer is not None:
-            load_optimizer(optimizer, holding, saved.keys("optimizer"), lambda wanted: saved.read(wanted, "optimizer"))
+            load_optimizer(
+                optimizer, holding, saved.keys("optimizer"), lambda wanted: read_values(saved, wanted, "optimizer")
+            )
         if random and generators is not None:
             restore_random_state(generators, holding.ranks.device)
-    return Checkpoint(saved.step, extra, saved.path, generators)
+    return Checkpoint(saved.fields["step"], extra, saved.path, generators)
 
 
 def _require_same_names(saved: SavedState, holding: Holding) -> None:
     """Require that the checkpoint holds the whole model, whatever part of it this process needs."""
-    path, found, shapes = saved.path, saved.keys("model") | dict.fromkeys(saved.left_out), holding.shapes
-    aliases = () if saved.record else (member.name for member in holding.model.members)  # torch saves tied ones twice
-    require_names(path, sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys() - {*aliases}))
+    left_out = saved.fields["left_out"]
+    found, shapes = saved.keys("model") | dict.fromkeys(left_out), holding.shapes
+    require_names(saved.path, sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys()))
     for name, shape in shapes.items():
-        _, size = found[name] or (None, ())
-        if shape is not None and tuple(size) != shape and name not in saved.left_out:
-            raise PipelineError(f"{name} has shape {list(size)} in {path} and {list(shape)} in the model.")
+        each = found[name]
+        if shape is not None and each is not None and each.shape != shape:
+            raise PipelineError(f"{name} has shape {list(each.shape)} in {saved.path} and {list(shape)} in the model.")
 
 
 def _require_same_optimizer(saved: SavedState, optimizer: Optimizer | None) -> None:
-    if optimizer is not None and saved.optimizer not in (kind_of(optimizer), UNKNOWN):
+    if optimizer is not None and saved.fields["optimizer"] != kind_of(optimizer):
+        was, this = saved.fields["optimizer"] or "no optimizer", kind_of(optimizer)
         raise PipelineError(
-            f"{saved.path} was saved with {saved.optimizer or 'no optimizer'}, but this is {kind_of(optimizer)}. "
+            f"{saved.path} was saved with {was}, but this is {this}. "
             "Use the same optimizer, or load without optimizer= to start with fresh optimizer state."
         )

@@ -73,6 +73,11 @@ def final_name(partial: Path) -> Path:
     return partial.with_name(partial.name.removeprefix(".").removesuffix(PARTIAL))
 
 
+def part_of(partial: Path, number: int) -> Path:
+    """The file that one process writes."""
+    return partial / f"part-{number:05d}.safetensors"
+
+
 def publish(partial: Path, keep: int | None) -> Path:
     """Give a directory that is fully written its name, and drop all but the newest `keep` up to it."""
     final = final_name(partial)

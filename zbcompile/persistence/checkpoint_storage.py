@@ -1,11 +1,13 @@
 """The storage of a checkpoint for torch.distributed.checkpoint: that package plans what each process writes and reads,
-across any change of ranks; the bytes are safetensors and JSON.
+across any change of ranks, and exchanges the results; the bytes are safetensors and JSON.
 
 Importing this takes a second, for that package.
 """
 
 import hashlib
 import io
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -14,25 +16,22 @@ from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
+    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    WriteItem,
-)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from zbcompile.errors import PipelineError
-from zbcompile.persistence.checkpoint_record import Chunk, Record, StoredChunk, StoredTensor, bytes_of, read_record
-from zbcompile.persistence.plain_values import from_data
-from zbcompile.safe_files import regular_file
+from zbcompile.persistence.checkpoint_values import from_data
+from zbcompile.persistence.local_tensors import Pieces
+from zbcompile.persistence.safetensors_files import bytes_of, write_safetensors
+from zbcompile.persistence.saved_state import SavedState, StoredTensor, key_of, open_state
+from zbcompile.safe_files import cannot_write
+
+Contribution = Mapping[str, Any]  # what one process adds to the record of a checkpoint
 
 
 def _done(value: Any) -> Any:
@@ -43,6 +42,9 @@ def _done(value: Any) -> Any:
 
 class _PlansAsMade:
     """What both ends leave as torch's planners made it."""
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        pass
 
     def prepare_local_plan(self, plan: Any) -> Any:
         return plan
@@ -55,35 +57,58 @@ class _PlansAsMade:
         return False
 
 
-class StagingWriter(_PlansAsMade, StorageWriter):
-    """Collects in `chunks` what this process must write; with `copy`, as it is now."""
+class CheckpointWriter(_PlansAsMade, StorageWriter, AsyncStager):
+    """Writes this process's tensors to the file `path`. The first process is then given what all of them contribute, by
+    `commit`: `own` and where their tensors are. `working` is entered around both: nobody is waited for inside."""
 
-    def __init__(self, copy: bool) -> None:
-        self.copy = copy
-        self.chunks: list[Chunk] = []
+    _synchronize_after_execute = False
 
-    def reset(self, checkpoint_id: Any = None) -> None:
-        self.chunks = []
+    def __init__(
+        self,
+        path: Path,
+        own: Contribution,
+        commit: Callable[[Sequence[Contribution]], object],
+        working: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self.path, self.own, self.commit, self.working = path, own, commit, working
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A copy on the CPU, which training does not change."""
+        return {name: Pieces.copied(value) for name, value in state_dict.items()}
+
+    def synchronize_staging(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> "Future[list[WriteResult]]":
-        self.chunks = [self._staged(item, planner) for item in plan.items]
-        return _done([])  # type: ignore[no-any-return]
-
-    def _staged(self, item: WriteItem, planner: SavePlanner) -> Chunk:
-        values, data = planner.resolve_data(item), item.tensor_data
-        assert isinstance(values, torch.Tensor)
-        assert data is not None
-        values = values.detach()
-        dense = values.cpu().contiguous()
-        if self.copy and dense.data_ptr() == values.data_ptr():
-            dense = dense.clone()
-        return Chunk(item.index.fqn, tuple(data.size), tuple(data.chunk.offsets), dense)
+        with self.working():
+            content: dict[str, torch.Tensor] = {}
+            entries: dict[str, Any] = {}
+            for item in plan.items:
+                values, data = planner.resolve_data(item), item.tensor_data
+                assert isinstance(values, torch.Tensor)
+                assert data is not None
+                name, offset, shape = item.index.fqn, list(data.chunk.offsets), list(data.chunk.sizes)
+                dense = values.detach().cpu().contiguous()
+                content[key_of(name, offset, shape, data.size)] = dense
+                dtype = str(values.dtype).removeprefix("torch.")
+                entry = entries.setdefault(name, {"dtype": dtype, "shape": list(data.size), "chunks": []})
+                digest = hashlib.sha256(bytes_of(dense)).hexdigest()
+                entry["chunks"].append([offset, shape, self.path.name, digest])
+            try:
+                write_safetensors(self.path, content)
+            except OSError as error:
+                raise cannot_write(self.path, error) from None
+        return _done([WriteResult(MetadataIndex(""), 0, {**self.own, "tensors": entries})])  # type: ignore[no-any-return]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        pass
+        with self.working():
+            self.commit([each.storage_data for (each,) in results])
 
 
 class CheckpointReader(_PlansAsMade, StorageReader):
@@ -94,15 +119,12 @@ class CheckpointReader(_PlansAsMade, StorageReader):
     >>> dcp.load(state, storage_reader=CheckpointReader("checkpoints/step-00000020"))       # doctest: +SKIP
     """
 
-    def __init__(self, path: str | Path, record: Record | None = None) -> None:
-        self.record = record or read_record(Path(path))
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        pass
+    def __init__(self, path: str | Path, saved: SavedState | None = None) -> None:
+        self.saved = saved or open_state(Path(path))
 
     def read_metadata(self) -> Metadata:  # type: ignore[override]
-        found: dict[str, Any] = {name: _described(tensor) for name, tensor in self.record.tensors.items()}
-        return Metadata(found | {key: BytesStorageMetadata() for key in self.record.fields["values"]})
+        found: dict[str, Any] = {name: _described(tensor) for name, tensor in self.saved.tensors.items()}
+        return Metadata(found | {key: BytesStorageMetadata() for key in self.saved.fields["values"]})
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:  # type: ignore[override]
         pass
@@ -110,37 +132,26 @@ class CheckpointReader(_PlansAsMade, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> "Future[None]":
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
-                planner.load_bytes(item, self._value(item.storage_index.fqn))
+                planner.load_bytes(item, self._pickled(item.storage_index.fqn))
             else:
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(self._part(item))
                 planner.commit_tensor(item, target)
         return _done(None)  # type: ignore[no-any-return]
 
-    def _value(self, key: str) -> io.BytesIO:
-        """A value in the form that torch's planners take, a pickle; it is made here, of JSON."""
+    def _pickled(self, key: str) -> io.BytesIO:
+        """A value in the form that torch's planners take; it is made here, of JSON."""
         buffer = io.BytesIO()
-        torch.save(from_data(self.record.fields["values"][key], {}), buffer)
+        torch.save(from_data(self.saved.fields["values"][key], {}), buffer)
         buffer.seek(0)
         return buffer
 
     def _part(self, item: ReadItem) -> torch.Tensor:
-        stored, offset = self.record.tensors[item.storage_index.fqn], item.storage_index.offset
-        chunk = next(each for each in stored.chunks if offset is None or each.offset == tuple(offset))
-        values = self._read(item.storage_index.fqn, chunk, stored.dtype)
+        name, offset = item.storage_index.fqn, item.storage_index.offset
+        chunks = self.saved.tensors[name].chunks
+        chunk = next(each for each in chunks if offset is None or each.offset == tuple(offset))
         begins = zip(item.storage_offsets, item.lengths, strict=True)
-        return values[tuple(slice(begin, begin + length) for begin, length in begins)]
-
-    def _read(self, name: str, chunk: StoredChunk, dtype: torch.dtype) -> torch.Tensor:
-        path, size = self.record.path / chunk.file, self.record.files[chunk.file][0]
-        content = bytearray(bytes_of(chunk, dtype))
-        with regular_file(path, size) as file:
-            file.seek(chunk.begin)
-            file.readinto(content)  # type: ignore[attr-defined]
-        if hashlib.sha256(content).hexdigest() != chunk.sha256:
-            raise PipelineError(f"{path} was changed after it was written: the checksum of {name} differs.")
-        values = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-        return values.reshape(chunk.shape)
+        return self.saved.chunk(name, chunk)[tuple(slice(begin, begin + length) for begin, length in begins)]
 
 
 def _described(tensor: StoredTensor) -> TensorStorageMetadata:

@@ -19,6 +19,8 @@ from zbcompile.model.model_info import ModelFacts, facts_of
 from zbcompile.model.placements import SHARD, along
 from zbcompile.torch_private import offset_of, with_offset, without_offset
 
+Corner = tuple[int, ...]
+
 
 @dataclass(frozen=True)
 class Holding:
@@ -127,3 +129,46 @@ def like_rows(local: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     local = local if offset is None else with_offset(local, offset)
     shape, stride = rows.shape, rows.stride()
     return DTensor.from_local(local, rows.device_mesh, rows.placements, run_check=False, shape=shape, stride=stride)
+
+
+class Pieces(torch.Tensor):
+    """A tensor of which this process has `parts`, by their offsets. Its size is that of the whole; it has no memory."""
+
+    parts: Mapping[Corner, torch.Tensor]
+
+    @classmethod
+    def made(cls, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[Corner, torch.Tensor]) -> "Pieces":
+        made = torch.empty((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
+        made.parts = parts
+        return made
+
+    @classmethod
+    def copied(cls, tensor: torch.Tensor) -> "Pieces":
+        """A copy on the CPU of what this process has of any tensor."""
+        if isinstance(tensor, Pieces):
+            parts = tensor.parts
+        elif is_distributed(tensor):
+            (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+            parts = {tuple(chunk.offsets): local_part(tensor)}
+        else:
+            parts = {(0,) * tensor.dim(): tensor}
+        copies = {at: torch.empty(part.shape, dtype=part.dtype).copy_(part.detach()) for at, part in parts.items()}
+        return cls.made(tensor.shape, tensor.dtype, copies)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in self.parts.items()]
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        found = []
+        for chunk, part in zip(self.__create_chunk_list__(), self.parts.values(), strict=True):
+            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), self.size())
+            found.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
+        return found
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return self.parts[tuple(index.offset)]

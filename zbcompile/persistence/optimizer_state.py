@@ -109,7 +109,7 @@ def load_optimizer(
 ) -> None:
     """Give `optimizer` the state of a checkpoint.
 
-    `saved` describes every value of it: a tensor's dtype and size, None for anything else. `read` fills a mapping of
+    `saved` describes every value of it: a tensor's dtype and shape, None for anything else. `read` fills a mapping of
     tensors and None with the values.
     """
     keys = state_keys(saved, holding)
@@ -168,12 +168,11 @@ def _room(described: Any, name: str, parameter: torch.Tensor | None, holding: Ho
     """An empty tensor for a value to be read into, laid out as its parameter if their shapes are equal."""
     if described is None:
         return None
-    dtype, size = described
     rows = holding.tensors.get(name)
-    if parameter is not None and rows is not None and tuple(size) == tuple(rows.shape):
-        own = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+    if parameter is not None and rows is not None and described.shape == tuple(rows.shape):
+        own = torch.empty_like(parameter, dtype=described.dtype, requires_grad=False)
         return like_rows(own, rows) if is_distributed(rows) and not is_distributed(own) else own
-    return torch.empty(size, dtype=dtype)
+    return torch.empty(described.shape, dtype=described.dtype)
 
 
 def _groups(optimizer: Optimizer, leaders: Mapping[int, str], values: Values) -> list[Values]:

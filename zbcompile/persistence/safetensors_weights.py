@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import save
 from torch import nn
 
@@ -18,9 +18,9 @@ from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
-from zbcompile.persistence.checkpoint_record import safetensors_dtype
 from zbcompile.persistence.hub_layout import Described, Stored, as_stored, stored_tensors, write_config
 from zbcompile.persistence.local_tensors import Holding, holding_of, local_part, require_names
+from zbcompile.persistence.safetensors_files import open_safetensors, safetensors_dtype
 from zbcompile.safe_files import regular_file, write_whole
 from zbcompile.untrusted_text import LONG_TEXT, MORE_VALUES, parse_json, read_json
 
@@ -150,7 +150,7 @@ def _load(path: Path, holding: Holding, model: nn.Module) -> None:
     files = _files_of(path)
     with ExitStack() as stack:
         try:
-            opened = {file: stack.enter_context(_opened(file)) for file in sorted(set(files.values()))}
+            opened = {file: stack.enter_context(open_safetensors(file)) for file in sorted(set(files.values()))}
             stored = stored_tensors(model, {name: opened[file] for name, file in files.items()}, loading=True)
             sources = _sources(path, stored, holding)
             _require_kinds(sources, holding)
@@ -159,11 +159,6 @@ def _load(path: Path, holding: Holding, model: nn.Module) -> None:
         with torch.no_grad():
             for name, tensor in holding.tensors.items():
                 local_part(tensor).copy_(sources[name].read(_chunk(tensor)))
-
-
-def _opened(path: Path) -> Any:
-    with regular_file(path, most=sys.maxsize):
-        return safe_open(path, "pt")
 
 
 def holds_weights(path: Path) -> bool:

@@ -5,9 +5,10 @@ from typing import Any
 from zbcompile.api.averages import Averages
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.persistence.checkpoint_values import Tensors
 from zbcompile.persistence.local_tensors import Holding, like_rows
-from zbcompile.persistence.plain_values import Tensors
 from zbcompile.persistence.saved_state import SavedState
+from zbcompile.persistence.saved_values import read_values
 
 
 def counted(ema: Averages | None) -> dict[str, Any] | None:
@@ -28,8 +29,8 @@ def require_averages(saved: SavedState, ema: Averages | None, source: Any, holdi
     if ema is None:
         return
     _require_of(ema, source)
-    found, known = saved.averaged, saved.keys("ema")
-    if found is None or any(name not in known and name not in saved.left_out for name in holding.parameters):
+    found, known, left_out = saved.fields["ema"], saved.keys("ema"), saved.fields["left_out"]
+    if found is None or any(name not in known and name not in left_out for name in holding.parameters):
         raise PipelineError(
             f"{saved.path} holds no averages of this model. Load it without ema=: the first update copies the "
             "parameters."
@@ -40,9 +41,9 @@ def require_averages(saved: SavedState, ema: Averages | None, source: Any, holdi
 
 def load_averages(saved: SavedState, ema: Averages, holding: Holding) -> None:
     """Continue from the saved averages, now that the parameters are loaded: what was left out is what the model has."""
-    assert saved.averaged is not None
-    ema.begin_again(int(saved.averaged["updates"]))
-    saved.read({name: each for name, each in _averages(ema, holding).items() if name not in saved.left_out}, "ema")
+    ema.begin_again(saved.fields["ema"]["updates"])
+    left_out = saved.fields["left_out"]
+    read_values(saved, {name: each for name, each in _averages(ema, holding).items() if name not in left_out}, "ema")
 
 
 def _require_of(ema: Any, source: Any) -> None:

@@ -1,137 +1,186 @@
-"""A checkpoint that was opened for reading: the format of this release, or with `trust` one that contains pickles.
+"""A checkpoint on disk: checkpoint.json, the record of what is in it and where, written last; and the tensors that it
+describes, in a safetensors file of each process, whole ones or rectangular chunks of those that several processes hold.
 
-torch.distributed.checkpoint is imported on use, because importing it takes a second.
+docs/running.md lists the fields of the record.
 """
 
-import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+import hashlib
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.errors import CompileError
+from zbcompile.json_text import to_text
+from zbcompile.passes.serialization.arguments import named
 from zbcompile.persistence.checkpoint_directory import INDEX
-from zbcompile.persistence.checkpoint_record import Record, is_pickled, read_record
-from zbcompile.persistence.plain_values import from_data
-from zbcompile.untrusted_text import read_json
+from zbcompile.persistence.safetensors_files import bytes_of, open_safetensors
+from zbcompile.program.manifest import digest_of
+from zbcompile.untrusted_text import LONG_TEXT, MORE_VALUES, parse_json, read_text
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint import CheckpointException, StorageReader
-
+FORMAT, VERSION = "zbcompile checkpoint", 3
+CUT = 6  # dimensions along which a tensor can be cut: the corners of each chunk are 2 to that power
 Values = dict[str, Any]
-UNKNOWN = "an unknown optimizer"
-PROCESS = "process.pt"  # in a checkpoint of the first format: the generators and `extra`
+
+
+class StoredChunk(NamedTuple):
+    """Where a chunk of a tensor is: `offset` and `shape` in the tensor, the file, and the SHA-256 of its bytes."""
+
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    sha256: str
+
+
+class StoredTensor(NamedTuple):
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[StoredChunk, ...]
+
+
+def key_of(name: str, offset: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> str:
+    """A chunk's name in its file: the tensor's own, with the offset if it is not all of it."""
+    return name if tuple(shape) == tuple(whole) else f"{name}@{','.join(map(str, offset))}"
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """What a checkpoint holds. `described` has dtype and size of every tensor by `section.key`, None for any other
-    value; `process` the data of `random` and `extra`; `record` is None if it contains pickles."""
+    """A checkpoint whose record was read and checked: its `fields`, and where the `tensors` are. Values that are no
+    tensors are in the field `values`. Both have names such as "model.NAME", of a section and a key."""
 
     path: Path
-    step: int
-    optimizer: str | None
-    described: Mapping[str, tuple[torch.dtype, torch.Size] | None]
-    process: Mapping[str, Any]
-    record: Record | None
+    fields: Mapping[str, Any]
+    tensors: Mapping[str, StoredTensor]
+    opened: dict[str, Any] = field(default_factory=dict, repr=False)
 
     @property
-    def left_out(self) -> frozenset[str]:
-        """The frozen parameters that were not saved."""
-        return frozenset(self.record.fields.get("left_out", ()) if self.record else ())
+    def files(self) -> list[str]:
+        return sorted({chunk.file for tensor in self.tensors.values() for chunk in tensor.chunks})
 
     @property
-    def averaged(self) -> Mapping[str, Any] | None:
-        """The decay and the number of updates of the averages that were saved; None if there are none."""
-        return self.record.fields.get("ema") if self.record else None
+    def bytes(self) -> int:
+        return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
 
-    def keys(self, section: str) -> dict[str, tuple[torch.dtype, torch.Size] | None]:
-        """What is described of one section, by key."""
+    def keys(self, section: str) -> dict[str, StoredTensor | None]:
+        """What there is of one section, by key; None for what is no tensor."""
         start = f"{section}."
-        return {key.removeprefix(start): each for key, each in self.described.items() if key.startswith(start)}
+        every = {**self.tensors, **dict.fromkeys(self.fields["values"])}
+        return {name.removeprefix(start): each for name, each in every.items() if name.startswith(start)}
 
-    def read(self, wanted: Values, section: str) -> Values:
-        """Fill the tensors in `wanted` in place, and replace each None by its value. Asks no other process."""
-        import torch.distributed.checkpoint as dcp
-
-        keyed = {f"{section}.{key}": value for key, value in wanted.items()}
+    def chunk(self, name: str, chunk: StoredChunk) -> torch.Tensor:
+        """The content of a chunk. Raises PipelineError if it is not what was written."""
+        tensor, path = self.tensors[name], self.path / chunk.file
         try:
-            with quiet():
-                dcp.load(keyed, storage_reader=self._reader(), no_dist=True)
-        except dcp.CheckpointException as error:
-            raise PipelineError(f"{self.path} cannot be read: {first_cause(error)}. Load another checkpoint.") from None
-        return {key.removeprefix(f"{section}."): value for key, value in keyed.items()}
+            if chunk.file not in self.opened:
+                self.opened[chunk.file] = open_safetensors(path)
+            found = self.opened[chunk.file].get_tensor(key_of(name, chunk.offset, chunk.shape, tensor.shape))
+        except (OSError, SafetensorError) as error:
+            raise PipelineError(f"{path} cannot be read: {error!s:.300}. Load another checkpoint.") from None
+        size = math.prod(chunk.shape) * tensor.dtype.itemsize
+        if found.nbytes != size or hashlib.sha256(bytes_of(found)).hexdigest() != chunk.sha256:
+            raise PipelineError(f"{path} was changed after it was written: the checksum of {name} differs.")
+        if found.dtype != tensor.dtype:  # one that safetensors does not know, stored as bytes
+            found = found.clone().view(tensor.dtype)
+        return found.reshape(chunk.shape)
 
-    def _reader(self) -> "StorageReader":
-        from torch.distributed.checkpoint import FileSystemReader
-
-        from zbcompile.persistence.checkpoint_storage import CheckpointReader
-
-        return CheckpointReader(self.path, self.record) if self.record is not None else FileSystemReader(self.path)
-
-    def process_value(self, name: str) -> Any:
-        """`random` or `extra` as it was saved."""
-        if self.record is None:
-            return self.process.get(name)
-        found = {key: each for key, each in self.keys("process").items() if each and key.split(".")[0] == name}
-        tensors = self.read({key: torch.empty(size, dtype=dtype) for key, (dtype, size) in found.items()}, "process")
-        return from_data(self.process[name], tensors)
-
-    @contextmanager
-    def blamed(self) -> Iterator[None]:
-        """Raise PipelineError, with the checkpoint's name, for what fails inside: its values may be anyone's."""
-        try:
-            yield
-        except (PipelineError, CompileError):
-            raise
-        except Exception as error:
-            problem = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
-            raise PipelineError(f"{self.path} cannot be loaded ({problem}). Load another checkpoint.") from error
+    def require_whole(self, share: int = 0, shares: int = 1) -> None:
+        """Raise PipelineError if a file is missing or was changed. Of several processes each checks its share."""
+        own = self.files[share::shares]
+        for name, tensor in self.tensors.items():
+            for chunk in tensor.chunks:
+                if chunk.file in own:
+                    self.chunk(name, chunk)
 
 
-def open_state(path: Path, trust: bool = False) -> SavedState:
-    """Open a checkpoint. Raises PipelineError if it is damaged, or contains pickles and is not trusted."""
-    if trust and is_pickled(path):
-        return _open_pickled(path)
-    record = read_record(path)
-    described: Values = {name: (tensor.dtype, torch.Size(tensor.shape)) for name, tensor in record.tensors.items()}
-    described |= dict.fromkeys(record.fields["values"])
-    fields = record.fields
-    return SavedState(path, fields["step"], fields["optimizer"], described, fields["process"], record)
+def record_to_text(fields: Mapping[str, Any], parts: Iterable[Mapping[str, Any]]) -> str:
+    """The record of a checkpoint: `fields`, and what each process contributes. It contains its own digest."""
+    data: Values = {"format": FORMAT, "version": VERSION, **fields, "optimizer": None, "left_out": [], "values": {}}
+    tensors: Values = {}
+    for part in parts:
+        data["optimizer"] = data["optimizer"] or part["optimizer"]
+        data["left_out"] = sorted({*data["left_out"], *part["left_out"]})
+        data["values"] |= part["values"]
+        for name, entry in part["tensors"].items():
+            tensors.setdefault(name, {**entry, "chunks": []})["chunks"] += entry["chunks"]
+    data["tensors"] = dict(sorted(tensors.items()))
+    text = to_text({**data, "digest": digest_of(data)}, 2)
+    parse_json(text, PipelineError, "the record of the checkpoint cannot be read again: ", MORE_VALUES)
+    return text
 
 
-def _open_pickled(path: Path) -> SavedState:
-    """A checkpoint with pickles, which are executed: of the first format, or of any program that wrote one with
-    torch.distributed.checkpoint as {"model": ..., "optimizer": ...}."""
-    from torch.distributed.checkpoint import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-
+def open_state(path: Path) -> SavedState:
+    """The checkpoint in a directory. Raises PipelineError if its record is damaged, or of another format."""
+    if not (path / INDEX).exists():
+        raise PipelineError(f"{path} has no {INDEX}: it is no checkpoint, or one with pickles, which are never read.")
+    where = path / INDEX
     try:
-        found = FileSystemReader(path).read_metadata().state_dict_metadata
-        index = read_json(path / INDEX, PipelineError) if (path / INDEX).exists() else {}
-        process = torch.load(path / PROCESS, weights_only=True) if (path / PROCESS).exists() else {}
-    except Exception as error:  # of a pickle
-        raise PipelineError(f"{path} is damaged ({type(error).__name__}: {error}). Load another checkpoint.") from None
-    described = {
-        key: (value.properties.dtype, value.size) if isinstance(value, TensorStorageMetadata) else None
-        for key, value in found.items()
-    }
-    return SavedState(path, index.get("step", 0), index.get("optimizer", UNKNOWN), described, process, None)
+        text = read_text(where, PipelineError, LONG_TEXT)
+        data = parse_json(text, PipelineError, f"{where}: ", MORE_VALUES)
+        if data["format"] == FORMAT and data["version"] in range(VERSION):
+            raise PipelineError(f"{path} is of an older release (format {data['version']}), which is not read.")
+        _require((data["format"], data["version"]) == (FORMAT, VERSION), f"its format is not {FORMAT!r}, {VERSION}")
+        _require(data["digest"] == digest_of({k: v for k, v in data.items() if k != "digest"}), "its digest differs")
+        _require(to_text(data, 2) == text, "its text is not what was written")
+        return _checked(path, data)
+    except PipelineError:
+        raise
+    except Exception as error:  # of bytes that anyone may have written
+        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        raise PipelineError(f"{where} is damaged ({problem}). Load another checkpoint.") from None
 
 
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Suppress torch's warning that one process reads or writes alone."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        yield
+def _checked(path: Path, data: Values) -> SavedState:
+    _size(data["step"])
+    _require(isinstance(data["optimizer"], str | None), "its optimizer is no name")
+    _require(all(type(data[name]) is dict for name in ("values", "tensors")), "a table is missing")
+    averaged, left_out = data["ema"], data["left_out"]
+    if averaged is not None:
+        _require(type(averaged["decay"]) in (int, float), "the decay of `ema` is no number")
+        _size(averaged["updates"])
+    _require(type(left_out) is list and all(type(each) is str for each in left_out), "`left_out` is no list of names")
+    return SavedState(path, data, {name: _tensor(name, entry) for name, entry in data["tensors"].items()})
 
 
-def first_cause(error: "CheckpointException") -> str:
-    """What went wrong on the first rank that failed."""
-    rank, (cause, _) = next(iter(sorted(error.failures.items())))
-    return str(cause) if isinstance(cause, PipelineError) else f"rank {rank}: {type(cause).__name__}: {cause}"
+def _tensor(name: str, entry: Values) -> StoredTensor:
+    dtype, shape = named("dtype", entry["dtype"]), tuple(map(_size, entry["shape"]))
+    chunks = tuple(StoredChunk(tuple(o), tuple(s), file, sha256) for o, s, file, sha256 in entry["chunks"])
+    for chunk in chunks:
+        placed = zip(chunk.offset, chunk.shape, shape, strict=True)
+        _require(all(_size(o) + _size(s) <= of for o, s, of in placed), f"{name} has a chunk outside of it")
+        known = Path(chunk.file).name == chunk.file and not chunk.file.startswith(".")
+        _require(known, f"{chunk.file!r} is not one of its files")
+    _require(covers(chunks, shape), f"the chunks of {name} do not cover it, each element once")
+    return StoredTensor(dtype, shape, chunks)
+
+
+def covers(chunks: Sequence[StoredChunk], shape: Sequence[int]) -> bool:
+    """Whether every element is in exactly one chunk: then, and only then, the corners of the chunks cancel out but for
+    those of the whole, counted with signs that alternate (the derivative along all dimensions of the sum of the chunks'
+    indicator functions)."""
+    pairs = [(tuple(zip(chunk.offset, chunk.shape, strict=True)), 1) for chunk in chunks]
+    whole = tuple((0, size) for size in shape)
+    cut = [place for place, span in enumerate(whole) if any(box[place] != span for box, _ in pairs)]
+    _require(len(cut) <= CUT, f"its chunks are cut along more than {CUT} dimensions")
+    corners: Counter[tuple[int, ...]] = Counter()
+    for box, weight in (*pairs, (whole, -1)):
+        ends = [((begin, 1), (begin + size, -1)) for begin, size in (box[place] for place in cut)]
+        for corner in product(*ends):
+            corners[tuple(at for at, _ in corner)] += weight * math.prod(sign for _, sign in corner)
+    return not any(corners.values()) or not math.prod(shape)
+
+
+def _size(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ValueError(f"{value!r:.80} is not a size")
+    return value
+
+
+def _require(true: bool, problem: str) -> None:
+    if not true:
+        raise ValueError(problem)

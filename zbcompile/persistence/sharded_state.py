@@ -11,9 +11,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.pipeline_optimizer import MASTER, PipelineOptimizer
 from zbcompile.optimizer.sharded_parameters import Part, ShardedParameters
-from zbcompile.persistence.local_tensors import Holding
-
-Corner = tuple[int, ...]
+from zbcompile.persistence.local_tensors import Corner, Holding, Pieces
 
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Corner, Corner]]:
@@ -38,30 +36,6 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Cor
     yield from rectangles(shape, begin + rows * inner, end)
 
 
-class Pieces(torch.Tensor):
-    """A tensor of which this process has `parts`, by their offsets. Its size is that of the whole; it has no memory."""
-
-    parts: Mapping[Corner, torch.Tensor]
-
-    def __create_chunk_list__(self) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
-
-        return [ChunkStorageMetadata(torch.Size(offset), part.shape) for offset, part in self.parts.items()]
-
-    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
-        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-
-        found = []
-        for chunk, part in zip(self.__create_chunk_list__(), self.parts.values(), strict=True):
-            data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part), self.size())
-            found.append(WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data))
-        return found
-
-    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return self.parts[tuple(index.offset)]
-
-
 def pieces(
     shape: Sequence[int], offset: Sequence[int], local: torch.Tensor, begin: int, values: torch.Tensor
 ) -> Pieces:
@@ -74,9 +48,7 @@ def pieces(
         part = values[at : at + prod(size)].view(size).permute(back)
         parts[tuple(o + corner[i] for o, i in zip(offset, back, strict=True))] = part
         at += prod(size)
-    made = torch.empty((), dtype=values.dtype).expand(tuple(shape)).as_subclass(Pieces)
-    made.parts = parts
-    return made
+    return Pieces.made(shape, values.dtype, parts)
 
 
 Values = dict[str, Any]
@@ -132,11 +104,11 @@ def wanted_state(
             for part, name in zip(parts, names, strict=True):
                 described = saved[f"state.{name}.{key}"]
                 # a parameter without dimensions is as large as the number of its steps
-                if described and key != "step" and tuple(described[1]) == tuple(holding.tensors[name].shape):
-                    room = rooms.setdefault(number, {}).setdefault(key, torch.zeros_like(tensor, dtype=described[0]))
+                if described and key != "step" and described.shape == tuple(holding.tensors[name].shape):
+                    room = rooms.setdefault(number, {}).setdefault(key, torch.zeros_like(tensor, dtype=described.dtype))
                     wanted[f"state.{name}.{key}"] = _pieces(part, room, holding)
                 else:
-                    wanted[f"state.{name}.{key}"] = described and torch.empty(described[1], dtype=described[0])
+                    wanted[f"state.{name}.{key}"] = described and torch.empty(described.shape, dtype=described.dtype)
 
     def state(values: Values) -> dict[int, Values]:
         return {

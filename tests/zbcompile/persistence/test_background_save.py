@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import resource
 import threading
 from collections.abc import Callable, Iterator
@@ -69,7 +70,7 @@ def test_an_error_of_the_thread_surfaces(surfaces: str, tmp_path: Path) -> None:
     with largest_file(1000):
         zbcompile.save_checkpoint(tmp_path, pipe, step=2, wait=False)
         for thread in threading.enumerate():
-            if thread.name == "checkpoint_0":
+            if thread.name.startswith("AsyncCheckpointExecutor"):
                 thread.join()
     later: dict[str, Callable[[], object]] = {
         "the next save": lambda: zbcompile.save_checkpoint(tmp_path, pipe, step=3),
@@ -105,7 +106,7 @@ def test_a_full_disk_is_one_message_and_leaves_what_was_there(size: int, tmp_pat
 
 
 def full_disk(handle: int) -> None:
-    if threading.current_thread().name == "checkpoint_0":
+    if threading.current_thread().name.startswith("AsyncCheckpointExecutor"):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -131,8 +132,8 @@ def test_the_first_rank_waits_for_the_parts_of_all(
     program = str(small_program("zb-h1", 2))
     outcomes = pool.outcomes(save_in_the_background, program, str(tmp_path))
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
-    assert "part-00001.safetensors cannot be written: No space left" in outcomes[1].text
-    assert "was not finished: rank 1: " in outcomes[0].text
+    found = r"was not finished: rank 1: .*part-00001.safetensors cannot be written: No space left"
+    assert all(re.search(found, outcome.text) for outcome in outcomes)
     assert [each.name for each in sorted(tmp_path.iterdir())] == ["step-00000001"]
     model = PROBLEM.model()
     zbcompile.load_checkpoint(tmp_path, model, optimizer_of(model.parameters()))

@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import zbcompile
 from zbcompile.checkpoints import main
-from zbcompile.model.seeds import random_state
-from zbcompile.persistence.checkpoint_record import INDEX, Chunk, write_part
-from zbcompile.persistence.plain_values import from_data, to_data
+from zbcompile.persistence.checkpoint_directory import INDEX
+from zbcompile.persistence.checkpoint_values import from_data, to_data
+from zbcompile.persistence.safetensors_files import bytes_of, write_safetensors
 
 numbers = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.binary())
 hashable = st.one_of(numbers, st.tuples(st.integers(), st.text()))
@@ -76,19 +76,15 @@ def test_a_list_that_contains_itself_is_refused(tmp_path: Path) -> None:
 @settings(max_examples=25)
 def test_parts_are_safetensors(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     kinds = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float8_e5m2)
-    chunks = [
-        Chunk(f"t{i}", tuple(shape), (0,) * len(shape), torch.randn(shape).to(data.draw(st.sampled_from(kinds))))
-        for i, shape in enumerate(data.draw(st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4)))
-    ]
+    shapes = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4))
+    tensors = {f"t{i}": torch.randn(each).to(data.draw(st.sampled_from(kinds))) for i, each in enumerate(shapes)}
     path = tmp_path_factory.mktemp("part") / "part.safetensors"
-    entries = write_part(path, chunks)
-    assert entries["files"][path.name][0] == path.stat().st_size
+    write_safetensors(path, tensors)
     found = load_file(path)
-    assert found.keys() == {chunk.key for chunk in chunks}
-    for chunk in chunks:
-        assert found[chunk.key].dtype == chunk.values.dtype
-        assert found[chunk.key].shape == chunk.shape
-        assert found[chunk.key].reshape(-1).view(torch.uint8).equal(chunk.values.reshape(-1).view(torch.uint8))
+    assert found.keys() == tensors.keys()
+    for name, values in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (values.dtype, values.shape)
+        assert bytes_of(found[name]) == bytes_of(values)
 
 
 class Rotary(nn.Module):
@@ -163,40 +159,19 @@ def trained() -> tuple[nn.Linear, torch.optim.Optimizer]:
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_pickles_are_read_only_with_trust(
-    trained: tuple[nn.Linear, torch.optim.Optimizer], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    old, new, trap = pickled(tmp_path / "old", *trained, tmp_path / "trap"), tmp_path / "new", tmp_path / "trap"
+def test_pickles_are_never_read(trained: tuple[nn.Linear, torch.optim.Optimizer], tmp_path: Path) -> None:
+    """Of torch.distributed.checkpoint, and of earlier releases: one line."""
+    old, trap = pickled(tmp_path / "step-00000003", *trained, tmp_path / "trap"), tmp_path / "trap"
     model = nn.Linear(3, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    for refused in (
-        lambda: zbcompile.load_checkpoint(old, model),
-        lambda: zbcompile.load_checkpoint(old, model, optimizer),
-    ):
-        with pytest.raises(zbcompile.PipelineError, match=r"trust=True.* --trust-checkpoint.* convert .* --trust"):
-            refused()
-    assert main(["convert", str(old), str(new)]) == main(["verify", str(old)]) == 2
+    for path in (old, tmp_path):
+        with pytest.raises(zbcompile.PipelineError, match=r"pickles, which are never read\.$"):
+            zbcompile.load_checkpoint(path, model)
+    assert main(["verify", str(old)]) == 2
+    for version in (1, 2):
+        (old / INDEX).write_text(json.dumps({"format": "zbcompile checkpoint", "version": version}))
+        with pytest.raises(zbcompile.PipelineError, match=rf"of an older release \(format {version}\), .* not read\.$"):
+            zbcompile.load_checkpoint(tmp_path, model)
     assert not trap.exists()
-    zbcompile.load_checkpoint(old, model, optimizer, trust=True)
-    assert torch.equal(model.weight, trained[0].weight)
-    assert main(["convert", str(old), str(new), "--trust"]) == main(["verify", str(new)]) == 0
-    zbcompile.load_checkpoint(new, other := nn.Linear(3, 2), others := torch.optim.SGD(other.parameters()))
-    assert pformat(others.state_dict()) == pformat(trained[1].state_dict())
-    assert "whole" in capsys.readouterr().out
-
-
-def test_the_first_format_is_read_with_trust(trained: tuple[nn.Linear, torch.optim.Optimizer], tmp_path: Path) -> None:
-    """With its step, generators and `extra`."""
-    old = pickled(tmp_path / "step-00000003", *trained, tmp_path / "trap")
-    index = {"format": "zbcompile checkpoint", "version": 1, "step": 3, "optimizer": "SGD"}
-    (old / INDEX).write_text(json.dumps(index))
-    torch.save({"random": random_state(torch.device("cpu")), "extra": {"seen": 4}}, old / "process.pt")
-    with pytest.raises(zbcompile.PipelineError, match="of an older release"):
-        zbcompile.load_checkpoint(tmp_path, nn.Linear(3, 2))
-    assert main(["convert", str(tmp_path), str(tmp_path / "new"), "--trust"]) == 0
-    at = zbcompile.load_checkpoint(tmp_path / "new", model := nn.Linear(3, 2))
-    assert (at.step, at.extra) == (3, {"seen": 4})
-    assert torch.equal(model.bias, trained[0].bias)
 
 
 def test_a_folder_falls_back_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -208,7 +183,7 @@ def test_a_folder_falls_back_only_if_asked(tmp_path: Path, capsys: pytest.Captur
     content[-1] ^= 1
     (newest / "part-00000.safetensors").write_bytes(content)
     for path, fallback in ((tmp_path, False), (newest, False), (newest, True)):
-        with pytest.raises(zbcompile.PipelineError, match="its checksum differs"):
+        with pytest.raises(zbcompile.PipelineError, match=r"the checksum of .* differs"):
             zbcompile.load_checkpoint(path, model, fallback=fallback)
     assert zbcompile.load_checkpoint(tmp_path, model, fallback=True).step == 2
     assert model.bias.tolist() == [2, 2]

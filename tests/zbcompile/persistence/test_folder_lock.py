@@ -1,4 +1,4 @@
-"""One writer per folder: who is refused, and when a holder counts as lost."""
+"""One writer per folder: who is refused, and when a holder has ended."""
 
 import os
 import shutil
@@ -13,17 +13,18 @@ from torch import nn
 
 import zbcompile
 from zbcompile.errors import PipelineError
-from zbcompile.persistence.folder_lock import NAME, FolderLock, read_holder
+from zbcompile.persistence.folder_lock import NAME, FolderLock
 
 HOLD = """
-import sys, time
+import sys
 from pathlib import Path
 from zbcompile.persistence.folder_lock import FolderLock
-lock = FolderLock(Path(sys.argv[1]), beat=0.1, patience=1.0)
+lock = FolderLock(Path(sys.argv[1]))
 print(lock.attempt(0), flush=True)
 sys.stdin.readline()
 try:
     lock.require_held()
+    lock.close()
     print("held", flush=True)
 except Exception as error:
     print(error, flush=True)
@@ -33,13 +34,12 @@ except Exception as error:
 class Holder:
     """Another process that holds the folder."""
 
-    def __init__(self, folder: Path, **environment: str) -> None:
+    def __init__(self, folder: Path) -> None:
         self.process = subprocess.Popen(
             [sys.executable, "-c", HOLD, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, **environment},
         )
         assert self.said() == "True"
 
@@ -62,65 +62,45 @@ def holder(tmp_path: Path) -> Iterator[Holder]:
     found.process.wait()
 
 
-def lock_of(folder: Path, patience: float = 60.0) -> FolderLock:
-    return FolderLock(folder, beat=0.1, patience=patience)
-
-
 def test_a_live_holder_is_named(holder: Holder, tmp_path: Path) -> None:
+    assert not FolderLock(tmp_path).attempt(0)
     with pytest.raises(PipelineError, match=rf"written by another run: host .*, process {holder.process.pid}, since 2"):
-        lock_of(tmp_path).attempt(30)
+        FolderLock(tmp_path, patience=0.0).attempt(1.0)
     assert holder.go_on() == "held"
-    holder.process.wait()
     assert not (tmp_path / NAME).exists()
 
 
 def test_a_second_run_cannot_save_but_load(holder: Holder, tmp_path: Path) -> None:
-    folder, model = tmp_path / "other", nn.Linear(2, 2)
-    saved = zbcompile.save_checkpoint(folder, model, step=1)
-    (folder / NAME).symlink_to(tmp_path / NAME)
+    """Also while the first one is stopped: it may go on at any time."""
+    model = nn.Linear(2, 2)
+    holder.process.send_signal(signal.SIGSTOP)
     with pytest.raises(PipelineError, match=rf"written by another run: host .*, process {holder.process.pid}"):
-        zbcompile.save_checkpoint(folder, model, step=2)
-    assert zbcompile.load_checkpoint(folder, model).path == saved
+        zbcompile.save_checkpoint(tmp_path, model, step=2)
+    saved = zbcompile.save_checkpoint(tmp_path / "other", model, step=1)
+    assert zbcompile.load_checkpoint(tmp_path / "other", model).path == saved
+    holder.process.send_signal(signal.SIGCONT)
+    assert holder.go_on() == "held"
 
 
 def test_an_ended_one_is_replaced_at_once(holder: Holder, tmp_path: Path) -> None:
-    holder.process.kill()  # and not waited for: a zombie counts as ended
-    lock = lock_of(tmp_path)
-    assert lock.attempt(1)
+    """Also one whose files a forked process still holds for a moment, and a file of which nothing can be read."""
+    holder.process.kill()
+    lock = FolderLock(tmp_path)
+    assert lock.attempt(5)
     lock.close()
     assert not list(tmp_path.iterdir())
-
-
-def test_a_silent_one_is_replaced_and_notices(holder: Holder, tmp_path: Path) -> None:
-    holder.process.send_signal(signal.SIGSTOP)
-    lock = lock_of(tmp_path, patience=1.0)
-    assert not lock.attempt(0)
-    assert lock.attempt(30)
-    holder.process.send_signal(signal.SIGCONT)
-    assert f"taken over by host {os.uname().nodename}, process {os.getpid()}" in holder.go_on()
-    holder.process.wait()
-    lock.require_held()
+    (tmp_path / NAME).write_bytes(b"\x00\xff")
+    assert lock.attempt(0)
     lock.close()
 
 
-def test_one_of_the_same_elastic_job_is_replaced_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job-7")
-    first = Holder(tmp_path)
-    try:
-        assert lock_of(tmp_path).attempt(0)
-    finally:
-        first.process.kill()
-        first.process.wait()
-
-
-def test_a_lock_that_cannot_be_read_is_waited_for(tmp_path: Path) -> None:
-    (tmp_path / NAME).write_bytes(b"\x00\xff")
-    lock = lock_of(tmp_path, patience=1.0)
-    assert not lock.attempt(0)
-    assert lock.attempt(30)
-    holder = read_holder(tmp_path / NAME)
-    assert holder is not None
-    assert holder["pid"] == os.getpid()
+def test_who_lost_the_lock_notices(holder: Holder, tmp_path: Path) -> None:
+    """A file server may lose it; whoever has it then is named."""
+    (tmp_path / NAME).unlink()
+    lock = FolderLock(tmp_path)
+    assert lock.attempt(0)
+    assert f"taken over by host {os.uname().nodename}, process {os.getpid()}" in holder.go_on()
+    lock.require_held()
     lock.close()
 
 
@@ -129,7 +109,7 @@ def test_a_folder_that_was_removed_is_made_anew(
     again: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "checkpoints"
-    lock = lock_of(folder)
+    lock = FolderLock(folder)
     assert lock.attempt(0)
     shutil.rmtree(folder)
     if again:
@@ -147,4 +127,4 @@ def test_a_folder_that_was_removed_is_made_anew(
 def test_a_link_to_nothing_is_called_that(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("nowhere")
     with pytest.raises(PipelineError, match="it is a link to nowhere, which does not exist"):
-        lock_of(tmp_path / "link").attempt(0)
+        FolderLock(tmp_path / "link").attempt(0)

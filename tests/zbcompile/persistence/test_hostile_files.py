@@ -13,7 +13,8 @@ from torch import nn
 import zbcompile
 from tests.support.hostile_files import count
 from zbcompile.json_text import to_text
-from zbcompile.persistence.checkpoint_record import INDEX, StoredChunk, covers
+from zbcompile.persistence.checkpoint_directory import INDEX
+from zbcompile.persistence.saved_state import StoredChunk, covers
 from zbcompile.program.manifest import digest_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
@@ -44,8 +45,8 @@ def test_a_step_that_is_no_count_is_refused(step: Any, tmp_path: Path) -> None:
 def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
     def overlap(data: dict[str, Any]) -> None:
         entry = data["tensors"]["model.weight"]
-        (_, _, file, begin, sha256), *_ = entry["chunks"]
-        entry["chunks"] = [[[0, 0], [2, 4], file, begin, sha256], [[1, 0], [2, 4], file, begin, sha256]]
+        (_, _, file, sha256), *_ = entry["chunks"]
+        entry["chunks"] = [[[0, 0], [2, 4], file, sha256], [[1, 0], [2, 4], file, sha256]]
 
     with pytest.raises(zbcompile.PipelineError, match="do not cover it, each element once"):
         zbcompile.load_checkpoint(resaved(tmp_path, overlap), nn.Linear(4, 4))
@@ -74,5 +75,5 @@ def test_chunks_cover_a_tensor_just_if_each_element_is_in_one() -> None:
         counts = torch.zeros(shape)
         for offset, size in boxes:
             counts[tuple(slice(at, at + length) for at, length in zip(offset, size, strict=True))] += 1
-        chunks = [StoredChunk(offset, size, "", 0, "") for offset, size in boxes]
+        chunks = [StoredChunk(offset, size, "", "") for offset, size in boxes]
         assert covers(chunks, shape) == bool((counts == 1).all())

@@ -1,10 +1,9 @@
-"""Python values as JSON, and back: what a checkpoint holds beside the tensors of a model.
+"""Python values as JSON, and back: what a checkpoint holds beside tensors.
 
 None, booleans, integers, strings, finite floats and lists stand for themselves. Everything else is an object with one
 key, its tag: `{"tuple": [1, 2]}`, `{"dict": {"lr": 0.1}}`, `{"tensor": "extra.rate"}`.
 """
 
-import hashlib
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -17,7 +16,6 @@ from zbcompile.errors import PipelineError
 Tensors = dict[str, torch.Tensor]
 _MAPPINGS: Mapping[str, type] = {"dict": dict, "ordered": OrderedDict, "counter": Counter}
 _TAGS = {kind: tag for tag, kind in _MAPPINGS.items()}
-_PLAIN = (bool, int, str, type(None))
 
 
 def to_data(value: Any, path: str, tensors: Tensors) -> Any:
@@ -36,13 +34,16 @@ def to_data(value: Any, path: str, tensors: Tensors) -> Any:
 
 def _encode(value: Any, path: str, tensors: Tensors) -> Any:
     kind = type(value)
-    if kind in _PLAIN or (kind is float and math.isfinite(value)):
+    if kind in (bool, int, str, type(None)) or (kind is float and math.isfinite(value)):
         return value
     if kind is list or kind is tuple:
         items = [_encode(each, f"{path}.{i}", tensors) for i, each in enumerate(value)]
         return items if kind is list else {"tuple": items}
+    if kind in _TAGS and all(type(key) is str for key in value):
+        return {_TAGS[kind]: {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}}
     if kind in _TAGS:
-        return {_TAGS[kind]: _encode_items(value, path, tensors)}
+        pairs = ((_encode(k, f"{path}.key {k}", tensors), _encode(v, f"{path}.{k}", tensors)) for k, v in value.items())
+        return {_TAGS[kind]: list(map(list, pairs))}
     if kind is float or kind is complex:
         return {kind.__name__: repr(value)}
     if kind is bytes:
@@ -56,20 +57,6 @@ def _encode(value: Any, path: str, tensors: Tensors) -> Any:
     )
 
 
-def _encode_items(value: Mapping[Any, Any], path: str, tensors: Tensors) -> Any:
-    """A JSON object if every key is a string, else a list of pairs."""
-    if all(type(key) is str for key in value):
-        return {key: _encode(each, f"{path}.{key}", tensors) for key, each in value.items()}
-    pairs = enumerate(value.items())
-    return [[_encode(k, f"{path}.key {i}", tensors), _encode(v, f"{path}.{k}", tensors)] for i, (k, v) in pairs]
-
-
-def digests_of(tensors: Tensors) -> dict[str, str]:
-    """The SHA-256 of each tensor's values."""
-    found = {name: tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) for name, tensor in tensors.items()}
-    return {name: hashlib.sha256(values.numpy().data).hexdigest() for name, values in found.items()}
-
-
 def from_data(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     """The value that `to_data` made. Raises KeyError, TypeError or ValueError for data of another form."""
     if isinstance(data, list):
@@ -77,6 +64,9 @@ def from_data(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
     if not isinstance(data, dict):
         return data
     ((tag, inner),) = data.items()
+    if tag in _MAPPINGS:
+        pairs = inner.items() if isinstance(inner, dict) else [(from_data(key, tensors), each) for key, each in inner]
+        return _MAPPINGS[tag]({key: from_data(each, tensors) for key, each in pairs})
     readers: dict[str, Callable[[Any], Any]] = {
         "tuple": lambda given: tuple(from_data(given, tensors)),
         "float": float,
@@ -84,9 +74,4 @@ def from_data(data: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
         "bytes": bytes.fromhex,
         "tensor": tensors.__getitem__,
     }
-    return _decode_items(_MAPPINGS[tag], inner, tensors) if tag in _MAPPINGS else readers[tag](inner)
-
-
-def _decode_items(kind: type, inner: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    pairs = inner.items() if isinstance(inner, dict) else [(from_data(key, tensors), each) for key, each in inner]
-    return kind({key: from_data(each, tensors) for key, each in pairs})
+    return readers[tag](inner)
