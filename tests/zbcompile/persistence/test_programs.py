@@ -202,12 +202,16 @@ def cut_into_pieces(data: dict[str, Any]) -> None:
     graph["nodes"][at:at] = [{**made, "value": value}, {**apart, "value": {"values": [None]}}]
 
 
-def assert_that(data: dict[str, Any], message: str) -> None:
-    """Let a graph make an assertion about its first result."""
-    graph, call = data["pieces"]["F"], first_call(data)
-    asserted = {"op": "call_function", "name": "asserted", "target": "aten._assert_async.msg"}
-    asserted["args"] = [{"node": call["name"]}, message]  # type: ignore[assignment]
-    graph["nodes"].insert(graph["nodes"].index(call) + 1, asserted)
+def call_with_result(data: dict[str, Any], operator: str, *args: Any, **more: Any) -> None:
+    """Let a graph call an operator with its first result and these arguments."""
+    graph, first = data["pieces"]["F"], first_call(data)
+    made = {"op": "call_function", "name": "called", "target": operator, "args": [{"node": first["name"]}, *args]}
+    graph["nodes"].insert(graph["nodes"].index(first) + 1, {**made, **more})
+
+
+def reduce_in_group(data: dict[str, Any], group: str) -> None:
+    value = first_call(data)["value"]
+    call_with_result(data, "_c10d_functional.all_reduce.default", "sum", group, value=value)
 
 
 def nested(levels: int) -> list[Any]:
@@ -301,8 +305,18 @@ DAMAGES: dict[str, Damage] = {
         "is not a name of its arguments",
     ),
     "code in a text that inductor writes into its source": (
-        lambda d: rewrite(d, STAGE, lambda data: assert_that(data, '"), 0)); exit(1); (1 ? 0 : (throw (""')),
+        lambda d: rewrite(
+            d, STAGE, lambda data: call_with_result(data, "aten._assert_async.msg", '"), 0)); exit(1); (')
+        ),
         "expected only letters, digits, spaces and",
+    ),
+    "a process group": (
+        lambda d: rewrite(d, STAGE, lambda data: reduce_in_group(data, "world")),
+        "has graphs for .'world'., and says",
+    ),
+    "a loss of no dtype": (
+        lambda d: rewrite(d, "manifest.json", lambda data: data.update(loss_dtype="save")),
+        "'save'",
     ),
     "a graph without nodes": (
         lambda d: rewrite(d, STAGE, lambda data: data["pieces"]["F"].pop("nodes")),
