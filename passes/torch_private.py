@@ -52,6 +52,9 @@ ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default,
 # 2.11-2.13: the CPU's attention kernel and its gradient; joint graphs call them by these names.
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+# 2.11-2.13: CUDA's.
+FLASH_ATTENTION = aten._scaled_dot_product_flash_attention.default
+EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention.default
 ATTENTION_BY_FORMULA = aten._scaled_dot_product_attention_math.default  # 2.11-2.13: what SDPBackend.MATH runs
 GROUPED_PRODUCTS = (aten._grouped_mm, aten._scaled_grouped_mm)  # 2.11-2.13: what torch.nn.functional.grouped_mm calls
 

@@ -23,7 +23,7 @@ ORDER = {
     ),
     "passes": (
         *("__init__", "errors", "torch_names", "option", "hardware", "layout_strings", "compile_options"),
-        *("torch_private", "graph", "values", "capture"),
+        *("gpu", "torch_private", "graph", "values", "capture"),
         *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (

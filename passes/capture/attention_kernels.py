@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.torch_private import ATTENTION_BY_FORMULA, attention_priority
 
 Kernels = tuple[frozenset[str], tuple[int, ...]]
@@ -38,7 +39,7 @@ def is_by_formula(function: Any, now: Kernels, args: tuple[Any, ...], kwargs: di
         return False
     given = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
     query, mask = given["query"], given.get("attn_mask")
-    trained = mask is not None and mask.requires_grad and query.device.type == "cpu"
+    trained = mask is not None and mask.requires_grad and kind_of(query.device) == "cpu"
     return trained or _usable(now, query.device)[0] == {"math"}
 
 
@@ -46,7 +47,7 @@ def is_same_choice(before: Kernels, now: Kernels, device: torch.device) -> bool:
     """Whether attention on `device` takes the same kernel under `before` and `now`, if it takes any: the CPU has one
     beside the formula, which is chosen last."""
     one, other = _usable(before, device), _usable(now, device)
-    return one == other or (device.type == "cpu" and "flash" in one[0] & other[0])
+    return one == other or (kind_of(device) == "cpu" and "flash" in one[0] & other[0])
 
 
 def by_formula(
@@ -70,4 +71,4 @@ def by_formula(
 
 def _usable(kernels: Kernels, device: torch.device) -> Kernels:
     names, priority = kernels
-    return (names & _OF_CPU, ()) if device.type == "cpu" else (names, priority)
+    return (names & _OF_CPU, ()) if kind_of(device) == "cpu" else (names, priority)

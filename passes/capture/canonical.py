@@ -18,7 +18,9 @@ from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.capture.functional_writes import separate_changing_buffers
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import copied, drop_unused_inputs, is_random, like, output_values, with_graph
+from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import name_groups
 from zbcompile.passes.graph.roles import Slot
@@ -204,10 +206,10 @@ class _Values(Interpreter):
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Attention that the capture kept whole runs a kernel, not its formula, which a trained mask on a CPU asks for:
         the masks of a forward without gradients are not trained."""
-        if target is aten.scaled_dot_product_attention.default and args[0].device.type == "cpu":
+        if target is aten.scaled_dot_product_attention.default and kind_of(args[0].device) == "cpu":
             args = (*args[:3], *map(_detached, args[3:4]), *args[4:])
             kwargs = {name: _detached(each) if name == "attn_mask" else each for name, each in kwargs.items()}
-        return super().call_function(target, args, kwargs)
+        return super().call_function(kernel_of(target, args), args, kwargs)
 
 
 def _refuse_overwritten(node: Node) -> None:

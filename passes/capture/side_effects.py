@@ -25,6 +25,7 @@ from zbcompile.passes.capture.function_calls import FunctionCall, refuse_set_dat
 from zbcompile.passes.capture.python_effects import generator_seeded, numbers_drawn_outside_torch, output_of_forward
 from zbcompile.passes.capture.python_reads import PythonReads, Roots
 from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
+from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, buffer_table, replaced
 from zbcompile.passes.values.open_numbers import failed_questions, with_eagers_types
@@ -179,6 +180,7 @@ class _Calls(TorchFunctionMode):
             )
         if calls_attention(func, kwargs or {}):
             func = self._attention(func, args, kwargs or {})
+        func = kernel_of(func, args)
         result = self._result(func, args, kwargs or {})
         if func is torch.Tensor.item and not isinstance(result, int | float):  # known only when a step runs
             self.watch.note_open()

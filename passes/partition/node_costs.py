@@ -7,6 +7,7 @@ from typing import Any
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.graph.process_groups import exchanged_bytes, is_collective, is_wait
 from zbcompile.passes.graph.rematerialize import can_remake
@@ -74,7 +75,7 @@ def _exchange_seconds(node: Node, hardware: Hardware) -> float:
 
 def device_of(line: Line) -> str:
     """The type of the device that the line computes on."""
-    devices = (t.device.type for node in line.nodes for t in tensors_of(node.meta["val"]))
+    devices = (kind_of(t.device) for node in line.nodes for t in tensors_of(node.meta["val"]))
     return next(devices, "cpu")
 
 

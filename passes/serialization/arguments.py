@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from zbcompile.passes import gpu
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.torch_names import NAMED, name_in_torch, named
 
-DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", gpu.KIND)
 _TEXT = re.compile(r"[\w ,.:>*+-]*", re.ASCII)  # of the modes and equations that torch's operators take
 
 

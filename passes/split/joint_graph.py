@@ -4,6 +4,7 @@ Tracing runs from the last stage to the first, because a tangent must have the s
 gradient really arrives: other strides, other kernels, other bits.
 """
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -17,6 +18,7 @@ from torch.fx.traceback import preserve_node_meta
 from zbcompile.passes.capture.functional_writes import GRADIENT_LAYOUT
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import any_gradient, is_use, leaf_like, like, output_values
+from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import rename_groups
 from zbcompile.passes.graph.roles import Slot
@@ -86,6 +88,7 @@ def trace_joint(
         if in_place_operation(module):
             module = _trace_functional(run, [*primals, *arriving], module, exact)
     _refuse_mode_dependent(module)
+    _drop_results_without_value(module)
     rename_groups(module, dimensions)
     nodes = module.graph.find_nodes(op="placeholder")
     returned = zip([*stage.outputs, *run.gradients], output_values(module.graph), strict=True)
@@ -128,6 +131,13 @@ def _refuse_mode_dependent(module: GraphModule) -> None:
             "torch.backends.mkldnn.enabled = False before compiling (with exact=True, layers with dropout between them "
             "then need exact=False as well), or write the layer with ordinary operations."
         )
+
+
+def _drop_results_without_value(module: GraphModule) -> None:
+    """Of the results of CUDA's attention some are None or numbers, which the trace has written where they are used."""
+    for node in module.graph.find_nodes(op="call_function", target=operator.getitem):
+        if node.meta.get("val") is None and not node.users:
+            module.graph.erase_node(node)
 
 
 class _Run:
@@ -189,6 +199,9 @@ class _UseInterpreter(MarkingInterpreter):
         for slot, values in found.items():
             self.uses.setdefault(slot, []).append(values)
         return loaded
+
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return super().call_function(kernel_of(target, args), args, kwargs)
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.fx import copied, is_random, output_values, with_graph
 from zbcompile.passes.graph.process_groups import group_of, is_under_way
 from zbcompile.passes.graph.roles import Slot
@@ -32,12 +33,12 @@ BEGIN, END = torch.ops.zbcompile.begin_apart.default, torch.ops.zbcompile.end_ap
 
 
 def _begin(dimension: str, place: int, device: torch.device) -> torch.Tensor:
-    if device.type == "cuda":  # a seed and an offset, both known to the host
-        state = torch.cuda.get_rng_state(device)
+    if gpu.is_gpu(device):
+        state = gpu.generator_state(device)
         words = state.view(torch.int64)
         mixed = _mixed(dimension, place, words.tolist())
         words[1] += 4
-        torch.cuda.set_rng_state(torch.tensor([mixed, 0]).view(torch.uint8), device)
+        gpu.set_generator(device, mixed, 0)
         return state
     number = int(torch.randint(2**62, ()))
     state = torch.get_rng_state()
@@ -50,7 +51,7 @@ def _mixed(*values: object) -> int:
 
 
 def _end(state: torch.Tensor, device: torch.device) -> None:
-    torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
+    gpu.restore_generator(device, state)
 
 
 _OPERATORS.impl("begin_apart", _begin, "CompositeExplicitAutograd")
@@ -60,7 +61,7 @@ torch.library.register_fake("zbcompile::end_apart", lambda state, device: None)
 
 
 def _state_like(device: torch.device) -> torch.Tensor:
-    return torch.empty(16 if device.type == "cuda" else 5056, dtype=torch.uint8)
+    return torch.empty(gpu.GENERATOR_BYTES if gpu.is_gpu(device) else 5056, dtype=torch.uint8)
 
 
 def drawing(piece: Piece) -> list[Node]:

@@ -14,6 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.gpu import ABSENT, kind_of
 from zbcompile.passes.graph.fx import is_getitem, output_values
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.graph.storage import is_view, tensors_of
@@ -204,8 +205,12 @@ _NOTATION: dict[Any, Callable[[Any], str]] = {
     list: lambda value: f"[{', '.join(map(_literal, value))}]",
     dict: lambda value: "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}",
     (torch.dtype, torch.layout, torch.memory_format): str,
-    torch.device: lambda value: f"torch.device({str(value)!r})",
+    torch.device: lambda value: f"torch.device({_name(value)!r})",
 }
+
+
+def _name(device: torch.device) -> str:
+    return kind_of(device) if device == ABSENT else str(device)
 
 
 def _constants(module: GraphModule) -> list[str]:
@@ -229,7 +234,7 @@ def _tensor(value: Any) -> str:
     """A tensor by its elements; one that has none (it was built under fake tensors) by its shape."""
     if not isinstance(value, torch.Tensor):
         raise CompileError(f"the graph holds a {type(value).__name__}, which cannot be written as Python.")
-    device = "" if value.device.type == "cpu" else f", device={str(value.device)!r}"
+    device = "" if kind_of(value.device) == "cpu" else f", device={_name(value.device)!r}"
     if isinstance(value, FakeTensor):
         return f"torch.empty({list(value.shape)}, dtype={value.dtype}{device})  # values unknown: a fake tensor"
     return f"torch.tensor({_literal(value.tolist())}, dtype={value.dtype}{device})"

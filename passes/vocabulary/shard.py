@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from zbcompile.passes.gpu import KIND, kind_of
 from zbcompile.passes.vocabulary.loss import Values
 from zbcompile.passes.vocabulary.output_layer import VocabularyHead
 
@@ -129,7 +130,7 @@ class Shard:
         """
         dtype, wide = self.head.dtype, self.statistics_dtype
         rows = own.weight[words].to(dtype)
-        if dtype != wide and rows.device.type == "cuda":
+        if dtype != wide and kind_of(rows.device) == KIND:
             return torch.mm(gradient.to(dtype), rows, out_dtype=wide)
         return gradient.to(dtype).to(wide) @ rows.to(wide)
 

@@ -16,6 +16,7 @@ from zbcompile.backends.compile_cache import How
 from zbcompile.backends.cuda_graphs import record
 from zbcompile.backends.types import GraphCompiler, Run
 from zbcompile.errors import PipelineError
+from zbcompile.passes import gpu
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.anonymous_graph import BareGraph, bare
@@ -219,7 +220,7 @@ def compile_passes(
     runs, compilation = backend.compile(now, min(ranks))
     calls = runs | {place: backend.later(piece) for place, piece in passes.items() if place not in now}
     if cuda_graphs:
-        pool = torch.cuda.graph_pool_handle()
+        pool = gpu.graph_pool()
         recorded = {place: run for place, run in calls.items() if not is_apart(passes[place])}
         calls |= {place: record(str(place), run, passes[place], pool) for place, run in recorded.items()}
     return CompiledPasses(calls, compilation)

@@ -7,7 +7,6 @@ microbatches are under way at once. If a gradient buffer has moved, the pass is 
 
 import warnings
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +14,7 @@ import torch
 
 from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.split.subgraphs import Piece
 
@@ -27,14 +27,15 @@ PLACES = 8  # most recordings of one pass, one per set of gradient addresses
 class Recording:
     """One recorded pass: `inputs` are its buffers by position, `results` what a replay writes."""
 
-    graph: torch.cuda.CUDAGraph
+    graph: gpu.Graph
     inputs: dict[int, torch.Tensor]
     results: tuple[torch.Tensor, ...]
 
-    def replay(self, values: list[torch.Tensor]) -> list[torch.Tensor]:
+    def fill(self, values: list[torch.Tensor]) -> None:
         for place, buffer in self.inputs.items():
             buffer.copy_(values[place])
-        values.clear()
+
+    def replay(self) -> list[torch.Tensor]:
         self.graph.replay()
         return [copy_with_strides(result) for result in self.results]
 
@@ -56,31 +57,34 @@ class Recorded:
     moved: bool = False
 
     def __call__(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        device = values[0].device
-        with torch.cuda.device(device) if device.type == "cuda" else nullcontext():  # whose streams are recorded
+        with gpu.as_current(values[0].device):  # whose streams are recorded
             return self._replayed(values)
 
     def _replayed(self, values: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         addresses = tuple(values[place].data_ptr() for place in self.staying)
-        if addresses not in self.recordings:
-            if len(self.recordings) == PLACES:
-                self._say_that_it_moved()
-                return self.run(values)
-            self.recordings[addresses] = self._record(values)
-        return self.recordings[addresses].replay(values)
+        recording = self.recordings.get(addresses)
+        if recording is not None:
+            recording.fill(values)
+        elif len(self.recordings) == PLACES:
+            self._say_that_it_moved()
+            return self.run(values)
+        else:
+            recording = self.recordings[addresses] = self._record(values)
+        values.clear()
+        return recording.replay()
 
     def _record(self, values: list[torch.Tensor]) -> Recording:
+        """A recording whose buffers hold `values`."""
         self._require_on_gpu(value for i, value in enumerate(values) if i not in self.staying)
         buffers = {i: copy_with_strides(value) for i, value in enumerate(values) if i not in self.staying}
         inputs = [buffers.get(i, value) for i, value in enumerate(values)]
         device = inputs[0].device
-        before = torch.cuda.get_rng_state(device)
+        before = gpu.generator_state(device)
         try:
             self._warm_up(inputs)
-            torch.cuda.set_rng_state(before, device)
-            graph = torch.cuda.CUDAGraph()
-            # Other threads talk to the device meanwhile: the process group's, and the one that watches over the ranks.
-            with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"):
+            gpu.restore_generator(device, before)
+            graph = gpu.Graph()
+            with gpu.recorded(graph, self.pool):
                 results = tuple(self.run(list(inputs)))
         except RuntimeError as error:
             raise PipelineError(
@@ -91,7 +95,7 @@ class Recorded:
     def _require_on_gpu(self, values: Iterable[torch.Tensor]) -> None:
         """A recording would use the value that a tensor of the host has now for ever."""
         for value in values:
-            if not value.is_cuda:
+            if not gpu.is_gpu(value.device):
                 raise PipelineError(
                     f"cuda_graphs: {self.title} reads a tensor of shape {list(value.shape)} on {value.device}, which a "
                     "recording would not read again. Move it to the GPU, or use cuda_graphs=False."
@@ -99,9 +103,10 @@ class Recorded:
 
     def _warm_up(self, inputs: list[torch.Tensor]) -> None:
         """Run on a separate stream; sums are added into copies."""
-        current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
+        device = inputs[0].device
+        current, aside = gpu.current_stream(device), gpu.Stream(device)
         aside.wait_stream(current)
-        with torch.cuda.stream(aside):
+        with gpu.on_stream(aside):
             for _ in range(WARM_UP):
                 self.run([copy_with_strides(value) if i in self.written else value for i, value in enumerate(inputs)])
         current.wait_stream(aside)
@@ -117,7 +122,7 @@ class Recorded:
 
 
 def record(title: str, run: Run, piece: Piece, pool: Any) -> Run:
-    """`run`, which is what a backend made of `piece`, as a recording; `pool` is a `torch.cuda.graph_pool_handle()`."""
+    """`run`, which is what a backend made of `piece`, as a recording; `pool` is a `gpu.graph_pool()`."""
     kinds = [slot.kind for slot in piece.inputs]
     staying = tuple(i for i, kind in enumerate(kinds) if kind in STAYING)
     return Recorded(title, run, staying, frozenset(i for i in staying if kinds[i] == "accumulator"), pool)
@@ -125,7 +130,7 @@ def record(title: str, run: Run, piece: Piece, pool: Any) -> Run:
 
 def check_cuda_graphs(wanted: bool, device: torch.device) -> None:
     """Raise PipelineError if there is no device to record on."""
-    if wanted and device.type != "cuda":
+    if wanted and not gpu.is_gpu(device):
         raise PipelineError(
             f"cuda_graphs=True records passes on a GPU, but the pipeline is on {device}. Move the model to a GPU, or "
             "leave it out."

@@ -11,6 +11,7 @@ import torch
 from zbcompile.backends.compile_cache import CompileCache, How, cache_folder
 from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
+from zbcompile.passes import gpu
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.stage.anonymous_graph import BareGraph
 from zbcompile.torch_private import (
@@ -63,8 +64,7 @@ def make_inductor(device: torch.device) -> Inductor:
     cache = CompileCache(cache_folder())
     if device.type == "cpu":
         return Inductor(cache, _processor(cache))
-    found = torch.cuda.get_device_properties(device)
-    return Inductor(cache, f"{torch.version.cuda} {found.name} {found.major}.{found.minor}")
+    return Inductor(cache, gpu.architecture(device))
 
 
 def _processor(cache: CompileCache) -> str:

@@ -38,18 +38,14 @@ def _run(chosen: argparse.Namespace, say: Say) -> None:
     if not chosen.output.parent.is_dir():
         raise PipelineError(f"--output {chosen.output}: there is no directory {chosen.output.parent}")
     torch.set_num_threads(chosen.threads)
-    with ranks_for("measuring the machine", _device, chosen.timeout) as ranks:
+    with ranks_for("measuring the machine", own_device, chosen.timeout) as ranks:
         _measure(ranks, chosen.output, chosen.quick, say)
-
-
-def _device() -> torch.device:
-    return own_device("cuda")
 
 
 def _measure(ranks: Ranks, file: Path, quick: bool, say: Say) -> None:
     """All ranks measure their machine at once, as they compute at once in a step; the figures are the first rank's."""
     enough, elements = (0.0, ELEMENTS[:-1]) if quick else (ENOUGH, ELEMENTS)
-    bench = Bench(_device(), enough, elements, min if ranks.everyone is None else median)
+    bench = Bench(own_device(), enough, elements, min if ranks.everyone is None else median)
     rounds = 1 if quick else ROUNDS
     found = together(ranks, "measuring the machine", lambda: measure_machine(bench, rounds, say))
     pairs = measure_pairs(ranks)

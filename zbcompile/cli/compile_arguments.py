@@ -18,6 +18,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.example import Example
 from zbcompile.options import OPTIONS, Options, is_searched
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.gpu import KIND
 from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.option import options_of
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
@@ -28,7 +29,7 @@ from zbcompile.program.program import Program
 from zbcompile.progress import Say
 from zbcompile.schedules.ir.schedule import Schedule
 
-RANKS = 2
+RANKS, CPU = 2, "cpu"
 FAKE = "h100-sxm"  # what a model that is not there is predicted for, unless --hardware says
 FLAGS = ("schedule", "ranks", "microbatches", "chunks", "search_seconds", *options_of(Choices), "loss_reduction")
 
@@ -36,17 +37,22 @@ FLAGS = ("schedule", "ranks", "microbatches", "chunks", "search_seconds", *optio
 @dataclass(frozen=True)
 class Plan:
     """The arguments that say what is compiled; `--help` explains them. `given` are the options among them, `fake`
-    builds the model without memory, `debug` does not silence torch."""
+    builds the model without memory, on `device`, `debug` does not silence torch."""
 
     target: str
     given: Mapping[str, Any]
     fake: bool
+    device: str
     debug: bool
 
     @cached_property
     def options(self) -> Options:
         """All options, those that were not given at their defaults. Raises PipelineError for a wrong value."""
         options = Options(**self.given)
+        if self.device != CPU and not self.fake:
+            raise PipelineError(
+                f"--device {self.device} places the fake tensors of --fake. Add --fake, or let TARGET move its model."
+            )
         if self.fake and options.balance == "measured":
             raise PipelineError("--balance measured runs the model's operations for real; leave out --fake.")
         return replace(options, hardware=Hardware.find(FAKE)) if self.fake and options.hardware is None else options
@@ -60,7 +66,7 @@ class Plan:
     def changed(self) -> list[str]:
         """The options that differ from their defaults, as they are written on a command line."""
         given = [name for name in self.given if getattr(self.options, name) != OPTIONS[name].default]
-        return [*map(flag_of, given), *(["--fake"] if self.fake else [])]
+        return [*map(flag_of, given), *(["--fake"] * self.fake), *([f"--device {self.device}"] * (self.device != CPU))]
 
 
 AnyPlan = TypeVar("AnyPlan", bound=Plan)
@@ -79,11 +85,14 @@ def add_plan(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> No
     group.add_argument(
         "--fake", action="store_true", help="build the model of fake tensors; predict for --hardware, or an H100"
     )
+    group.add_argument(
+        "--device", choices=(CPU, KIND), default=CPU, help="of --fake, also without one here: its kernels are predicted"
+    )
 
 
 def example_of(plan: Plan, mesh: Any = None) -> Example:
     """Build the model, on a mesh if one is given. What it prints goes to standard error, not into the report."""
-    with contextlib.redirect_stdout(sys.stderr), fake_models() if plan.fake else contextlib.nullcontext():
+    with contextlib.redirect_stdout(sys.stderr), fake_models(plan.device) if plan.fake else contextlib.nullcontext():
         return example_from(plan.maker, plan.target, mesh)
 
 

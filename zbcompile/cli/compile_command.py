@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zbcompile.backends.backend import compile_passes, make_backend
 from zbcompile.cli.command_line import Command, add_flags, split_options
-from zbcompile.cli.compile_arguments import Plan, add_plan, compiled, example_of, quiet, schedule_of
+from zbcompile.cli.compile_arguments import CPU, Plan, add_plan, compiled, example_of, quiet, schedule_of
 from zbcompile.compiler.compile_example import compile_example_forward
 from zbcompile.compiler.inference import Frame
 from zbcompile.distributed.process_group import device_of, is_alone
@@ -50,6 +50,8 @@ def _run(chosen: argparse.Namespace, say: Say) -> None:
     options = request.options
     if request.weights is not None and request.fake:
         raise PipelineError("--weights writes the model's own values, which it lacks under --fake. Leave one out.")
+    if request.device != CPU:
+        raise PipelineError(f"--device {request.device} is for predictions: compile where the program is to run.")
     schedule = schedule_of(request)
     example = example_of(request)
     backend = make_backend(options.backend, device_of(example.model))

@@ -20,6 +20,7 @@ from zbcompile.distributed.link_speed import Pair, measure_pairs
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.env import VARIABLES
 from zbcompile.errors import PipelineError
+from zbcompile.passes import gpu
 from zbcompile.progress import Say
 from zbcompile.safe_files import cannot_write
 from zbcompile.version import __version__
@@ -57,7 +58,7 @@ def report_here(folder: Path | None, mark: str) -> Report:
         local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         interface=towards,
         addresses=interfaces(),
-        devices=[torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())],
+        devices=gpu.device_names(),
         sees=folder is None or (folder / mark).exists(),
         free=None if folder is None else shutil.disk_usage(folder).free,
         written=None if folder is None else _write_speed(folder),

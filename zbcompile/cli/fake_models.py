@@ -1,26 +1,44 @@
-"""Models of fake tensors: shapes without memory."""
+"""Models of fake tensors: shapes without memory, also on an accelerator that is not there."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
+from zbcompile.passes.gpu import ABSENT, KIND, is_available
 from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.torch_private import replace_tensors
 
 
 @contextmanager
-def fake_models() -> Iterator[None]:
-    """Tensors made inside are fake ones, and `model.to(torch.bfloat16)`, `.half()` work on modules of them."""
+def fake_models(device: str = "cpu") -> Iterator[None]:
+    """Tensors made inside are fake ones, by default on `device`, and `model.to(torch.bfloat16)`, `.half()` work on
+    modules of them. An accelerator that is not there is replaced by `zbcompile.passes.gpu.ABSENT`."""
     original, made = nn.Module._apply, _Converted()
     nn.Module._apply = made.convert  # type: ignore[method-assign, assignment]
     try:
-        with FakeTensorMode():
+        absent = nullcontext() if is_available() else _WithoutAccelerator()
+        with FakeTensorMode(), absent, nullcontext() if device == "cpu" else torch.device(device):
             yield
     finally:
         nn.Module._apply = original  # type: ignore[method-assign]
+
+
+class _WithoutAccelerator(TorchFunctionMode):
+    """Replaces an accelerator that is named in a call."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {name: self._instead(value) for name, value in (kwargs or {}).items()}
+        if func is Tensor.cuda:
+            return args[0].to(ABSENT)
+        return func(*(map(self._instead, args) if func is Tensor.to else args), **given)
+
+    def _instead(self, value: Any) -> Any:
+        named = isinstance(value, str | torch.device) and str(value).partition(":")[0] == KIND
+        return ABSENT if named else value
 
 
 class _Converted:

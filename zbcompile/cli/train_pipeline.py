@@ -11,7 +11,7 @@ import torch.distributed as dist
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.api.pipeline_function import build_pipeline
 from zbcompile.cli.target import load_example, load_object
-from zbcompile.distributed.process_group import FindDevice, device_of, start_group
+from zbcompile.distributed.process_group import FindDevice, device_of, own_device, start_group
 from zbcompile.errors import PipelineError
 from zbcompile.model.example import Example
 from zbcompile.model.materialize import fill
@@ -101,7 +101,7 @@ def _compile(job: Job, asked: dict[str, Any]) -> Pipeline:
     seed_everything(asked.get("seed", 0))
     mesh, microbatches = None, job.compiling["microbatches"]
     if job.tensor > 1:
-        mesh = _mesh(job, lambda: torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        mesh = _mesh(job, own_device)
     example = load_example(str(job.directory), mesh)
     mesh = mesh or _mesh(job, lambda: device_of(example.model))
     asked |= {"loss": example.loss, "mesh": mesh, "example": _batch(example, microbatches)}

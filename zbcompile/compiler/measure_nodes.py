@@ -16,6 +16,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.fx import argument_of, is_getitem
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.storage import is_view, tensors_of
@@ -35,11 +36,17 @@ def measure_line(line: Line) -> dict[str, float]:
     Runs on the device of the graph. A part of a tuple and a view take no time, and a collective none of this process.
     """
     found: dict[str, float] = {}
-    with torch.random.fork_rng(devices=[torch.cuda.current_device()] if torch.cuda.is_available() else []):
+    with gpu.forked_generators(device_of(line.nodes)):
         for node in line.nodes:
             if not (is_getitem(node) or is_view(node) or is_collective(node)) and kernel_key(node) not in found:
                 found[kernel_key(node)] = run_seconds_in_turn([_run_of(node)])[0]
     return found
+
+
+def device_of(nodes: Iterable[Node]) -> torch.device:
+    """The device of what is computed: a number may be on the CPU."""
+    devices = {tensor.device for node in nodes for tensor in tensors_of(node.meta.get("val"))}
+    return next((device for device in devices if gpu.is_gpu(device)), torch.device("cpu"))
 
 
 def _run_of(node: Node) -> Callable[[], None]:
@@ -48,7 +55,7 @@ def _run_of(node: Node) -> Callable[[], None]:
     leaves = [t for argument in inputs if argument.meta.get("differentiable") for t in tensors_of(inputs[argument])]
     leaves = [t.requires_grad_() for t in leaves if t.is_floating_point() or t.is_complex()]
     args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)  # type: ignore[misc]
-    device = next((t.device for value in inputs.values() for t in tensors_of(value)), torch.device("cpu"))
+    device = device_of([node])
     tangents = [synthetic(t) for t in tensors_of(node.meta["val"])]
 
     def run() -> None:
@@ -58,8 +65,7 @@ def _run_of(node: Node) -> Callable[[], None]:
         if leaves and pairs:
             roots, gradients = zip(*pairs, strict=True)
             torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
-        if device.type != "cpu":
-            torch.accelerator.synchronize()
+        gpu.synchronize(device)
 
     return run
 
@@ -73,7 +79,7 @@ def _value_of(node: Node, reader: Node) -> Any:
 
 def run_seconds_in_turn(runs: Sequence[Callable[[], None]]) -> list[float]:
     """Of each run, when all take turns, the mean of the middle half of its times: interruptions do not count."""
-    clock = clock_of(torch.accelerator.is_available())
+    clock = clock_of(gpu.is_available())
     for _ in range(WARM_UP):
         for run in runs:
             run()

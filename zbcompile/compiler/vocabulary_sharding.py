@@ -10,6 +10,7 @@ from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import BALANCES, Choices
 from zbcompile.passes.errors import CompileError, PartitionError
+from zbcompile.passes.gpu import KIND, kind_of
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.pass_list.passes_in_order import SHARD, TRUNK
 from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
@@ -21,7 +22,7 @@ from zbcompile.passes.vocabulary.shard_program import Bounds, Tiling, Vocabulary
 from zbcompile.schedules import Costs, Schedule, ScheduleError, peak_memory, simulate, with_vocabulary
 
 LEAN_BYTES = 256 << 20  # logits of a shard beyond this are recomputed in T instead of kept
-TILE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}  # of a tile's logits in fp32: S and T need a small multiple of it
+TILE_BYTES = {"cpu": 1 << 20, KIND: 64 << 20}  # of a tile's logits in fp32: S and T need a small multiple of it
 MOST_TILES = 32
 BALLAST = 0.95  # unequal shards are worth it if they lower the busiest rank's work to this share
 
@@ -142,7 +143,7 @@ def tiling_of(head: VocabularyHead, bounds: Bounds, choices: Choices) -> Tiling:
     """How many words to work on at a time, and whether the logits of a shard are to wait from S to T."""
     value = head.linears[0].meta["val"]
     tokens, most = head.logits // head.size, max(high - low for low, high in bounds)
-    tile = TILE_BYTES.get(value.device.type, TILE_BYTES["cuda"]) // (4 * tokens)
+    tile = TILE_BYTES.get(kind_of(value.device), TILE_BYTES[KIND]) // (4 * tokens)
     count = min(math.ceil(most / max(1, tile)), MOST_TILES)
     small = tokens * most * head.dtype.itemsize <= LEAN_BYTES
     keep = small if choices.vocab_logits == "auto" else choices.vocab_logits == "keep"

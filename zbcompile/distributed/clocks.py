@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from zbcompile.passes import gpu
+
 ROUNDS = 10  # of a ping; the fastest one counts
 
 
@@ -26,12 +28,12 @@ class DeviceClock(Clock):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.cuda.synchronize(device)
+        gpu.synchronize(device)
         self._base, self._zero = self.mark(), time.perf_counter()
 
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
+    def mark(self) -> gpu.Event:
+        event = gpu.Event(enable_timing=True)
+        event.record(gpu.current_stream(self._device))
         return event
 
     def seconds(self, mark: Any) -> float:
@@ -40,7 +42,7 @@ class DeviceClock(Clock):
 
 
 def clock_of(device: torch.device) -> Clock:
-    return DeviceClock(device) if device.type == "cuda" else Clock()
+    return DeviceClock(device) if gpu.is_gpu(device) else Clock()
 
 
 def offset_to_first(group: dist.ProcessGroup, device: torch.device) -> float:
@@ -102,21 +104,21 @@ class StreamProgress(Progress):
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._event: torch.cuda.Event | None = None
+        self._event: gpu.Event | None = None
 
     def mark(self) -> None:
-        event = torch.cuda.Event()
-        event.record(torch.cuda.current_stream(self._device))
+        event = gpu.Event()
+        event.record(gpu.current_stream(self._device))
         self._event = event
 
     def behind(self) -> bool:
         event = self._event
         try:
-            with torch.cuda.device(self._device):  # of that thread it is GPU 0, on which a query would make a context
+            with gpu.as_current(self._device):  # of that thread it is GPU 0, on which a query would make a context
                 return event is not None and not event.query()
         except RuntimeError:  # the device has failed: whoever uses it next learns why
             return False
 
 
 def progress_of(device: torch.device) -> Progress:
-    return StreamProgress(device) if device.type == "cuda" else Progress()
+    return StreamProgress(device) if gpu.is_gpu(device) else Progress()

@@ -8,6 +8,7 @@ import torch
 
 from zbcompile.distributed.fault_store import Board
 from zbcompile.errors import PipelineError
+from zbcompile.passes import gpu
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 FEWEST_QUEUES = 8  # CUDA's default. Two neighbours have four channels, and each channel has a stream
@@ -16,14 +17,7 @@ FEWEST_QUEUES = 8  # CUDA's default. Two neighbours have four channels, and each
 def take_gpu() -> None:
     """Make the GPU of this process's LOCAL_RANK its current one. Raises PipelineError on every process of a machine
     that has fewer GPUs than processes."""
-    torch.cuda.set_device(own_gpu(os.environ, torch.cuda.device_count()))
-
-
-def make_current(device: torch.device) -> None:
-    """Make the model's GPU the current one of this thread, as torch gathers objects over NCCL on that: on GPU 0 of all
-    ranks, if a script only moved its model."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    gpu.make_current(torch.device(gpu.KIND, own_gpu(os.environ, gpu.device_count())))
 
 
 def own_gpu(environment: Mapping[str, str], count: int) -> int:
@@ -46,20 +40,19 @@ def own_gpu(environment: Mapping[str, str], count: int) -> int:
 
 def require_own_gpus(board: Board, device: torch.device, timeout: float) -> None:
     """Raise PipelineError on every rank when two of them use one GPU: NCCL cannot connect it to itself."""
-    name = str(torch.cuda.get_device_properties(device).uuid)
-    require_different(board.exchange("gpu", name, timeout), device)
+    require_different(board.exchange("gpu", gpu.identity(device), timeout), device)
 
 
 def require_different(gpus: Mapping[int, str], device: torch.device) -> None:
     """`gpus` are the names of every rank's GPU, this one's is `device`."""
     first: dict[str, int] = {}
-    for rank, gpu in gpus.items():
-        if gpu in first:
+    for rank, name in gpus.items():
+        if name in first:
             raise PipelineError(
-                f"ranks {first[gpu]} and {rank} use the same GPU ({gpu}); this rank's model is on {device}. Give every "
-                'process its own: torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before model.cuda().'
+                f"ranks {first[name]} and {rank} use the same GPU ({name}); this rank's model is on {device}. Give "
+                'every process its own: torch.cuda.set_device(int(os.environ["LOCAL_RANK"])) before model.cuda().'
             )
-        first[gpu] = rank
+        first[name] = rank
 
 
 def warn_of_few_queues(environment: Mapping[str, str]) -> None:

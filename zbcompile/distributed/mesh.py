@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.errors import PipelineError
+from zbcompile.passes import gpu
 from zbcompile.torch_private import gloo_timeout, groups_of_process, is_bound, root_of
 
 DIMENSIONS = {
@@ -124,7 +125,7 @@ def new_group(members: list[int], timeout: float, backend: str | None = None) ->
 def patience(backend: str, timeout: float) -> timedelta:
     """How long torch waits in a group before it gives up: longer than this package's watch, which says why. With NCCL
     torch then ends the process."""
-    return timedelta(seconds=2 * timeout if backend == "nccl" else timeout + LONGER)
+    return timedelta(seconds=2 * timeout if backend == gpu.BACKEND else timeout + LONGER)
 
 
 def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:

@@ -12,12 +12,13 @@ from zbcompile.distributed.arrival import Arrival
 from zbcompile.distributed.clocks import progress_of
 from zbcompile.distributed.fault_store import Board
 from zbcompile.distributed.faults import Position
-from zbcompile.distributed.gpus import make_current, require_own_gpus, take_gpu, warn_of_few_queues
+from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.mesh import PARTS, Mesh, MeshNames, Replicas, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
 from zbcompile.distributed.watchdog import Watch
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
+from zbcompile.passes import gpu
 from zbcompile.passes.capture.meta_device import is_on_meta
 
 FindDevice = Callable[[], torch.device]
@@ -51,7 +52,7 @@ def device_of(model: nn.Module) -> torch.device:
     this process's GPU, or without one to the CPU."""
     devices = {tensor.device for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta}
     if not devices and is_on_meta(model):
-        return own_device("cuda" if torch.cuda.is_available() else "cpu")
+        return own_device()
     if len(devices) > 1:
         raise PipelineError(
             f"the model's tensors are on several devices: {', '.join(sorted(map(str, devices)))}. Move it to one: "
@@ -60,11 +61,9 @@ def device_of(model: nn.Module) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def own_device(kind: str) -> torch.device:
-    """This process's device of a kind; the CPU if it has none."""
-    if kind == "cuda" and torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
+def own_device() -> torch.device:
+    """This process's GPU; the CPU if it has none."""
+    return gpu.current_device() if gpu.is_available() else torch.device("cpu")
 
 
 def start_group(find_device: FindDevice, timeout: float) -> None:
@@ -76,9 +75,9 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
         raise PipelineError(
             f"RANK is set, {' and '.join(missing)} not. Start the processes with torchrun, or set them as it does."
         )
-    if torch.cuda.is_available():
+    if gpu.is_available():
         take_gpu()
-    backend = "nccl" if find_device().type == "cuda" else "gloo"
+    backend = gpu.BACKEND if gpu.is_gpu(find_device()) else "gloo"
     Arrival(os.environ, timeout).join(backend)
 
 
@@ -86,7 +85,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend by which a group moves the tensors of a device: "gloo" for the CPU, "nccl" for CUDA. Raises
     PipelineError if it has another one, or none."""
     backends = dict(part.split(":") for part in dist.get_backend_config(group).split(","))
-    wanted, found = {"cpu": "gloo", "cuda": "nccl"}.get(device.type, "none"), backends.get(device.type, "none")
+    wanted, found = {"cpu": "gloo", gpu.KIND: gpu.BACKEND}.get(device.type, "none"), backends.get(device.type, "none")
     if found != wanted or wanted == "none":
         raise PipelineError(
             f"the model is on {device}, for which the process group has the backend {found}; expected "
@@ -104,13 +103,13 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
         )
     world: Any = dist.group.WORLD
     device, own, ordered = find_device(), dist.get_rank(), ORDERED.read()
-    make_current(device)
+    gpu.make_current(device)  # torch gathers objects on that: on GPU 0 of all ranks, if a script only moved its model
     backend = backend_of(world, device)
     board = Board(world, dist.get_process_group_ranks(world), own, timeout)
     watch = Watch(Position(own), board, (world,), timeout, backend, progress_of(device))
     try:
         with watch.region("the start"), watch.position.waiting("the making of groups"):
-            if device.type == "cuda":
+            if gpu.is_gpu(device):
                 require_own_gpus(board, device, timeout)
                 warn_of_few_queues(os.environ)
             everyone = mesh.group(*mesh.names) or mesh.only_me()
@@ -122,4 +121,4 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
         watch.close()
         raise
     watch.groups = tuple({group for group in (pipeline, everyone, replicas.group) if group is not None})
-    return GroupRanks(pipeline, everyone, mesh, device, backend, watch, replicas, ordered or backend == "nccl")
+    return GroupRanks(pipeline, everyone, mesh, device, backend, watch, replicas, ordered or backend == gpu.BACKEND)

@@ -22,11 +22,12 @@ import torch.distributed as dist
 from zbcompile.distributed.mesh import patience
 from zbcompile.distributed.packing import Buffer, as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
+from zbcompile.passes import gpu
 from zbcompile.schedules.lowering.edges import Message
 from zbcompile.torch_private import gloo_link, nccl_link
 
 Pair = tuple[int, int]  # source rank, destination rank
-LINKS = {"gloo": gloo_link, "nccl": nccl_link}
+LINKS = {"gloo": gloo_link, gpu.BACKEND: nccl_link}
 SOURCE, DESTINATION = 0, 1  # the ranks of a link
 UNUSED_TAG = 1 << 30  # no message uses it
 
@@ -81,7 +82,7 @@ class Ordered:
 
     def close(self, backend: str) -> None:
         """Close the connections. gloo's close with their groups."""
-        for link in self.links if backend == "nccl" else ():
+        for link in self.links if backend == gpu.BACKEND else ():
             link.shutdown()
 
     @property

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from zbcompile.passes import gpu
+
 _MASK = (1 << 64) - 1
 
 
@@ -36,53 +38,53 @@ def microbatch_seed(step: int, microbatch: int, seed: int = 0) -> int:
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Run without advancing the caller's generators."""
-    devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
+    with gpu.forked_generators(device):
         yield
 
 
 def seed_generators(seed: int, device: torch.device) -> None:
-    """Seed those of the CPU and of `device`, from which passes draw; torch.manual_seed seeds every GPU it sees."""
+    """Seed those of the CPU and of `device`, from which passes draw."""
     torch.default_generator.manual_seed(seed)
-    if device.type == "cuda":
-        index = torch.cuda.current_device() if device.index is None else device.index
-        torch.cuda.default_generators[index].manual_seed(seed)
-
-
-def generator_state(device: torch.device) -> torch.Tensor:
-    """The state of the default generator of `device`, as a tensor on that device (so that any backend can send it).
-    The host does not wait for the copy."""
-    if device.type == "cuda":
-        return torch.cuda.get_rng_state(device).pin_memory().to(device, non_blocking=True)
-    return torch.get_rng_state()
+    if gpu.is_gpu(device):
+        gpu.seed(device, seed)
 
 
 @dataclass
 class Relay:
     """Continues on a stage from the generator state at the end of the stage before.
 
-    On CUDA the state is a seed and an offset. The seed is the microbatch's; the offset depends on shapes alone, so it
-    is read from the first state that arrives and known from then on: reading waits for the device.
+    On CUDA the state is a seed and an offset. The seed is the microbatch's; the offset depends on shapes alone. So it
+    is read from the first state that arrives and known from then on (reading waits for the device), and what the
+    first microbatch leaves is sent for the others too.
     """
 
     device: torch.device
     offset: int | None = None
+    left: torch.Tensor | None = None
+
+    def leave(self) -> torch.Tensor:
+        """The state at the end of this stage, as a tensor on its device, so that any backend can send it. The host does
+        not wait for the copy."""
+        state = gpu.generator_state(self.device) if self.left is None else self.left
+        if gpu.is_gpu(self.device) and self.left is None:
+            self.left = state = state.pin_memory().to(self.device, non_blocking=True)
+        return state
 
     def continue_from(self, state: torch.Tensor, seed: int) -> None:
         """Continue from `state`, which has arrived for a microbatch that began with `seed`."""
-        if self.device.type != "cuda":
+        if not gpu.is_gpu(self.device):
             torch.set_rng_state(state)
             return
         if self.offset is None:
             self.offset = int(state.cpu().view(torch.int64)[1])
-        torch.cuda.set_rng_state(torch.tensor([seed, self.offset]).view(torch.uint8), self.device)
+        gpu.set_generator(self.device, seed, self.offset)
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
     """The state of Python's, torch's and (if it is imported) numpy's generators."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["cuda"] = torch.cuda.get_rng_state(device)
+    if gpu.is_gpu(device):
+        state[gpu.KIND] = gpu.generator_state(device)
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
         state["numpy"] = (name, keys.tolist(), *rest)
@@ -93,8 +95,8 @@ def restore_random_state(state: Mapping[str, Any], device: torch.device) -> None
     """Set the generators to where `random_state` was taken."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and device.type == "cuda":
-        torch.cuda.set_rng_state(state["cuda"], device)
+    if gpu.KIND in state and gpu.is_gpu(device):
+        gpu.restore_generator(device, state[gpu.KIND])
     if "numpy" in state and "numpy" in sys.modules:
         sys.modules["numpy"].random.set_state(state["numpy"])
 

@@ -12,6 +12,7 @@ from torch import nn
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.early_update import writes_only_its_state
 from zbcompile.optimizer.wanted import MATRICES, Rule, Wanted, is_known
+from zbcompile.passes import gpu
 from zbcompile.torch_private import step_without_hooks
 
 SIZE = 8192  # elements of half a scratch tensor: state in 8 bits is usual from 4,096 elements on
@@ -28,7 +29,7 @@ def require_rule(wanted: Wanted, rule: Rule | None, options: Options, device: to
     if is_known(wanted.kind):
         return
     together, apart = _scratch(rule, device)
-    with torch.random.fork_rng([device] if device.type == "cuda" else []), torch.no_grad():
+    with gpu.forked_generators(device), torch.no_grad():
         try:
             one = _updated(wanted, options, together)
         except PipelineError:

@@ -20,6 +20,7 @@ from zbcompile.model.batch import Batch, Microbatches
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.options import Options
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.persistence.checkpoint import load_checkpoint
 from zbcompile.program.directories import read_manifest, read_program
@@ -126,7 +127,7 @@ class _Manifest:
     @property
     def device(self) -> torch.device:
         """This process's device of the kind that the program was compiled for."""
-        return own_device(self.data["device"] if self.data else "cpu")
+        return own_device() if self.data and self.data["device"] == gpu.KIND else torch.device("cpu")
 
     def require(self) -> dict[str, Any]:
         if self.data is None:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from operator import attrgetter
 
-import torch
 from torch import nn
 
 from zbcompile.compiler.compile_model import Drawn, targets_of, whole_of
@@ -17,6 +16,7 @@ from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.model.batch import Microbatch
 from zbcompile.options import Options
+from zbcompile.passes import gpu
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.choose_schedule import fit_to_count
@@ -127,9 +127,9 @@ class LayoutSearch:
     @cached_property
     def _room(self) -> float:
         """Bytes that every rank has; without a limit of memory nobody has asked whether a layout fits."""
-        if self.ranks.device.type != "cuda":
+        if not gpu.is_gpu(self.ranks.device):
             return float("inf")
-        return float(min(gathered(self.ranks, torch.cuda.mem_get_info(self.ranks.device)[0])))
+        return float(min(gathered(self.ranks, gpu.free_memory(self.ranks.device))))
 
     @cached_property
     def _link(self) -> Connection | None:

@@ -20,6 +20,7 @@ from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import undisturbed
 from zbcompile.options import Options
+from zbcompile.passes import gpu
 from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.orders import in_another_order
@@ -75,8 +76,7 @@ class Trial:
         began = time.perf_counter()
         with undisturbed(ranks.device), torch.autocast(ranks.device.type, enabled=False):
             self._engine.run(run, self._given, self._bound.parameters).losses.read()
-        if ranks.device.type != "cpu":
-            torch.accelerator.synchronize()
+        gpu.synchronize(ranks.device)
         seconds = max(gathered(ranks, time.perf_counter() - began))
         ranks.replicas.forget()
         for parameter in self._bound.parameters.values():

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from zbcompile.compiler.measure_nodes import clock_of
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.hardware.hardware import Hardware, Product
 from zbcompile.passes.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, TO_COPY
@@ -64,14 +65,13 @@ def run_seconds(call: Call, bench: Bench) -> float:
     time counts, which nothing else on the machine prolongs."""
     device = bench.device
     clock = clock_of(device.type != "cpu")
-    wait = torch.accelerator.synchronize if device.type != "cpu" else lambda: None
 
     def block(count: int) -> float:
-        wait()
+        gpu.synchronize(device)
         began = clock()
         for _ in range(count):
             call()
-        wait()
+        gpu.synchronize(device)
         return (clock() - began) / count
 
     block(2)
@@ -137,7 +137,7 @@ def _products(bench: Bench) -> dict[str, list[Any]]:
 
 
 def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return gpu.device_name(device) if gpu.is_gpu(device) else platform.processor() or platform.machine()
 
 
 def _shapes() -> Iterator[tuple[int, int, int, int]]:

@@ -5,9 +5,10 @@ from typing import Any
 
 import torch
 
-from zbcompile.compiler.measure_nodes import run_seconds_in_turn, values_like
+from zbcompile.compiler.measure_nodes import device_of, run_seconds_in_turn, values_like
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import Piece
@@ -32,11 +33,11 @@ def measure_pieces(program: Program) -> dict[str, float]:
     """Seconds of the passes of each distinct stage, by "stage.pass", and of each vocabulary shard, by "shard
     rank.pass"."""
     _refuse_collectives(program)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     distinct = {str(stage.original): stage.pieces for stage in reversed(program.stages)}
     shards = enumerate(program.vocabulary.pieces) if program.vocabulary else ()
     distinct |= {f"shard {rank}": pieces for rank, pieces in shards}
-    with torch.random.fork_rng(devices=devices), torch.no_grad():
+    nodes = (node for pieces in distinct.values() for piece in pieces.values() for node in piece.module.graph.nodes)
+    with gpu.forked_generators(device_of(nodes)), torch.no_grad():
         return {f"{name}.{op}": s for name, pieces in distinct.items() for op, s in _seconds(pieces).items()}
 
 
@@ -63,15 +64,14 @@ def _seconds(pieces: Mapping[str, Piece]) -> dict[str, float]:
 def _run_of(piece: Piece, held: dict[Slot, Any]) -> Callable[[], None]:
     """One run of a pass, on the parameters and buffers `held` by its stage. Buffers that a graph adds into grow in
     value from run to run, which does not change the time."""
-    run, values = boxed(piece.module), []
+    run, values, device = boxed(piece.module), [], device_of(piece.module.graph.nodes)
     for node in piece.module.graph.find_nodes(op="placeholder"):
         slot = node.meta["slot"]
         values.append(held.setdefault(slot, values_like(node)) if slot.kind in KEPT else values_like(node))
 
     def once() -> None:
         run(list(values))
-        if values and values[0].device.type != "cpu":
-            torch.accelerator.synchronize()
+        gpu.synchronize(device)
 
     return once
 

@@ -19,6 +19,7 @@ from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatches
+from zbcompile.passes import gpu
 from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.step_comparison import measured_timeline, pass_bubble
@@ -211,7 +212,7 @@ def _names(share: _Share, shares: Sequence[_Share]) -> dict[int, str]:
 
 
 def _most_memory(device: torch.device) -> int:
-    """The most bytes that this process has held: of tensors on a GPU, else in all."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    """The most bytes that this process has held: of tensors on a GPU, with the gaps between them, else in all."""
+    if gpu.is_gpu(device):
+        return gpu.peak_memory(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

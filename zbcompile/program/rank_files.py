@@ -10,6 +10,7 @@ from safetensors.torch import load, save
 
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import Member, has_values
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.serialization.graph_modules import (
     Reading,
@@ -44,8 +45,8 @@ def rank_bytes(program: Program, rank: int) -> int:
 
 def memory_of(device: torch.device) -> int:
     """The bytes of memory that a device has."""
-    if device.type == "cuda":
-        return int(torch.cuda.get_device_properties(device).total_memory)
+    if gpu.is_gpu(device):
+        return gpu.total_memory(device)
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 

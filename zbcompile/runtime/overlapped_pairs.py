@@ -19,6 +19,7 @@ from zbcompile.backends.cuda_graphs import Recorded
 from zbcompile.backends.types import Run
 from zbcompile.compiler.compile_model import make_manager
 from zbcompile.env import PAIR_STREAMS
+from zbcompile.passes import gpu
 from zbcompile.passes.pass_list.passes_in_order import OVERLAP
 from zbcompile.passes.torch_private import boxed
 from zbcompile.runtime.stage_plan import CompiledStage
@@ -78,17 +79,16 @@ def on_two_streams(first: Run, second: Run, device: torch.device, aside: Any) ->
     is told. What the first half makes is freed later, by passes on the current stream; `aside` makes nothing new before
     it has waited for those, at the beginning of the next pair.
     """
-    module = torch.get_device_module(device)
 
     def run(values: list[Any]) -> Sequence[torch.Tensor]:
         *inputs, take, give = values
         values.clear()
-        current = module.current_stream(device)
+        current = gpu.current_stream(device)
         aside.wait_stream(current)
         for tensor in inputs:
-            if tensor.is_cuda:
+            if gpu.is_gpu(tensor.device):
                 tensor.record_stream(aside)
-        with module.stream(aside):
+        with gpu.on_stream(aside):
             take(list(first(inputs)))
         results = second(give())
         current.wait_stream(aside)

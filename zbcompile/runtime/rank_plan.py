@@ -17,6 +17,7 @@ import torch
 
 from zbcompile.backends.types import Run
 from zbcompile.distributed.packing import Buffer
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
@@ -165,7 +166,7 @@ def _with_generator(stage: Receiver) -> dict[str, tuple[Arrival, ...]]:
 
 def generator_spec(stage: Receiver) -> TensorSpec:
     """The shape of the generator state that travels with activations."""
-    size = 16 if stage.device.type == "cuda" else torch.get_rng_state().numel()
+    size = gpu.generator_state(stage.device).numel()
     return TensorSpec((size,), (1,), "uint8", str(stage.device))
 
 

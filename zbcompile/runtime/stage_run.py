@@ -7,7 +7,7 @@ import torch
 
 from zbcompile.distributed.packing import laid_out
 from zbcompile.errors import PipelineError
-from zbcompile.model.seeds import generator_state, seed_generators
+from zbcompile.model.seeds import seed_generators
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import source_line
@@ -92,7 +92,7 @@ class StageRun:
             stage.resident[Slot("buffer", name)].copy_(results[at])
         sends = [laid_out(results[at], spec) for at, spec in call.sends]
         if stage.generator_leaves:
-            sends.append(generator_state(stage.device))
+            sends.append(stage.relay.leave())
         if stage.forward_only:
             del self.frames[microbatch]
         return sends

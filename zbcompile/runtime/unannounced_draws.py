@@ -7,7 +7,7 @@ import torch
 
 from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
-from zbcompile.model.seeds import generator_state
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import OpOverload
@@ -38,9 +38,9 @@ def _operators(piece: Piece) -> list[str]:
 
 def _watched(run: Run, operators: Sequence[str], device: torch.device) -> Run:
     def watched(values: Tensors) -> Sequence[torch.Tensor]:
-        before = generator_state(device)
+        before = gpu.generator_state(device)
         results = run(values)
-        if not torch.equal(generator_state(device), before):
+        if not torch.equal(gpu.generator_state(device), before):
             raise PipelineError(
                 f"{' or '.join(operators)} draws random numbers, which its tags do not say, so that no microbatch has "
                 "a seed for it. Define it with tags=torch.Tag.nondeterministic_seeded."

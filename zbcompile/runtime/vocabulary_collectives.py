@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.packing import Buffer, empty
 from zbcompile.distributed.transport import Tensors, Transport
+from zbcompile.passes import gpu
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.vocabulary.shard_program import HIDDEN
 from zbcompile.runtime.vocabulary_shard_run import ShardRun
@@ -102,13 +103,13 @@ class GroupCollectives:
     group: dist.ProcessGroup
     roots: Roots
     device: torch.device
-    stream: torch.cuda.Stream | None = None
+    stream: gpu.Stream | None = None
     gradients: dict[int, torch.Tensor] = field(default_factory=dict)
     complete: "dict[tuple[str, int], Future[None]]" = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, "zbcompile-collectives") if self.stream is None else None
-        self._events: dict[tuple[str, int], torch.cuda.Event] = {}
+        self._events: dict[tuple[str, int], gpu.Event] = {}
 
     def join(self, rank: int, shard: ShardRun) -> None:
         self.shard = shard
@@ -125,10 +126,10 @@ class GroupCollectives:
         assert self.stream is not None
         for value in (*self.shard.states.get(microbatch, {}).values(), *self._of_input_layer):
             value.record_stream(self.stream)  # otherwise its memory could be reused while it is sent
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(self.stream):
+        self.stream.wait_stream(gpu.current_stream(self.device))
+        with gpu.on_stream(self.stream):
             job(microbatch)
-        event = self._events[op, microbatch] = torch.cuda.Event()
+        event = self._events[op, microbatch] = gpu.Event()
         event.record(self.stream)
 
     def ready(self, op: str, microbatch: int) -> bool:
@@ -138,7 +139,7 @@ class GroupCollectives:
         if self._thread is not None:
             self.complete[op, microbatch].result()
             return
-        stream = torch.cuda.current_stream(self.device)
+        stream = gpu.current_stream(self.device)
         stream.wait_event(self._events[op, microbatch])
         for value in (*self.shard.states.get(microbatch, {}).values(), *self._of_input_layer):
             value.record_stream(stream)
@@ -150,7 +151,7 @@ class GroupCollectives:
     def gradient(self, microbatch: int) -> torch.Tensor:
         found = self.gradients.pop(microbatch)
         if self.stream is not None:
-            found.record_stream(torch.cuda.current_stream(self.device))
+            found.record_stream(gpu.current_stream(self.device))
         return found
 
     def finish(self) -> None:
@@ -158,7 +159,7 @@ class GroupCollectives:
         for each in self.complete.values():
             each.result()
         if self.stream is not None:
-            torch.cuda.current_stream(self.device).wait_stream(self.stream)
+            gpu.current_stream(self.device).wait_stream(self.stream)
         if self._thread is not None:
             self._thread.shutdown()
 

@@ -16,6 +16,7 @@ from torch import nn
 from zbcompile.backends.backend import CompiledPasses
 from zbcompile.distributed.transport import Transport
 from zbcompile.model.materialize import Share
+from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.runtime.gradient_sums import WHOLE, Gradients
@@ -141,7 +142,7 @@ class VocabularyExecutable:
     device: torch.device
     group: dist.ProcessGroup | None
     rows: VocabularyShards
-    stream: torch.cuda.Stream | None
+    stream: gpu.Stream | None
 
     def begin_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
         """Gather all rows, as the optimizers have left them, on a rank that looks up a tied embedding."""
@@ -191,5 +192,5 @@ def make_executable_shards(
     for rank in ranks:
         rows = {Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}
         compiled[rank] = prepare_shard(program, rank, {**resident, **rows}, passes.of("shard", rank))
-    stream = torch.cuda.Stream(device) if group is not None and device.type == "cuda" else None
+    stream = gpu.Stream(device) if group is not None and gpu.is_gpu(device) else None
     return VocabularyExecutable(program, compiled, roots, device, group, shards, stream)

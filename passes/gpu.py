@@ -1,0 +1,146 @@
+"""The accelerator's vocabulary: all that this library asks of torch.cuda. Another kind of accelerator is another such
+file.
+
+`torch.accelerator` has no generators, no graphs, and no counters of memory that 2.11 to 2.15 share.
+"""
+
+import contextlib
+from typing import Any
+
+import torch
+
+KIND = "cuda"
+BACKEND = "nccl"  # of torch.distributed, which moves its tensors
+GENERATOR_BYTES = 16  # of a generator's state: a seed and an offset
+# Stands for an accelerator that is not there: torch traces on it as on the CPU, whose own tensors say "cpu".
+ABSENT = torch.device("cpu", 0)
+
+Stream = torch.cuda.Stream
+Event = torch.cuda.Event
+Graph = torch.cuda.CUDAGraph
+
+
+def is_gpu(device: torch.device) -> bool:
+    return device.type == KIND
+
+
+def kind_of(device: torch.device) -> str:
+    """The type of a device, also of one that is not there."""
+    return KIND if device == ABSENT else device.type
+
+
+def is_available() -> bool:
+    return torch.cuda.is_available()
+
+
+def device_names() -> list[str]:
+    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+
+
+def device_count() -> int:
+    return torch.cuda.device_count()
+
+
+def current_device() -> torch.device:
+    return torch.device(KIND, torch.cuda.current_device())
+
+
+def make_current(device: torch.device) -> None:
+    """Make a device the current one of this thread, if it is an accelerator."""
+    if is_gpu(device):
+        torch.cuda.set_device(device)
+
+
+def as_current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Inside, a device is the current one, if it is an accelerator."""
+    return torch.cuda.device(device) if is_gpu(device) else contextlib.nullcontext()
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all work of a device. One that is no accelerator works while its host waits."""
+    if is_gpu(device):
+        torch.cuda.synchronize(device)
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)
+
+
+def identity(device: torch.device) -> str:
+    """A name that no other device of any machine has."""
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+def architecture(device: torch.device) -> str:
+    """What code is compiled for."""
+    found = torch.cuda.get_device_properties(device)
+    return f"{torch.version.cuda} {found.name} {found.major}.{found.minor}"
+
+
+def total_memory(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).total_memory)
+
+
+def free_memory(device: torch.device) -> int:
+    """The bytes that tensors can still get: those of the device, and those that torch's allocator holds unused."""
+    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    return int(torch.cuda.mem_get_info(device)[0] + unused)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that torch's allocator has held: tensors, and gaps between them, which fill a device as well."""
+    return int(torch.cuda.max_memory_reserved(device))
+
+
+def current_stream(device: torch.device) -> Stream:
+    return torch.cuda.current_stream(device)
+
+
+def on_stream(stream: Stream) -> contextlib.AbstractContextManager[Any]:
+    return torch.cuda.stream(stream)
+
+
+def seed(device: torch.device, value: int) -> None:
+    """Seed the default generator of this device alone; torch.manual_seed seeds every one that it sees."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    torch.cuda.default_generators[index].manual_seed(value)
+
+
+def generator_state(device: torch.device) -> torch.Tensor:
+    """The state of the default generator of any device, on the host, which does not wait: of a GPU, two words of 8
+    bytes, its seed and its offset."""
+    return torch.cuda.get_rng_state(device) if is_gpu(device) else torch.get_rng_state()
+
+
+def restore_generator(device: torch.device, state: torch.Tensor) -> None:
+    """Return to a state of `generator_state`."""
+    torch.cuda.set_rng_state(state, device) if is_gpu(device) else torch.set_rng_state(state)
+
+
+def set_generator(device: torch.device, seed: int, offset: int) -> None:
+    restore_generator(device, torch.tensor([seed, offset]).view(torch.uint8))
+
+
+def forked_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:
+    """Inside, draws advance neither the CPU's generator nor that of `device`."""
+    return torch.random.fork_rng(devices=[device] if is_gpu(device) else [], device_type=KIND)
+
+
+def graph_pool() -> Any:
+    """Memory that recorded graphs share."""
+    return torch.cuda.graph_pool_handle()
+
+
+@contextlib.contextmanager
+def recorded(graph: Graph, pool: Any) -> Any:
+    """Inside, what this thread gives to the current device becomes `graph`; others, such as the process group's, may
+    talk to the device meanwhile. The allocator's cache is not emptied, as `torch.cuda.graph` would for each graph."""
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+    torch.cuda.current_stream().wait_stream(aside)
