@@ -141,3 +141,14 @@ def test_rooms_are_not_halls() -> None:
     """More than about two dozen modules side by side hide what a reader looks for."""
     crowd = Counter(file.parent for _, file in MODULES.values())
     assert max(crowd.values()) <= 24, crowd.most_common(3)
+
+
+def test_one_file_names_the_accelerator() -> None:
+    """Another one is then another such file. Messages and docstrings may say what a user writes."""
+    named = ("torch.cuda", "torch.accelerator", "is_cuda")
+    found = set()
+    for name, (_, file) in MODULES.items():
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute) and (ast.unparse(node) in named or node.attr in named):
+                found.add(name)
+    assert found == {"zbcompile.passes.gpu"}
