@@ -52,6 +52,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add("--zero", type=int, default=0, help="divide the optimizer among replicas: 1 its state, 2 gradients too")
     add("--clip", type=float, help="the norm to which gradients are clipped (default: no limit)")
+    add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model (default: %(default)s)")
+    add("--backend", default="fx", choices=("fx", "inductor"), help="what runs the passes (default: %(default)s)")
+    add("--cuda-graphs", action="store_true", help="every pass recorded as a CUDA graph")
     add_device(parser)
     add("--verify", action="store_true", help="exact mode; compare the first step with eager gradient accumulation")
     options = parser.parse_args(arguments)
@@ -73,7 +76,7 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[GPT, zbcom
     """The same model on every rank, and its pipeline."""
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, options.heads, options.sequence_length, options.dropout, options.tied)
-    model.to(device)
+    model.to(device, getattr(torch, options.dtype))
     ranks = options.ranks if "RANK" in os.environ else options.ranks or 2
     if options.replicas > 1:
         ranks = None
@@ -85,6 +88,8 @@ def build(options: argparse.Namespace, device: torch.device) -> tuple[GPT, zbcom
         mesh=mesh_of(options.replicas, device) if options.replicas > 1 else None,
         loss=next_byte_loss,
         exact=options.verify,
+        backend=options.backend,
+        cuda_graphs=options.cuda_graphs,
         seed=options.seed,
     )
     return model, pipe

@@ -1,0 +1,75 @@
+"""The frame of the GPU hour: the list, an item that passes, one that stands still with what it has started."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import gpu_hour
+from gpu_hour import Item
+from tests.support.pretended_gpu.build import why_not
+
+STANDS_STILL = """
+import os, subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_the_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["gpu_hour.py", "--list", "--only", "train,tests"])
+    assert gpu_hour.main() == 0
+    listed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in listed] == ["tests", "train"]
+    with pytest.raises(SystemExit):
+        gpu_hour.parse(["--list", "--only", "nothing"])
+    assert "--only nothing: expected doctor, tests" in capsys.readouterr().err
+
+
+def test_every_item_is_there() -> None:
+    """Its script, and the options that it gives it."""
+    root = Path(gpu_hour.__file__).parents[1]
+    for item in gpu_hour.ITEMS:
+        scripts = [each for each in (*item.arguments, *item.shorter) if each.endswith(".py")]
+        assert all((root / each).is_file() for each in scripts), item.name
+
+
+def test_one_item_stands_still_and_the_rest_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_hour, "surroundings", lambda pretended: dict(os.environ))
+    monkeypatch.setattr(gpu_hour, "GRACE", 3.0)
+    items = [
+        Item("still", "stands still", 2, ("-c", STANDS_STILL)),
+        Item("wrong", "fails", 30, ("-c", "raise SystemExit('1 < 0')")),
+        Item("right", "passes", 30, ("-c", "print(6 * 7)")),
+        Item("many", "needs three", 30, ("-c", ""), gpus=3),
+    ]
+    options = gpu_hour.parse(["--pretended", "--output", str(tmp_path), "--minutes", "2"])
+    results = gpu_hour.run_all(items, options)
+    assert [result.ended for result in results] == ["over time", "failed", "passed", "not run"]
+    for _ in range(100):  # until init has buried it
+        if not Path(f"/proc/{results[0].output}").exists():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("what the item had started is still there")
+    data = json.loads((tmp_path / "report.json").read_text())
+    assert data["pretended"]
+    assert "PRETENDED" in data["machine"]["GPUs"]
+    assert [item["output"] for item in data["items"]][2] == "42"
+    page = (tmp_path / "index.html").read_text()
+    assert "1 &lt; 0" in page
+    assert "needs 3 GPUs, found 2" in page
+
+
+@pytest.mark.slow
+def test_a_real_item_on_the_pretended_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if (reason := why_not()) is not None:
+        pytest.skip(reason)
+    asked = ("--pretended", "--only", "nccl", "--output", str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["gpu_hour.py", *asked])
+    assert gpu_hour.main() == 0
+    assert "all_reduce: right" in (tmp_path / "nccl.log").read_text()
