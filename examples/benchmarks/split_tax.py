@@ -65,7 +65,7 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
     """F, then B and W or both in one, as the runtime calls them."""
     weight = next(iter(stage.parameters.values()))
     run = StageRun(
-        stage=prepared,
+        stages=[prepared],
         gradients=Gradients(stage.parameters, frozenset(), Choices()),
         inputs=[dict(stage.inputs)],
         loss_factor=torch.ones((), device=prepared.device, dtype=weight.dtype),

@@ -90,7 +90,7 @@ def run_in_order(compiled: Compiled, order: Sequence[tuple[str, int]]) -> dict[s
     for parameter in parameters.values():
         parameter.grad = None
     runs = [
-        StageRun(s, Gradients(parameters, frozenset(), Choices(exact=True)), *_inputs(compiled))
+        StageRun([s] * MICROBATCHES, Gradients(parameters, frozenset(), Choices(exact=True)), *_inputs(compiled))
         for s in _prepared(compiled)
     ]
     for op, i in order:

@@ -1,30 +1,20 @@
 """The calls of a pipeline that compute nothing but forwards: outputs and log-probabilities."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
 from zbcompile.api.held_model import HeldModel
 from zbcompile.compiler.inference import Computation
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import flatten_batch, split_batches
-from zbcompile.options import Options, checked
-from zbcompile.program_cache.evaluation import MODES, OUTPUTS, Asked, Forwards, require_same_calls
-from zbcompile.runtime.engines import Engine
+from zbcompile.options import checked
+from zbcompile.program_cache.forward_programs import MODES, OUTPUTS, Asked, require_same_calls
 
 
 class ForwardCalls(HeldModel):
     """`eval` and `log_probs`."""
-
-    def __init__(self, model: nn.Module, options: Options, engine: Engine) -> None:
-        super().__init__(model, options, engine)
-        self.take_forwards(Forwards)
-
-    def take_forwards(self, make: Callable[..., Forwards]) -> None:
-        """Evaluate by what `make` makes of the model, the options, the engine and the executables."""
-        self._forwards = make(self._model, self.options, self._engine, self._compiled)
 
     def eval(
         self,

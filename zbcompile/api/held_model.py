@@ -25,9 +25,10 @@ from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.profiling.observation import Observation
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import StepRecord
-from zbcompile.program_cache.executables import Executables
+from zbcompile.program_cache.forward_programs import ForwardPrograms
 from zbcompile.program_cache.state_dict import load_state, owned_parameters, share_state, stream_state
-from zbcompile.program_cache.step_outputs import keyword, kind_of
+from zbcompile.program_cache.step_outputs import kind_of
+from zbcompile.program_cache.step_programs import StepPrograms
 from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.engines import Engine
 
@@ -51,7 +52,7 @@ class HeldModel:
     step_index: int = 0
     scaler: torch.amp.GradScaler | None = None
 
-    def __init__(self, model: nn.Module, options: Options, engine: Engine) -> None:
+    def __init__(self, model: nn.Module, options: Options, engine: Engine, saved: Program | None = None) -> None:
         self._options = options
         self._model = model
         self._engine = engine
@@ -69,7 +70,8 @@ class HeldModel:
             options = options.with_placements(self._parts.placements)
             self._options = options
             schedule = choose_schedule(options, self._ranks.count)
-            self._compiled = Executables(model, options, self._ranks, schedule)
+            self._compiled = StepPrograms(model, options, self._ranks, schedule, saved)
+            self._forwards = ForwardPrograms(model, options, engine, self._compiled)
             self._layout = BatchLayout(model, options, self._compiled)
             self._optimizers = Optimizers(model, self._ranks, self._parts, self._compiled)
 
@@ -196,10 +198,6 @@ class HeldModel:
         """Into how many microbatches `step` splits this batch. Raises PipelineError if it cannot."""
         return len(self._split(args, kwargs, target).each)
 
-    def adopt(self, program: Program) -> Executable:
-        """Run `program`, which was compiled elsewhere, with this pipeline's parameters; see `zbcompile.load`."""
-        return self._compiled.adopt(program)
-
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer. Tied parameters appear once.
 
@@ -315,7 +313,7 @@ class HeldModel:
         given: Given | None = None,
         outputs: bool | str = False,
     ) -> Microbatches:
-        self._require_step(outputs)
+        self._compiled.require_step(outputs)
         self._compiled.outputs = outputs
         batches = split_batches(given, "step", bool(args or kwargs or target is not None)) if given is not None else []
         for each in batches:
@@ -328,17 +326,8 @@ class HeldModel:
         refuse_input_gradients(batch)
         return self._layout.split(batch, self.is_first)
 
-    def _require_step(self, outputs: bool | str) -> None:
-        """Raise PipelineError if this pipeline has no step, or none that returns more than its loss."""
-        sharded = self.options.vocab in (1, 2) or self._compiled.shards is not None
-        if outputs and sharded:
-            raise PipelineError(
-                f"{keyword(outputs)} needs whole outputs, and the output layer is sharded: leave it out, or pass "
-                'vocab="off".'
-            )
-
     def _refuse_target(self, target: Any) -> None:
-        if self.options.loss is None and target is not None:
+        if self.options.loss is None and target is not None and self._compiled.saved is None:
             raise PipelineError(
                 "step received target=, but the pipeline has no loss=; forward returns the loss itself."
             )

@@ -13,8 +13,8 @@ from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Wanted
 from zbcompile.optimizer.whole_parameters import TrainedParameters
-from zbcompile.program_cache.executables import Executables
 from zbcompile.program_cache.state_dict import owned_parameters
+from zbcompile.program_cache.step_programs import StepPrograms
 from zbcompile.runtime.data_parallel import Sharded
 
 
@@ -25,7 +25,7 @@ class Optimizers:
     model: nn.Module
     ranks: Ranks
     parts: Parts
-    compiled: Executables
+    compiled: StepPrograms
     made: list[PipelineOptimizer] = field(default_factory=list)
 
     def make(self, wanted: Wanted) -> PipelineOptimizer:

@@ -92,10 +92,10 @@ class Pipeline(ForwardCalls):
 
     def _named(self, step: Microbatches, executable: Executable, outputs: bool | str) -> AbstractContextManager[None]:
         """Around a step that is unlike the first one: a rank that takes another step waits in vain for this one."""
-        count, of_first = len(step.each), executable.number == self._compiled.first().number
+        count, of_first = len(step.each), executable.first.number == self._compiled.first().number
         unlike = [f" in {count} microbatches"] if count != self._compiled.schedule.microbatches else []
         if self._ranks.replicas.count == 1 and not (of_first and step.alike):  # replicas may have different shapes
-            unlike += [f" of program {executable.number + 1} for {'; '.join(step.shapes())}"]
+            unlike += [f" of program {executable.first.number + 1} for {'; '.join(step.shapes())}"]
         unlike += [f" with {keyword(outputs)}"] if outputs else []
         if not unlike:
             return nullcontext()

@@ -34,7 +34,7 @@ from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of
-from zbcompile.schedules import Schedule, lower
+from zbcompile.schedules import Lowered, Schedule, lower
 from zbcompile.schedules.generators.forward_only import forward_only
 
 
@@ -110,7 +110,7 @@ def compile_forward(
         output=output_of(wanted.computes, captured, canonical, stages),
         writer=save_here,
     )
-    return for_microbatches(program, 1)
+    return replace(program, lowered=forward_order(program, 1))
 
 
 def _warn(wanted: Computation, stages: Sequence[Stage]) -> None:
@@ -145,10 +145,8 @@ def _sharding(canonical: Canonical, frame: Frame, manager: PassManager) -> Shard
         return None
 
 
-def for_microbatches(program: Program, count: int) -> Program:
-    """A forward-only program for another number of microbatches."""
-    found = program.vocabulary
-    order = forward_only(
-        program.schedule.placement, count, shards=found is not None, lookups=found is not None and bool(found.lookup)
-    )
-    return replace(program, lowered=lower(order))
+def forward_order(program: Program, count: int) -> Lowered:
+    """The order in which so many microbatches flow through a forward alone."""
+    found, placement = program.vocabulary, program.schedule.placement
+    lookups = found is not None and bool(found.lookup)
+    return lower(forward_only(placement, count, shards=found is not None, lookups=lookups))

@@ -1,6 +1,5 @@
 """Loading a saved program: every rank reads and checks its own part, and nothing in the files is executed."""
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Batch, Microbatches
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
 from zbcompile.options import Options
@@ -26,12 +24,8 @@ from zbcompile.persistence.checkpoint import load_checkpoint
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
-from zbcompile.program.program import ANSWERS, Program, call_of
+from zbcompile.program.program import ANSWERS, Program
 from zbcompile.program.step_options import BACKENDS
-from zbcompile.program_cache.answers import refuse_answers
-from zbcompile.program_cache.evaluation import Asked, Forwards, Parts, require_words
-from zbcompile.program_cache.step_outputs import keyword
-from zbcompile.runtime.engine import Executable
 from zbcompile.runtime.engines import Engine
 
 SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
@@ -53,7 +47,7 @@ def load(
     backend: str | GraphCompiler | None = None,
     cuda_graphs: bool | None = None,
     max_bytes: int | None = None,
-) -> "LoadedPipeline":
+) -> Pipeline:
     """The pipeline that `pipe.program.save(directory)` saved, without the model's source; it runs the same bits.
 
     Args:
@@ -107,9 +101,8 @@ def load(
         same = {"torch": torch.__version__, "threads": torch.get_num_threads(), "digest": program.digests}
         same["debug_nan"] = debug_nan or DEBUG_NAN.read()
         require_equal_programs(here, same, "loaded different programs", SAME)
-    pipe = LoadedPipeline(program, _options(program, asked), Engine(here))
     with here.watch.region(f"filling {folder}"):
-        pipe.adopt(program)
+        pipe = Pipeline(module_of(program.model), _options(program, asked), Engine(here), program)
         if state_dict is not None:
             together(here, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
     if checkpoint is not None:
@@ -219,93 +212,3 @@ def _named_here(folder: Path, sizes: Mapping[str, int], program: SavedProgram, m
                 f'with "{name}" of size {size}, or compile it again.'
             )
     return {label: name for name, label in mesh.labels.items() if label in sizes}
-
-
-class LoadedPipeline(Pipeline):
-    """A pipeline made by `zbcompile.load`. It steps and evaluates for the shapes that it was compiled for, as far as
-    the directory holds the training step and what to evaluate."""
-
-    def __init__(self, program: SavedProgram, options: Options, engine: Engine) -> None:
-        super().__init__(module_of(program.model), options, engine)
-
-    def adopt(self, program: Program) -> Executable:
-        executable = super().adopt(program)
-        also = {name: each for name, each in program.also.items() if each.output is not None}
-        found = also if program.output is None else {program.output.computes: program, **also}
-        self.take_forwards(functools.partial(SavedForwards, programs=found))
-        return executable
-
-    def _require_step(self, outputs: bool | str) -> None:
-        if outputs:
-            raise PipelineError(
-                f"a saved program returns its loss alone. Leave out {keyword(outputs)}, or pipeline the model itself."
-            )
-        if self.program.output is not None:
-            raise PipelineError(
-                f"the directory holds {self.program.output.computes} alone, and no step to train with. Compile one "
-                "without --only."
-            )
-
-    def _refuse_target(self, target: Any) -> None:
-        """The loss is in the graphs."""
-
-    def _program_for(self, step: Microbatches) -> Executable:
-        for each in step.distinct:
-            if call_of(each) != self.program.call:
-                raise PipelineError(
-                    f"the program was compiled for microbatches of {listed(self.program.call)}; received "
-                    f"{listed(call_of(each))}. Pass such batches, or compile and save a program for these."
-                )
-        return self._compiled.adopted(step)
-
-
-class SavedForwards(Forwards):
-    """As `Forwards`, of the `programs` of a directory by what they compute."""
-
-    def __init__(self, *pipeline: Any, programs: Mapping[str, Program]) -> None:
-        super().__init__(*pipeline)
-        self._programs = programs
-        self._executable = {name: self.executables.prepare(program) for name, program in programs.items()}
-
-    def _found(self, batch: Batch, asked: Asked) -> Parts:
-        computes = asked.wanted.computes
-        if asked.wanted.training:
-            raise PipelineError('a program holds forwards in eval mode; for mode="train" make a pipeline of the model.')
-        if computes not in self._programs:
-            raise PipelineError(
-                f"the directory holds {', '.join(self._programs) or 'the training step alone'}, and cannot compute "
-                f"{computes}. Compile it with --also {computes}, or make a pipeline of the model."
-            )
-        program = self._programs[computes]
-        count = _count_of(batch, program)
-        require_words(batch, program)
-        for index, tensors in enumerate(batch.into(count).tensors if program.guards else ()):
-            if program.guards and program.guards.different(tensors):
-                refuse_answers(program.guards, index, tensors)
-        return (self._executable[computes],) * count
-
-
-def _count_of(batch: Batch, program: Program) -> int:
-    """Into how many microbatches like those of `program` the batch divides."""
-    counts = [n for n in range(1, batch.size + 1) if batch.divides_into(n)] or [1]
-    count = next((n for n in counts if call_of(batch.microbatch(0, n)) == program.call), None)
-    if count is None:
-        raise PipelineError(
-            f"the forward was compiled for microbatches of {listed(program.call)}; received "
-            f"{listed(call_of(batch.whole))}, which does not divide into these. Pad it, or compile and save another."
-        )
-    output = program.returns
-    fixed = output.computes == "eval" and any(value is not None for value in output.constants.values())
-    if count > 1 and (fixed or not output.has_rows(batch.size // count)):
-        what = "holds numbers that may depend on the rows" if fixed else "has not one row per sample"
-        raise PipelineError(
-            f"the model's output {what}, and is computed of one microbatch as it was compiled. Pass batches of "
-            f"{batch.size // count}, or leave out the argument that makes forward return more than rows."
-        )
-    return count
-
-
-def listed(call: tuple[str, ...]) -> str:
-    """The form of a microbatch, for messages."""
-    structure, *leaves = call
-    return f"{', '.join(leaves)} (in {' '.join(structure.split())})"

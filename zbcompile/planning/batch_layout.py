@@ -10,15 +10,15 @@ from zbcompile.model.held_elsewhere import readable
 from zbcompile.options import Options, is_searched
 from zbcompile.planning.choose_schedule import count_for, counts_for, fit_to_batch, fit_to_count
 from zbcompile.planning.layout_search import LayoutSearch
-from zbcompile.program_cache.executables import Executables, Searched
 from zbcompile.program_cache.orders import order_at
+from zbcompile.program_cache.step_programs import Searched, StepPrograms
 from zbcompile.progress import LONG, Progress
 
 
 class BatchLayout:
     """Decides, with the first batch, the schedule and the layout that `compiled` has from then on."""
 
-    def __init__(self, model: nn.Module, options: Options, compiled: Executables) -> None:
+    def __init__(self, model: nn.Module, options: Options, compiled: StepPrograms) -> None:
         self._model, self._options, self._compiled = model, options, compiled
         self._unfitted = compiled.schedule  # as it is before a first step fits it
         self._admitted: set[int] = set()  # numbers of microbatches
@@ -51,7 +51,7 @@ class BatchLayout:
 
     @property
     def _is_undecided(self) -> bool:
-        return is_searched(self._options) and not self._compiled.trains
+        return not self._compiled.trains and is_searched(self._options)
 
     def _require_order(self, count: int) -> None:
         """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule does not admit."""

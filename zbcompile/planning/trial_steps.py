@@ -23,8 +23,7 @@ from zbcompile.options import Options
 from zbcompile.passes import gpu
 from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
-from zbcompile.program_cache.orders import in_another_order
-from zbcompile.runtime.engine import Executable, StepInput
+from zbcompile.runtime.engine import Executable, StepInput, plan_step
 from zbcompile.runtime.engines import Engine
 
 WARM_UP = 1
@@ -56,13 +55,13 @@ class Trial:
         with undisturbed(ranks.device):
             self._bound = BoundPrograms(_stand_in(model), replace(options, init=_fill, debug_nan=False), ranks)
             self._bound.hold(program)
-            self._executable = self._bound.prepare_step(program)
+            self._graphs = [self._bound.prepare_step(program)] * program.schedule.microbatches
         self._engine = Engine(ranks)
 
     def times(self, programs: Sequence[Program]) -> list[StepTimes]:
         """Times some steps of each program, which has the same graphs in an order of its own; they take turns. Every
         rank gets the same times: a step ends when the slowest rank has ended it."""
-        runs = [in_another_order(self._executable, program, self._ranks) for program in programs]
+        runs = [plan_step(self._graphs, self._graphs, each.lowered, self._ranks.local) for each in programs]
         found: list[list[float]] = [[] for _ in runs]
         while not _enough(found):
             for run, times in zip(runs, found, strict=True):

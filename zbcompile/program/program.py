@@ -223,6 +223,12 @@ def call_of(microbatch: Microbatch) -> tuple[str, ...]:
     return (str(microbatch.structure), *(f"{path}: {_described(leaf)}" for path, leaf in leaves))
 
 
+def listed(call: tuple[str, ...]) -> str:
+    """The form of a microbatch, for messages."""
+    structure, *leaves = call
+    return f"{', '.join(leaves)} (in {' '.join(structure.split())})"
+
+
 def _described(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)

@@ -29,8 +29,7 @@ from zbcompile.profiling.nan_check import inspected
 from zbcompile.program.program import Program
 from zbcompile.program_cache.state_dict import own_state, stream_state
 from zbcompile.runtime.data_parallel import sums_of
-from zbcompile.runtime.engine import Executable
-from zbcompile.runtime.rank_plan import plan_rank
+from zbcompile.runtime.engine import BoundGraphs
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.unannounced_draws import with_draws_refused
 from zbcompile.runtime.vocabulary_collectives import Roots
@@ -211,12 +210,12 @@ class BoundPrograms:
             self.shards = VocabularyShards(bounds, {name: whole[name] for name in sharded}, rank, device)
             self.shards.fill(self.share)
 
-    def prepare_step(self, program: Program) -> Executable:
+    def prepare_step(self, program: Program) -> BoundGraphs:
         """As `prepare`, with the sums of its gradients over other ranks."""
         sums = {} if self.ranks.rank is None else sums_of(program, self.ranks.mesh, self.ranks.rank)
         return replace(self.prepare(program), sums=sums)
 
-    def prepare(self, program: Program) -> Executable:
+    def prepare(self, program: Program) -> BoundGraphs:
         """Compile the graphs of `program`, a step or a forward alone, and bind them to the model's tensors."""
         resident = resident_tensors(self._model, program.model.constants)
         self._bound = {s: (t, kind_of(t)) for s, t in resident.items() if s.kind != "constant"} | self._bound
@@ -231,9 +230,8 @@ class BoundPrograms:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)
         self.ranks.watch_over(program.groups.values())
-        plans = tuple(plan_rank(program, rank, stages) for rank in self.ranks.local)
         number = len(self.compilations) - 1
-        return Executable(program, stages, plans, ReceiveBuffers(device), vocabulary, number=number)
+        return BoundGraphs(program, stages, ReceiveBuffers(device), vocabulary, number=number)
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
         ranks, backend = self.ranks, self._backend

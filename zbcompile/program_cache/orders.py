@@ -1,13 +1,8 @@
-"""The orders of a compiled program: for other numbers of microbatches, or as a search finds them."""
-
-from dataclasses import replace
+"""The order of a compiled program for another number of microbatches."""
 
 from zbcompile.compiler.vocabulary_sharding import insert
-from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.program.program import Program
-from zbcompile.runtime.engine import Executable
-from zbcompile.runtime.rank_plan import plan_rank
 from zbcompile.schedules import Schedule, admits, build, names
 from zbcompile.schedules.generators.registry import find
 
@@ -31,12 +26,6 @@ def order_at(program: Program, count: int) -> Schedule:
             f"{problem} admits {', '.join(map(str, near))} ... on {own.ranks} ranks. Pass one of these numbers."
         )
     return _built(program, count)
-
-
-def in_another_order(executable: Executable, program: Program, ranks: Ranks) -> Executable:
-    """The executable for `program`, which has its graphs in another order."""
-    plans = tuple(plan_rank(program, rank, executable.stages) for rank in ranks.local)
-    return replace(executable, program=program, plans=plans)
 
 
 def _built(program: Program, count: int) -> Schedule:

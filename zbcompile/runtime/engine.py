@@ -1,5 +1,4 @@
-"""The input of a step, and a process's part of a program, of which one step may mix several for microbatches of other
-shapes and answers to what forward asks."""
+"""The input of a step, and what its microbatches run in this process."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,9 +15,8 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.data_parallel import Early, Sharded, Sum
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
-from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
-from zbcompile.schedules import Schedule, with_updates
+from zbcompile.schedules import Lowered, Schedule, with_updates
 
 
 @dataclass(frozen=True)
@@ -42,27 +40,37 @@ class StepInput:
 
 
 @dataclass(frozen=True)
-class Executable:
-    """A program with this process's part of it: its compiled stages, the plans of its ranks, their buffers, and over
-    whom gradients are summed.
+class BoundGraphs:
+    """The graphs of a program, bound to this process's tensors: what microbatches of one shape, mode and answer run.
 
-    `variants`, if there are any, are the stages for each microbatch: the graphs of its own shapes and answers to
-    forward's questions; `returned` then says for each what it returns, as it does for a forward alone. `beside` are all
-    stages that run in the same step: for some microbatches, or in other replicas. `number` is how many programs the
-    pipeline has made before, alike on all ranks.
+    `stages` are those of this process's ranks, `sums` over whom their gradients are summed, `number` is how many
+    programs the pipeline has made before, alike on all ranks.
     """
 
     program: Program
-    stages: Mapping[int, CompiledStage]
-    plans: tuple[RankPlan, ...]
+    stages: Stages
     buffers: ReceiveBuffers
-    vocabulary: VocabularyExecutable | None
+    vocabulary: VocabularyExecutable | None = None
     sums: Mapping[str, Sum] = field(default_factory=dict)
-    variants: tuple[Stages, ...] = ()
-    returned: tuple[Output | None, ...] = ()
-    beside: tuple[Stages, ...] = ()
     number: int = 0
+
+
+@dataclass(frozen=True)
+class Executable:
+    """What a step runs: microbatch i the graphs `graphs[i]`, and in the same step some microbatch of some replica each
+    of `everywhere`. `program` is that of the first, in the order of the step, with the parameters that any of them
+    trains; `plans` are those of this process's ranks."""
+
+    program: Program
+    graphs: tuple[BoundGraphs, ...]
+    everywhere: tuple[BoundGraphs, ...]
+    plans: tuple[RankPlan, ...]
     ordered: dict[frozenset[str], tuple[Schedule, tuple[RankPlan, ...]]] = field(init=False, default_factory=dict)
+
+    @property
+    def first(self) -> BoundGraphs:
+        """The graphs of the first microbatch. Those of all others have the parameters and sums in the same places."""
+        return self.graphs[0]
 
     def with_updates(self, kinds: frozenset[str]) -> tuple[Schedule, tuple[RankPlan, ...]]:
         """The schedule and the plans with the actions of these kinds, which a step has once; each is made once."""
@@ -75,8 +83,7 @@ class Executable:
     @property
     def outputs(self) -> tuple[Output, ...]:
         """What each microbatch returns; empty if that is a loss alone."""
-        program = self.program
-        every = self.returned or (program.output or program.returned,) * program.schedule.microbatches
+        every = (each.program.output or each.program.returned for each in self.graphs)
         return tuple(each for each in every if each is not None)
 
     def ends_on(self, ranks: Sequence[int]) -> bool:
@@ -95,30 +102,35 @@ class StepResult(NamedTuple):
     made: Made
 
 
-def mix(own: Sequence[Executable], everywhere: Sequence[Executable], why: str) -> Executable:
-    """The executable of a step in which microbatch i runs as `own[i]`, and those of other replicas as any of
-    `everywhere`: programs of one schedule, with every parameter in the same place. `why` says in what they differ.
+def plan_step(
+    graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], lowered: Lowered, ranks: Sequence[int]
+) -> Executable:
+    """The executable of a step in which microbatch i runs `graphs[i]`, and those of all replicas any of `everywhere`
+    (in one order on all ranks), in the order `lowered`: programs with every parameter in the same place.
 
     Raises PipelineError if what runs at the end of the step cannot serve all of them.
     """
-    first, distinct = own[0], list({id(each): each for each in everywhere}.values())
-    if len(distinct) == 1:
-        return first
-    programs = [each.program for each in distinct]
-    problem = _problem(programs, several=any(each is not first for each in own))
-    if problem:
-        raise PipelineError(
-            f"the microbatches of this step differ in their {why}, and {problem}, so they cannot share a step. Put "
-            "samples that are alike in that into one batch."
-        )
-    beside = tuple(each.stages for each in distinct)
-    program = replace(first.program, stages=_trained_by_any(first.program, programs))
-    if all(each is first for each in own):
-        return replace(first, program=program, beside=beside)
-    variants = tuple(each.stages for each in own)
-    plans = tuple(plan_rank(program, plan.rank, first.stages, variants) for plan in first.plans)
-    returned = tuple(each.program.returned for each in own)
-    return replace(first, program=program, plans=plans, variants=variants, returned=returned, beside=beside)
+    program, distinct = graphs[0].program, tuple({each.number: each for each in everywhere}.values())
+    if len(distinct) > 1:
+        programs = [each.program for each in distinct]
+        problem = _problem(programs, several=any(each is not graphs[0] for each in graphs))
+        if problem:
+            raise PipelineError(
+                f"the microbatches of this step differ in their {_difference(programs)}, and {problem}, so they "
+                "cannot share a step. Put samples that are alike in that into one batch."
+            )
+        program = replace(program, stages=_trained_by_any(program, programs))
+    if program.lowered is not lowered:
+        program = replace(program, lowered=lowered)
+    plans = tuple(plan_rank(program, rank, [each.stages for each in graphs]) for rank in ranks)
+    return Executable(program, tuple(graphs), distinct, plans)
+
+
+def _difference(programs: Sequence[Program]) -> str:
+    """In what programs that meet in one step differ."""
+    shapes = {tuple(sorted(each.inputs.items())) for each in programs}
+    lines = [each.guards.lines[0] for each in programs if each.guards is not None]
+    return "shapes" if len(shapes) > 1 or not lines else f"answers to {lines[0]}"
 
 
 def _problem(programs: Sequence[Program], several: bool) -> str:

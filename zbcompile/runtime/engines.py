@@ -41,8 +41,8 @@ class Engine:
         Does not advance the caller's random state.
         """
         program, ranks = executable.program, self.ranks
-        buffers, count = executable.buffers, program.schedule.microbatches
-        transport = ranks.transport(channels or program.schedule, count, buffers, executable.number)
+        buffers, count = executable.first.buffers, program.schedule.microbatches
+        transport = ranks.transport(channels or program.schedule, count, buffers, executable.first.number)
         for each in given.sharded:
             each.begin(program)
         if program.output is None:
@@ -64,7 +64,7 @@ class Engine:
     ) -> StageUpdates:
         program = executable.program
         gradients = Gradients(parameters, program.shared, program.choices)
-        replicas, sums = self.ranks.replicas, executable.sums
+        replicas, sums = self.ranks.replicas, executable.first.sums
         reduction = start_reduction(replicas, program, rank, gradients, sums, given.sharded, self.equal.note)
         return StageUpdates(program, gradients, reduction, given.early, given.validating)
 

@@ -69,6 +69,6 @@ class EqualResults:
 def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:
     """The buffers into which forwards write on this rank, by name."""
     found: dict[str, torch.Tensor] = {}
-    for stage in (stage for stages in (executable.stages, *executable.beside) for stage in stages.values()):
+    for stage in (stage for graphs in executable.everywhere for stage in graphs.stages.values()):
         found |= {name: stage.resident[Slot("buffer", name)] for name in stage.program.changed}
     return dict(sorted(found.items()))

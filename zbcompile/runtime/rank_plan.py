@@ -87,12 +87,12 @@ class Receiver(Protocol):
 Stages = Mapping[int, CompiledStage]
 
 
-def plan_rank(program: Program, rank: int, stages: Stages, variants: Sequence[Stages] = ()) -> RankPlan:
-    """Plan the actions of `rank`, whose compiled stages are among `stages`; `variants` has others per microbatch."""
+def plan_rank(program: Program, rank: int, graphs: Sequence[Stages]) -> RankPlan:
+    """The plan of `rank`; `graphs[i]` are the compiled stages of this process as microbatch i runs them."""
     steps = [step if isinstance(step, Pair) else (step,) for step in program.lowered.programs[rank]]
 
     def stage_of(action: Action) -> CompiledStage:
-        return (variants[action.microbatch] if variants else stages)[action.stage]
+        return graphs[action.microbatch][action.stage]
 
     edges = edges_of(program.lowered, rank)
     buffers = assign_buffers(program, rank, stage_of)

@@ -22,13 +22,13 @@ Frame = list[torch.Tensor | None]
 @dataclass
 class StageRun:
     """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W, `outputs[leaf]`
-    the parts of the model's output that this stage makes, by microbatch. `variants`, if there are any, say for each
-    microbatch what runs in place of `stage`.
+    the parts of the model's output that this stage makes, by microbatch. `stages[i]` is the stage as microbatch i runs
+    it.
 
     Its methods are called without gradient recording (`torch.no_grad`).
     """
 
-    stage: CompiledStage
+    stages: Sequence[CompiledStage]
     gradients: Gradients
     inputs: list[dict[str, torch.Tensor]]
     loss_factor: torch.Tensor
@@ -37,11 +37,14 @@ class StageRun:
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
     accumulators: dict[int, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
-    variants: Sequence[CompiledStage] = ()
 
     def of(self, microbatch: int) -> CompiledStage:
         """The stage as it runs for a microbatch."""
-        return self.variants[microbatch] if self.variants else self.stage
+        return self.stages[microbatch]
+
+    @property
+    def index(self) -> int:
+        return self.stages[0].index
 
     def run(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         """A pass: `arrived` and the result are the boundary tensors, of F in the order of the stage's `receives` and
@@ -99,9 +102,7 @@ class StageRun:
 
     def _violation(self, at: int, microbatch: int) -> str:
         check = output_values(self.of(microbatch).program.pieces["F"].module.graph)[at]
-        return (
-            f"microbatch {microbatch} violates what forward requires on stage {self.stage.index}: {source_line(check)}"
-        )
+        return f"microbatch {microbatch} violates what forward requires on stage {self.index}: {source_line(check)}"
 
     def _backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         frame = self.frames[microbatch] if name == "B" else self.frames.pop(microbatch)
@@ -119,7 +120,7 @@ class StageRun:
             for at, place in call.saves:
                 frame[place] = results[at]
         for parameter, places in call.gradients:
-            self.gradients[parameter].add(self.stage.index, microbatch, [results[at] for at in places])
+            self.gradients[parameter].add(self.index, microbatch, [results[at] for at in places])
         return [laid_out(results[at], spec) for at, spec in call.sends]
 
     def _position_generator(self, microbatch: int, arrived: Tensors) -> None:
@@ -140,7 +141,7 @@ class StageRun:
 
     def _add_accumulators(self, call: Call, frame: Frame) -> None:
         """W and BW add into the same buffers, which exist from the first of them on."""
-        index, wanted = self.stage.index, id(call.accumulators)  # hashing all names takes longer than a small pass
+        index, wanted = self.index, id(call.accumulators)  # hashing all names takes longer than a small pass
         if wanted not in self.accumulators:
             self.accumulators[wanted] = [(at, self.gradients[name].buffer(index)) for at, name in call.accumulators]
         for place, buffer in self.accumulators[wanted]:
@@ -149,7 +150,7 @@ class StageRun:
     def live_bytes(self) -> int:
         """Bytes of the distinct storages that the frames hold, without parameters, inputs and the loss factor."""
         held = (frame[place] for i, frame in self.frames.items() for place in self.of(i).passing)
-        resident = [t for stage in (self.stage, *self.variants) for t in stage.resident.values()]
+        resident = [t for stage in {id(each): each for each in self.stages}.values() for t in stage.resident.values()]
         not_counted = [*resident, self.loss_factor, *(t for mb in self.inputs for t in mb.values())]
         return storage_bytes((value for value in held if value is not None), set(map(storage_key, not_counted)))
 
@@ -157,6 +158,6 @@ class StageRun:
         """Require that no value waits after a step; one that does is a bug of the schedule or of this runtime."""
         if self.frames:
             raise PipelineError(
-                f"stage {self.stage.index} ended the step with microbatches {sorted(self.frames)} still waiting for "
+                f"stage {self.index} ended the step with microbatches {sorted(self.frames)} still waiting for "
                 "their weight gradients; the schedule must give every F its B and W."
             )

@@ -78,7 +78,7 @@ class StepRun:
     def begin(self, plans: Sequence[RankPlan], transport: Transport, observer: Observer | None) -> None:
         """Make the runs of the ranks that have these plans."""
         observe = Labels(observer) if profiler_is_on() else observer
-        vocabulary = self.executable.vocabulary
+        vocabulary = self.executable.first.vocabulary
         collectives = vocabulary.collectives() if vocabulary is not None else None
         for plan, updates in zip(plans, self.updates, strict=True):
             run = RankRun(plan, self._stages(plan, updates), transport, self.ranks.watch.position, observe)
@@ -92,10 +92,8 @@ class StepRun:
     def _stages(self, plan: RankPlan, updates: StageUpdates) -> dict[int, StageRun]:
         shared = updates.gradients, self.given.microbatches, self._loss_factor, self._seeds
         own = self.program.stages_of(plan.rank)
-        runs = {stage: StageRun(self.executable.stages[stage], *shared) for stage in own}
-        for stage, run in runs.items():
-            run.variants = [stages[stage] for stages in self.executable.variants]
-        return runs
+        graphs = self.executable.graphs
+        return {stage: StageRun([each.stages[stage] for each in graphs], *shared) for stage in own}
 
     @cached_property
     def _seeds(self) -> list[int]:
@@ -107,7 +105,7 @@ class StepRun:
     def _loss_factor(self) -> torch.Tensor:
         """The gradient of the step's loss by a microbatch's: 1/m enters the backward here, as in eager's (loss / m)."""
         program, given = self.program, self.given
-        one = torch.ones((), dtype=dtype_named(program.loss_dtype), device=self.executable.buffers.device)
+        one = torch.ones((), dtype=dtype_named(program.loss_dtype), device=self.executable.first.buffers.device)
         count = program.schedule.microbatches * self.ranks.replicas.count
         scaled = given.scale(one).to(one.dtype) if given.scale else one  # a GradScaler answers in float32
         return scaled / count if given.reduction == "mean" else scaled
@@ -128,8 +126,8 @@ class StepRun:
                 EXCHANGE[op].run(self)
 
     def _gather_rows(self) -> None:
-        assert self.executable.vocabulary is not None
-        self.executable.vocabulary.begin_step(self._gradients(), self.program.tied)
+        assert self.executable.first.vocabulary is not None
+        self.executable.first.vocabulary.begin_step(self._gradients(), self.program.tied)
 
     def _drain(self) -> None:
         for run in self.runs:
@@ -144,8 +142,8 @@ class StepRun:
             first = next((rank for rank in self.ranks.local if rank in holders), None)
             for total in totals if first is not None else ():
                 self._gradients(first)[name].fold(total)
-        if self.executable.vocabulary is not None and self.looks_up_rows:
-            self.executable.vocabulary.end_step(self._gradients(), self.program.tied)
+        if self.executable.first.vocabulary is not None and self.looks_up_rows:
+            self.executable.first.vocabulary.end_step(self._gradients(), self.program.tied)
 
     def _gradients(self, rank: int | None = None) -> Gradients:
         return self.updates[0 if rank is None else self.ranks.local.index(rank)].gradients
@@ -194,8 +192,8 @@ class StepRun:
     def _share_buffers(self) -> None:
         """Replicas continue with the first one's, as under DistributedDataParallel."""
         for name, buffer in written_buffers(self.executable).items():
-            if name in self.executable.sums:
-                broadcast([buffer], self.executable.sums[name].group)
+            if name in self.executable.first.sums:
+                broadcast([buffer], self.executable.first.sums[name].group)
 
     def _update(self) -> None:
         for each in self.given.early:
@@ -245,7 +243,7 @@ EXCHANGE = {
     "DRAIN": Exchange(lambda step: True, StepRun._drain),
     "TIE": Exchange(lambda step: step.trains and (step.program.shared or step.looks_up_rows), StepRun._sum_tied),
     "SYNC": Exchange(lambda step: step.trains, StepRun._end_sums),
-    "BUFFERS": Exchange(lambda step: step.trains and step.executable.sums, StepRun._share_buffers),
+    "BUFFERS": Exchange(lambda step: step.trains and step.executable.first.sums, StepRun._share_buffers),
     "FINAL": Exchange(lambda step: step.given.early, StepRun._update),
     "LOSS": Exchange(lambda step: step.trains, StepRun._share_losses),
     "OUTPUT": Exchange(lambda step: step.given.outputs, StepRun._collect_outputs),

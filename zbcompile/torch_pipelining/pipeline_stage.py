@@ -116,7 +116,7 @@ class CompiledPipelineStage(PipelineStage):
         factor = one / count if context.reduction == "mean" else one
         seeds = [microbatch_seed(self._steps, i, context.seed) for i in range(count)]
         gradients = Gradients(context.parameters, frozenset(), context.program.choices)
-        return StageRun(self._compiled, gradients, [{} for _ in range(count)], factor, seeds)
+        return StageRun([self._compiled] * count, gradients, [{} for _ in range(count)], factor, seeds)
 
     def forward_one_chunk(
         self,

@@ -2,6 +2,7 @@
 nothing behind in what trains."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.live_storages import Alive, forward_bytes
 from tests.support.training import assert_same_tensors
-from zbcompile.compiler.inference import for_microbatches
+from zbcompile.compiler.inference import forward_order
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
@@ -80,12 +81,12 @@ def test_a_run_is_checked_recorded_and_predicted(pipe: zbcompile.Pipeline) -> No
     (record,) = records
     assert next(span.action for span in record.spans[1] if span.action.startswith("F")) == "F1.0"
     assert record.peak_activation_bytes == {0: 0, 1: 0}
-    program = list(pipe._forwards._ready)[-1][1].program
+    program = pipe._forwards.cache.plans[-1].program
     check(program.lowered)
     assert simulate(program.schedule, predicted_costs(program)).schedule == record.schedule
     peaks, same = (
         [memory.activations for memory in rank_memories(each, predicted_costs(program), {})]
-        for each in (program, for_microbatches(program, 8))
+        for each in (program, replace(program, lowered=forward_order(program, 8)))
     )
     assert peaks == same
     for rank, peak in enumerate(peaks):
@@ -103,7 +104,7 @@ def test_what_is_predicted_is_alive(pipe: zbcompile.Pipeline, count: int) -> Non
     pipe.eval(x, microbatches=count)
     with Alive([], [*pipe._model.parameters(), *pipe._model.buffers(), x]) as alive:
         pipe.eval(x, microbatches=count)
-    inside, beside = forward_bytes(list(pipe._forwards._ready)[-1][1].program)
+    inside, beside = forward_bytes(pipe._forwards.cache.plans[-1].program)
     assert inside <= alive.most <= inside + beside
 
 

@@ -29,9 +29,10 @@ from tests.support.deciding import (
 from tests.support.functions import Saving
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
+from zbcompile.distributed.process_group import find_ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.export import capture
-from zbcompile.program_cache.answers import ByAnswers
+from zbcompile.program_cache.cache import ProgramCache
 
 
 @pytest.mark.parametrize(("schedule", "kinds"), [("zb-h1", KINDS), ("dualpipe-v", KINDS[1:])])
@@ -75,7 +76,7 @@ def test_an_evaluation_answers_for_its_whole_batch() -> None:
     for kind in ("full", "both", "padded", "full"):
         x, mask, _ = batch_of(kind, 2, seed=9)
         torch.testing.assert_close(pipe.eval(x, mask), eager(x, mask), rtol=1e-6, atol=1e-6)
-    assert len(pipe._forwards) == 2
+    assert len(pipe._forwards.cache) == 2
 
 
 OPTIONS = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}
@@ -172,16 +173,17 @@ def test_a_chunk_of_an_evaluation_that_asks() -> None:
 
 def test_only_what_all_ranks_use_counts_as_used() -> None:
     """A replica's own answers must not change what it evicts: the others would keep other programs."""
-    kept: ByAnswers[int] = ByAnswers(3)
     x = torch.ones(1, WIDTH)
     guards = capture(OneRow(), (x, x), {}, x, nn.functional.mse_loss).guards
     assert guards is not None
     answers = [replace(guards, given=replace(guards.given, answers=(number,))) for number in range(4)]
+    kept = ProgramCache(find_ranks(lambda: x.device, 1, None, 300.0, None), 3, pinned=True)
     for number in range(3):
-        kept.add(answers[number], number)
-    assert kept[repr(answers[1].given)] == 1
-    kept.add(answers[3], 3)
-    assert list(kept) == [0, 2, 3]
+        kept.add("shape", answers[number], (), ())
+    assert len(kept.right("shape")) == 3
+    kept.add("shape", answers[3], (), ())
+    assert kept.trim()
+    assert [each.number for each in kept] == [0, 2, 3]
 
 
 class Deaf(nn.Module):

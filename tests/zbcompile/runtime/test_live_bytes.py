@@ -20,10 +20,9 @@ from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.engine import Executable
+from zbcompile.runtime.engine import BoundGraphs, plan_step
 from zbcompile.runtime.engines import interleave
 from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.rank_plan import plan_rank
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.schedules.ir.actions import Action
@@ -100,11 +99,11 @@ class Auditor:
 
     def _check_stage(self, run: StageRun) -> None:
         """The registers of the microbatches that wait, against the manifest."""
-        crossing = self.program.stages[run.stage.index].crossing
-        states = [state for (stage, _), state in self.waiting.items() if stage == run.stage.index]
+        crossing = self.program.stages[run.index].crossing
+        states = [state for (stage, _), state in self.waiting.items() if stage == run.index]
         expected = states.count("kept") * crossing.kept + states.count("residue") * crossing.residue
-        everywhere = storages([*run.stage.resident.values(), run.loss_factor, *_all(run.inputs)])
-        held = storages(frame[place] for frame in run.frames.values() for place in run.stage.passing)
+        everywhere = storages([*run.of(0).resident.values(), run.loss_factor, *_all(run.inputs)])
+        held = storages(frame[place] for frame in run.frames.values() for place in run.of(0).passing)
         assert sum(size for key, size in held.items() if key not in everywhere) == expected
 
     def _known(self) -> set[int]:
@@ -115,7 +114,7 @@ class Auditor:
             for run in rank.runs.values():
                 known |= storages(value for frame in run.frames.values() for value in frame).keys()
                 known |= storages([run.loss_factor, *run.losses.values()]).keys()
-                known |= storages([*run.stage.resident.values(), *_all(run.inputs)]).keys()
+                known |= storages([*run.of(0).resident.values(), *_all(run.inputs)]).keys()
                 known |= storages(_sums(run.gradients)).keys()
         return known
 
@@ -166,8 +165,8 @@ def audit(example: zbcompile.Example, program: Program) -> Auditor:
     resident |= {Slot("parameter", name): value for name, value in model.named_parameters()}
     resident |= {Slot("buffer", name): value for name, value in model.named_buffers()}
     stages = {i: prepare_stage(stage, resident, device, program.random_until) for i, stage in enumerate(program.stages)}
-    plans = tuple(plan_rank(program, rank, stages) for rank in range(RANKS))
-    executable = Executable(program, stages, plans, ReceiveBuffers(device), None)
+    graphs = [BoundGraphs(program, stages, ReceiveBuffers(device))] * MICROBATCHES
+    executable = plan_step(graphs, graphs, program.lowered, range(RANKS))
     inputs = [one_microbatch(example).tensors for _ in range(MICROBATCHES)]
     mail, births = Transport(), Births()
     auditor = Auditor(program, births, mail)
@@ -176,7 +175,7 @@ def audit(example: zbcompile.Example, program: Program) -> Auditor:
         for rank, plan in enumerate(executable.plans):
             gradients = Gradients(dict(model.named_parameters()), program.shared, program.choices)
             runs = {
-                i: StageRun(stages[i], gradients, inputs, factor, list(range(MICROBATCHES)))
+                i: StageRun([stages[i]] * MICROBATCHES, gradients, inputs, factor, list(range(MICROBATCHES)))
                 for i in program.stages_of(rank)
             }
             auditor.ranks.append(RankRun(plan, runs, mail, Position(), auditor))

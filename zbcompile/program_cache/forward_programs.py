@@ -1,6 +1,6 @@
-"""Evaluation: forward-only programs of the model, compiled for the shapes that they meet, and run."""
+"""The forwards of a pipeline: its model compiled without a backward for the batches that it meets, and run."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from zbcompile.compiler.inference import Computation, Frame, compile_forward, for_microbatches
+from zbcompile.compiler.inference import Computation, Frame, compile_forward, forward_order
 from zbcompile.distributed.agreement import require_equal_programs
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Batch, hint_at_device, hinting
 from zbcompile.model.held_elsewhere import readable
@@ -26,18 +25,17 @@ from zbcompile.passes.stage.print_python import type_text
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.passes.values.premises import Standing
 from zbcompile.passes.vocabulary.log_probs import IGNORED
-from zbcompile.program.program import OF_A_PLACE, Program
-from zbcompile.program_cache.answers import ByShape, Recent, captured_alike
+from zbcompile.program.program import OF_A_PLACE, Program, call_of, listed
 from zbcompile.program_cache.apart_draws import draw_apart
-from zbcompile.program_cache.executables import Executables
+from zbcompile.program_cache.cache import Entry, ProgramCache, refuse_answers
 from zbcompile.program_cache.program_keys import torch_modes
 from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import joined_rows
+from zbcompile.program_cache.step_programs import StepPrograms
 from zbcompile.runtime.action_loop import StepRecorder
-from zbcompile.runtime.engine import Executable, StepInput
+from zbcompile.runtime.engine import BoundGraphs, Executable, StepInput, plan_step
 from zbcompile.runtime.engines import Engine
-from zbcompile.runtime.rank_plan import Stages, plan_rank
-from zbcompile.runtime.stage_plan import CompiledStage, rebind
+from zbcompile.runtime.stage_plan import rebind
 
 MODES = ("eval", "train")
 OUTPUTS = ("all", "last")
@@ -63,21 +61,23 @@ class Planned:
     guards: Guards | None
 
 
-Parts = tuple[Executable, ...]  # of a batch's microbatches
+Graphs = tuple[BoundGraphs, ...]  # of a batch's microbatches
 
 
-class Forwards:
-    """The forward-only programs of a pipeline, beside the training program of `executables` if there is one: before the
-    first step there is none, and the first evaluation places the parameters."""
+class ForwardPrograms:
+    """The forwards of a pipeline, whose parameters are where `steps` has them: before the first step there is none, and
+    the first evaluation places the parameters."""
 
-    def __init__(self, model: nn.Module, options: Options, engine: Engine, executables: Executables) -> None:
-        self._model, self._options, self._engine, self.executables = model, options, engine, executables
+    def __init__(self, model: nn.Module, options: Options, engine: Engine, steps: StepPrograms) -> None:
+        self._model, self._options, self._engine, self._steps = model, options, engine, steps
         self._ranks = engine.ranks
-        self._kept: ByShape[Any, Parts] = ByShape(options.max_shapes)
-        self._ready: Recent[tuple[int, ...], tuple[Parts, Executable]] = Recent(options.max_shapes)
-
-    def __len__(self) -> int:
-        return len(self._kept)
+        self.cache = ProgramCache(self._ranks, options.max_shapes)
+        self._saved: dict[str, Program] = {}
+        saved = steps.saved
+        for program in (saved, *saved.also.values()) if saved is not None else ():
+            if program.output is not None:
+                self._saved[program.output.computes] = program
+                self.cache.add(program.output.computes, program.guards, (), (steps.prepare(program),))
 
     def of_batch(self, batch: Batch, asked: Asked) -> Any:
         """What is wanted of a whole batch."""
@@ -92,38 +92,55 @@ class Forwards:
         groups = [range(i, i + 1) for i in range(len(own))]
         return self._run(own, [batch.whole.tensors for batch in batches], groups, asked)
 
-    def _found(self, batch: Batch, asked: Asked) -> Parts:
-        """The executables of the batch's microbatches, for its answers to what forward asks; compiled if need be."""
-        wanted, count = asked.wanted, asked.microbatches or self.executables.schedule.microbatches
-        key = self._key(batch, wanted, count)
-        if self.executables.program is not None:
-            self.executables.require_same_model()
-        kept = self._kept.find(key)
-        found = self._kept.new() if kept is None else kept
+    def _found(self, batch: Batch, asked: Asked) -> Graphs:
+        """The graphs of the batch's microbatches, for its answers to what forward asks; compiled if need be."""
+        if self._steps.saved is not None:
+            return self._of_saved(batch, asked.wanted)
+        wanted, count = asked.wanted, asked.microbatches or self._steps.schedule.microbatches
+        if self._steps.program is not None:
+            self._steps.require_same_model()
+        key = partial(self._key, batch, wanted, count)
+        add = partial(self._add, batch, wanted, count)
+        (found,), _ = self.cache.find(key, [batch.whole.tensors], add)
+        self._steps.require_same_model()
+        require_words(batch, found.graphs[0].program)
+        return found.graphs
 
-        def add(new: int | None) -> None:
-            change = self._kept.change(key)
-            if change and self._ranks.is_first:
-                print(f"zbcompile: compiling {asked.wanted.computes} again for {change}.")
-            since = f" (on this rank, of {change})" if change else ""
-            what = f"compiling {asked.wanted.computes} for {batch.whole.summary()}{since}"
-            with self._ranks.watch.position.turn_to(what):
-                plan = partial(self._planned, batch, count, wanted)
-                made = captured_alike(
-                    self._ranks, "compiling a forward", plan, lambda each: each.guards, leads=new is not None
-                )
-                exchanges = set().union(*(program.exchanges for program in made.programs))
-                found.standing += [Standing(program.premises, {"model": self._model}) for program in made.programs]
-                found.add(made.guards, self._prepared(made.programs), exchanges)
+    def _of_saved(self, batch: Batch, wanted: Computation) -> Graphs:
+        """As `_found`, of what a saved program holds; it answers for each microbatch."""
+        if wanted.training:
+            raise PipelineError('a program holds forwards in eval mode; for mode="train" make a pipeline of the model.')
+        if wanted.computes not in self._saved:
+            raise PipelineError(
+                f"the directory holds {', '.join(self._saved) or 'the training step alone'}, and cannot compute "
+                f"{wanted.computes}. Compile it with --also {wanted.computes}, or make a pipeline of the model."
+            )
+        program = self._saved[wanted.computes]
+        require_words(batch, program)
+        parts = batch.into(microbatches_like(program, batch)).tensors
 
-        (answers,), _ = found.find(self._ranks, [batch.whole.tensors], add)
-        if kept is None:
-            self._kept.add(self._key(batch, wanted, count), found)  # forward may have installed hooks when it first ran
-        self._kept.trim(found)
-        self.executables.require_same_model()
-        own = found[answers]
-        require_words(batch, own[0].program)
-        return own
+        def refuse(new: int | None, known: Sequence[Entry]) -> None:
+            assert program.guards is not None
+            refuse_answers(program.guards, new or 0, parts[new or 0])
+
+        found, _ = self.cache.find(lambda: wanted.computes, parts, refuse)
+        return tuple(each.graphs[0] for each in found)
+
+    def _add(self, batch: Batch, wanted: Computation, count: int, new: int | None, known: Sequence[Entry]) -> None:
+        """Compile for a batch whose answers are new, on all ranks."""
+        change = self.cache.change(self._key(batch, wanted, count))
+        if change and self._ranks.is_first:
+            print(f"zbcompile: compiling {wanted.computes} again for {change}.")
+        since = f" (on this rank, of {change})" if change else ""
+        what = f"compiling {wanted.computes} for {batch.whole.summary()}{since}"
+        with self._ranks.watch.position.turn_to(what):
+            plan, leads = partial(self._planned, batch, count, wanted), new is not None
+            made = self.cache.capture("compiling a forward", plan, lambda each: each.guards, leads)
+            standing = [Standing(program.premises, {"model": self._model}) for program in made.programs]
+            exchanges = set[str]().union(*(program.exchanges for program in made.programs))
+            graphs = self._prepared(made.programs)
+            self.cache.add(self._key(batch, wanted, count), made.guards, standing, graphs, exchanges)
+            self.cache.trim()
 
     def _planned(self, batch: Batch, count: int, wanted: Computation, given: Given | None) -> "Planned":
         with readable(self._model), hinting(partial(hint_at_device, batch.whole, self._ranks.device)):
@@ -131,11 +148,11 @@ class Forwards:
 
     def _key(self, batch: Batch, wanted: Computation, count: int) -> tuple[Any, ...]:
         modules = tuple((wanted.training and each.training, forward_hooks(each)) for each in self._model.modules())
-        return wanted, count, modules, batch.whole.signature, torch_modes(self._ranks.device), self.executables.moves
+        return wanted, count, modules, batch.whole.signature, torch_modes(self._ranks.device), self._steps.moves
 
     @property
     def _frame(self) -> Frame:
-        held, rules = self.executables, self._options.placements or {}
+        held, rules = self._steps, self._options.placements or {}
         names = (name for name, _ in self._model.named_parameters())
         sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))
         choices = self._options.choices
@@ -143,65 +160,58 @@ class Forwards:
             choices = replace(choices, vocab="off")  # the step decides, and moves the parameters if need be
         return Frame(held.schedule, held.program, choices, self._ranks.mesh.labels, sharded)
 
-    def _prepared(self, programs: tuple[Program, ...]) -> Parts:
-        made: dict[int, Executable] = {}
+    def _prepared(self, programs: tuple[Program, ...]) -> Graphs:
+        made: dict[int, BoundGraphs] = {}
         for number, each in {id(each): each for each in programs}.items():
             program = draw_apart(self._ranks, replace(each, step=self._options.step))
-            asked = {"debug_nan": self.executables.debug_nan, **program.manifest}
+            asked = {"debug_nan": self._steps.debug_nan, **program.manifest}
             require_equal_programs(self._ranks, asked, of_a_place=OF_A_PLACE)
-            if self.executables.program is None:
-                self.executables.hold(program)
+            if self._steps.program is None:
+                self._steps.hold(program)
                 require_matches(program.step.placements or {}, program.homes)
-                self.executables.copy_first_replica(program)
-            made[number] = self.executables.prepare(program)
+                self._steps.copy_first_replica(program)
+            made[number] = self._steps.prepare(program)
         return tuple(made[id(program)] for program in programs)
 
     def _run(
-        self, own: Parts, inputs: list[dict[str, torch.Tensor]], groups: Sequence[Sequence[int]], asked: Asked
+        self, own: Graphs, inputs: list[dict[str, torch.Tensor]], groups: Sequence[Sequence[int]], asked: Asked
     ) -> list[Any]:
         """The results of each group of microbatches, whose rows are one batch."""
-        self.executables.require_values()
+        self._steps.require_values()
         executable = self._bound(self._flowing(own), asked.wanted.training)
         given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.recorder, outputs=asked.outputs)
         with torch.autocast(self._ranks.device.type, enabled=False):  # its casts are in the graphs
-            made = self._engine.run(executable, given, {}, self.executables.schedule).made
+            made = self._engine.run(executable, given, {}, self._steps.schedule).made
         if asked.outputs == "last" and not executable.ends_on(self._ranks.local):
             return [None] * len(groups)
         returned = [{i: own[i].program.returns for i in group} for group in groups]
         return [next(iter(each.values())).rebuild(joined_rows(made, each)) for each in returned]
 
-    def _flowing(self, own: Parts) -> Executable:
-        """The executable that lets these microbatches flow through the pipeline one behind the other."""
-        key = tuple(map(id, own))
-        if key not in self._ready:
-            first = own[0]
-            program = for_microbatches(first.program, len(own))
-            variants = tuple(each.stages for each in own) if any(each is not first for each in own) else ()
-            if variants and program.vocabulary is not None:
-                raise PipelineError(
-                    "these microbatches have several shapes, and a sharded output layer takes one at a time. Pass "
-                    "those of one shape together."
-                )
-            plans = tuple(plan_rank(program, rank, first.stages, variants) for rank in self._ranks.local)
-            returned = tuple(each.program.returns for each in own)
-            ready = replace(first, program=program, plans=plans, variants=variants, returned=returned)
-            self._ready.add(key, (own, replace(ready, buffers=ReceiveBuffers(self._ranks.device))))
-        return self._ready[key][1]
+    def _flowing(self, own: Graphs) -> Executable:
+        """What lets these microbatches flow through the pipeline one behind the other."""
+        everywhere = list({each.number: each for each in own}.values())
+
+        def make() -> Executable:
+            return plan_step(own, everywhere, forward_order(own[0].program, len(own)), self._ranks.local)
+
+        return self.cache.plan(own, everywhere, make)
 
     def _bound(self, executable: Executable, training: bool) -> Executable:
         """The same on the tensors that the model has now. In train mode what forward writes into buffers is dropped."""
         read = {name for stage in executable.program.stages for name in stage.parameters}
-        rows = gather_rows(self._ranks, self.executables.shards, read)
+        rows = gather_rows(self._ranks, self._steps.shards, read)
         held = resident_tensors(self._model, {}) | {Slot("parameter", name): whole for name, whole in rows.items()}
-        for stage in executable.stages.values() if training else ():
+        for stage in executable.first.stages.values() if training else ():
             held |= {slot: held[slot].clone() for slot in (Slot("buffer", name) for name in stage.program.changed)}
+        bound = {each.number: _on_tensors(each, held) for each in executable.everywhere}
+        graphs = tuple(bound[each.number] for each in executable.graphs)
+        return replace(executable, graphs=graphs, everywhere=tuple(bound.values()))
 
-        def bound(stages: Stages) -> dict[int, CompiledStage]:
-            constants = {s: t for stage in stages.values() for s, t in stage.resident.items() if s.kind == "constant"}
-            return {i: rebind(stage, constants | held) for i, stage in stages.items()}
 
-        variants = tuple(map(bound, executable.variants))
-        return replace(executable, stages=bound(executable.stages), variants=variants)
+def _on_tensors(graphs: BoundGraphs, held: Mapping[Slot, torch.Tensor]) -> BoundGraphs:
+    """The same graphs on other tensors of the model."""
+    kept = {s: t for stage in graphs.stages.values() for s, t in stage.resident.items() if s.kind == "constant"}
+    return replace(graphs, stages={i: rebind(stage, {**kept, **held}) for i, stage in graphs.stages.items()})
 
 
 def plan_forwards(
@@ -268,3 +278,23 @@ def require_words(batch: Batch, program: Program) -> None:
             f"labels= holds {wrong[0].item()}, and the output layer has {words} words; expected 0 to {words - 1}, or "
             f"{IGNORED} where there is no label."
         )
+
+
+def microbatches_like(program: Program, batch: Batch) -> int:
+    """Into how many microbatches like those of `program` the batch divides."""
+    counts = [n for n in range(1, batch.size + 1) if batch.divides_into(n)] or [1]
+    count = next((n for n in counts if call_of(batch.microbatch(0, n)) == program.call), None)
+    if count is None:
+        raise PipelineError(
+            f"the forward was compiled for microbatches of {listed(program.call)}; received "
+            f"{listed(call_of(batch.whole))}, which does not divide into these. Pad it, or compile and save another."
+        )
+    output = program.returns
+    fixed = output.computes == "eval" and any(value is not None for value in output.constants.values())
+    if count > 1 and (fixed or not output.has_rows(batch.size // count)):
+        what = "holds numbers that may depend on the rows" if fixed else "has not one row per sample"
+        raise PipelineError(
+            f"the model's output {what}, and is computed of one microbatch as it was compiled. Pass batches of "
+            f"{batch.size // count}, or leave out the argument that makes forward return more than rows."
+        )
+    return count

@@ -1,0 +1,218 @@
+"""The cache of a pipeline: graphs by what a capture freezes into them, and the plans of the steps that run these.
+
+A capture freezes the shapes and modes (the key), the answers to what forward asks about its inputs, and the Python
+state that it reads. A step asks all of its microbatches before its first action, and names for each the graphs that are
+right. The ranks tell each other which these are: a rank that met a new answer cannot compile alone.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+
+from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.passes.capture.guards import Guards, read_answers
+from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.values.premises import Standing
+from zbcompile.runtime.engine import BoundGraphs, Executable
+
+Capture = TypeVar("Capture")
+Tensors = Mapping[str, torch.Tensor]
+UNKNOWN = ""  # the dimension of a process group that is not of the mesh
+
+
+@dataclass(frozen=True, eq=False)
+class Entry:
+    """What was compiled for `key`: of a step the graphs of one microbatch, of an evaluation those of each microbatch of
+    a batch. Right for microbatches that answer `guards` as it says, while Python has the values of `standing`. Entries
+    are numbered alike on all ranks."""
+
+    number: int
+    key: Any
+    guards: Guards | None
+    standing: tuple[Standing, ...]
+    graphs: tuple[BoundGraphs, ...]
+    exchanges: frozenset[str]
+
+    def holds(self) -> bool:
+        """Whether what was read in Python is what it was."""
+        return all(each.hold() for each in self.standing)
+
+    def change(self) -> str:
+        """The first value read in Python that is another one, in words; "" if there is none."""
+        return next(filter(None, (each.change() for each in self.standing)), "")
+
+
+class ProgramCache:
+    """At most `limit` entries, and as many plans of steps. One more evicts the least recently used, but never the first
+    entry if that is `pinned`, nor the one that is added."""
+
+    def __init__(self, ranks: Ranks, limit: int, pinned: bool = False) -> None:
+        self._ranks, self._limit, self._pinned = ranks, limit, pinned
+        self._numbers = itertools.count()
+        self._entries: dict[int, Entry] = {}  # the least recently used first
+        self._plans: dict[tuple[tuple[int, ...], ...], Executable] = {}
+
+    def __iter__(self) -> Iterator[Entry]:
+        return iter(sorted(self._entries.values(), key=lambda each: each.number))
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def plans(self) -> list[Executable]:
+        """The plans of steps, the least recently used one first."""
+        return list(self._plans.values())
+
+    def right(self, key: Any) -> list[Entry]:
+        """The entries of `key` that are right for what Python reads now, the last one that was used first."""
+        return [each for each in reversed(self._entries.values()) if each.key == key and each.holds()]
+
+    def change(self, key: Any) -> str:
+        """In what Python differs from the last entry of `key`, in words; "" if there is none."""
+        return next((each.change() for each in reversed(self._entries.values()) if each.key == key), "")
+
+    def add(
+        self,
+        key: Any,
+        guards: Guards | None,
+        standing: Iterable[Standing],
+        graphs: Iterable[BoundGraphs],
+        exchanges: Iterable[str] = (),
+    ) -> Entry:
+        """A new entry, which all ranks add."""
+        along = frozenset(name if name in DIMENSIONS else UNKNOWN for name in exchanges)
+        entry = Entry(next(self._numbers), key, guards, tuple(standing), tuple(graphs), along)
+        self._entries[entry.number] = entry
+        return entry
+
+    def trim(self) -> bool:
+        """Evicts what is too many after an entry was added; whether there was any."""
+        *others, _ = self._entries
+        old = [number for number in others if number or not self._pinned][: max(0, len(self) - self._limit)]
+        for number in old:
+            del self._entries[number]
+        if old:
+            kept = {graphs.number for each in self._entries.values() for graphs in each.graphs}
+            self._plans = {n: each for n, each in self._plans.items() if kept.issuperset(itertools.chain(*n))}
+        return bool(old)
+
+    def plan(
+        self, graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], make: Callable[[], Executable]
+    ) -> Executable:
+        """The plan of a step whose microbatches run `graphs`, and those of all replicas any of `everywhere`."""
+        named = tuple(each.number for each in graphs), tuple(each.number for each in everywhere)
+        self._plans[named] = found = self._plans.pop(named, None) or make()
+        if len(self._plans) > self._limit:
+            del self._plans[next(iter(self._plans))]
+        return found
+
+    def find(
+        self,
+        key: Callable[[], Any],
+        microbatches: Sequence[Tensors],
+        add: Callable[[int | None, Sequence[Entry]], object],
+    ) -> tuple[list[Entry], list[Entry]]:
+        """The entries for this process's microbatches, all of one key, and those that any rank needs, alike on all
+        ranks.
+
+        `add(i, known)` adds the entry for microbatch i together with all ranks; those without a new answer pass None.
+        `known` are the entries for other answers. The key is computed anew after it: forward may install hooks when it
+        first runs. Raises PipelineError if ranks of one pipeline answer differently, or if one step needs more entries
+        than are kept.
+        """
+        for _ in range(self._limit + 1):
+            known = self.right(key())
+            own = [each.number if each else None for each in _matching(known, microbatches)]
+            found = self._exchanged(known, own)
+            needed = sorted({number for _, numbers in found for number in numbers if number is not None})
+            for number in needed:  # not by what is needed here alone: all ranks must evict alike
+                self._entries[number] = self._entries.pop(number)
+            if not any(None in numbers for _, numbers in found):
+                return [self._entries[n] for n in own if n is not None], [self._entries[n] for n in needed]
+            add(own.index(None) if None in own else None, known)
+        raise PipelineError(
+            f"the answers of this batch to {_first_line(known)} take more programs than the {self._limit} that "
+            "max_shapes keeps. Raise it, or decide by a tensor operation (torch.where)."
+        )
+
+    def capture(
+        self,
+        what: str,
+        capture: Callable[[Given | None], Capture],
+        guards_of: Callable[[Capture], Guards | None],
+        leads: bool,
+    ) -> Capture:
+        """What `capture` makes on every rank with the answers of the first rank that `leads`: it has a microbatch with
+        answers of its own, the others capture with those."""
+        made = together(self._ranks, what, lambda: capture(None) if leads else None)
+        own = guards_of(made) if made is not None else None
+        mine = (leads, own.given if own else None)
+        found = gathered(self._ranks, mine)
+        first = next(each for each in found if each[0])
+        if any(each != first for each in found):
+            made = together(self._ranks, what, lambda: made if mine == first else capture(first[1]))
+        return made  # type: ignore[return-value]
+
+    def _exchanged(self, known: Sequence[Entry], own: list[int | None]) -> list[tuple[int, list[int | None]]]:
+        """What every rank needs. Ranks with batches of their own may differ, unless their graphs exchange tensors."""
+        if not any(each.guards for each in known):
+            return [(0, own)]
+        ranks, exchanges = self._ranks, frozenset[str]().union(*(each.exchanges for each in known))
+        apart = [name for name in BATCHES if exchanges.isdisjoint((name, UNKNOWN))]
+        found = gathered(ranks, (ranks.mesh.index(*apart), own))
+        first: dict[int, tuple[int, list[int | None]]] = {}
+        for rank, (replica, numbers) in zip(ranks.members, found, strict=False):
+            other, expected = first.setdefault(replica, (rank, numbers))
+            if numbers != expected:
+                raise ranks.refusal(
+                    f"ranks {other} and {rank} answer {_first_line(known)} differently, but work on the same "
+                    "microbatches, or exchange tensors in each. Pass batches that answer alike; every rank of a "
+                    "pipeline must pass the same one."
+                )
+        return found
+
+
+def _first_line(known: Sequence[Entry]) -> str:
+    return next(each.guards.lines[0] for each in known if each.guards)
+
+
+def _matching(known: Sequence[Entry], microbatches: Sequence[Tensors]) -> list[Entry | None]:
+    """The entry that is right for each microbatch, None if there is none."""
+    if not known or known[0].guards is None:
+        return [known[0] if known else None] * len(microbatches)
+    begun = [_begin(known, tensors) for tensors in microbatches]  # a device computes them all before one is read
+    return [_match(known, tensors) for tensors in begun]
+
+
+def _begin(known: Sequence[Entry], microbatch: Tensors) -> dict[str, list[torch.Tensor]]:
+    found: dict[str, list[torch.Tensor]] = {}
+    for guards in (each.guards for each in known if each.guards):
+        if guards.text not in found:
+            with suppress(RuntimeError, IndexError):  # asked only after another answer, it may not fit this one
+                found[guards.text] = guards.begin(microbatch)
+    return found
+
+
+def _match(known: Sequence[Entry], begun: Mapping[str, list[torch.Tensor]]) -> Entry | None:
+    answers = {text: read_answers(tensors) for text, tensors in begun.items()}
+    for each in known:
+        if each.guards is None:
+            return each
+        if each.guards.text in answers and not each.guards.first_difference(answers[each.guards.text]):
+            return each
+    return None
+
+
+def refuse_answers(guards: Guards, index: int, microbatch: Tensors) -> NoReturn:
+    """Raise PipelineError for a microbatch whose answers a loaded program does not hold."""
+    raise PipelineError(
+        f"microbatch {index} gives another answer than the program was compiled for: {guards.different(microbatch)}. "
+        "Pass batches that answer alike, or step with such a batch before saving the program."
+    )

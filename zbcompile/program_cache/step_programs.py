@@ -1,0 +1,336 @@
+"""The training steps of a pipeline: its model compiled for the microbatches that it meets; a few programs are kept.
+
+The first one decides where every parameter lives; later ones keep to that.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+from torch import nn
+
+from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
+from zbcompile.compiler.measure_nodes import measure_line
+from zbcompile.distributed.agreement import agreed_seconds, require_equal_programs, together
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.model.batch import (
+    Microbatch,
+    Microbatches,
+    hint_at_device,
+    hint_at_target,
+    hinting,
+)
+from zbcompile.model.held_elsewhere import readable
+from zbcompile.model.placements import require_matches
+from zbcompile.options import Options, is_searched
+from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.torch_private import global_hooks
+from zbcompile.passes.values.premises import Standing
+from zbcompile.program.directories import save_program
+from zbcompile.program.program import ANSWERS, OF_A_PLACE, Program, call_of, listed
+from zbcompile.program_cache.apart_draws import draw_apart
+from zbcompile.program_cache.bound_programs import BoundPrograms
+from zbcompile.program_cache.cache import Entry, ProgramCache, refuse_answers
+from zbcompile.program_cache.orders import order_at
+from zbcompile.program_cache.program_keys import key_of, torch_modes, what_is_new
+from zbcompile.program_cache.replica_steps import require_equal_steps
+from zbcompile.program_cache.step_outputs import kept_for, keyword
+from zbcompile.progress import LONG, Progress
+from zbcompile.runtime.engine import BoundGraphs, Executable, plan_step
+from zbcompile.schedules import Schedule, lower
+from zbcompile.torch_private import fingerprint
+
+
+@dataclass(frozen=True)
+class Searched:
+    """The first step as a search has compiled it."""
+
+    drawn: Drawn
+    program: Program
+
+
+class StepPrograms(BoundPrograms):
+    """The training steps of a pipeline, by what their microbatches are; `schedule` is that of the usual ones. A program
+    that is `saved` holds all that there is."""
+
+    def __init__(
+        self, model: nn.Module, options: Options, ranks: Ranks, schedule: Schedule, saved: Program | None = None
+    ) -> None:
+        super().__init__(model, options, ranks)
+        self.schedule, self.saved = schedule, saved
+        self.decided: Choices | None = None  # by a search
+        self.searched: Searched | None = None  # until it is an executable
+        self.cache = ProgramCache(ranks, options.max_shapes, pinned=True)
+        self.outputs: bool | str = False  # what the present step returns beside its loss, of KINDS
+        self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
+        self._last_state: tuple[Any, ...] | None = None
+        if saved is not None:
+            self.hold(saved)
+            for each in (saved, *saved.answers) if saved.output is None else ():
+                self.cache.add(each.call, each.guards, (), (self.prepare_step(each),), each.exchanges)
+                self.trained |= each.trained
+
+    def __iter__(self) -> Iterator[BoundGraphs]:
+        return (entry.graphs[0] for entry in self.cache)
+
+    def first(self) -> BoundGraphs:
+        """The graphs that were made first."""
+        return next(iter(self))
+
+    def get(self, step: Microbatches) -> Executable:
+        """What the microbatches of a step run, by their number and shapes and by their answers to what forward asks;
+        compiled if it is not there. Raises PipelineError and CaptureError if the model is no longer the one that was
+        compiled."""
+        first = self._last_state is None  # a lazy parameter has no state yet
+        same = step.alike and not first and self._state(step.each[0]) == self._last_state
+        known = same and all(each.holds() for each in self._last)
+        if self.ranks.replicas.count > 1:
+            self._require_equal_steps(step, known)
+        if known and self._last[0].guards is None:
+            graphs = self._last[0].graphs * len(step.each)
+            return self.plan(graphs, graphs[:1])
+        if self.saved is None:
+            _require_few(step.each, self._options.max_shapes)
+        if self.program is not None and not known:  # what is lazy has no shape before
+            self.require_same_model()
+        kinds: dict[Any, list[int]] = {}
+        for place, each in enumerate(step.each):
+            kinds.setdefault(each.signature, []).append(place)
+        own, everywhere = dict[int, BoundGraphs](), dict[int, BoundGraphs]()
+        for places in kinds.values():
+            found, needed = self._find([step.each[place] for place in places])
+            own |= {place: entry.graphs[0] for place, entry in zip(places, found, strict=True)}
+            everywhere |= {each.number: each for entry in needed for each in entry.graphs}
+        if not known:
+            self.require_same_model()
+        if step.alike:
+            self._last, self._last_state = self.cache.right(self._key(step.each[0])), self._state(step.each[0])
+        else:
+            self._last, self._last_state = [], None
+        return self.plan([own[place] for place in range(len(own))], [each for _, each in sorted(everywhere.items())])
+
+    def _find(self, microbatches: Sequence[Microbatch]) -> tuple[list[Entry], list[Entry]]:
+        """The entries of microbatches of one shape, and those that any replica needs."""
+
+        def add(new: int | None, known: Sequence[Entry]) -> None:
+            if self.saved is None:
+                self._add(known, microbatches[new or 0], leads=new is not None)
+            else:
+                self._refuse(known, new or 0, microbatches[new or 0])
+
+        return self.cache.find(partial(self._key, microbatches[0]), [each.tensors for each in microbatches], add)
+
+    def plan(self, graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs]) -> Executable:
+        """The plan of a step whose microbatches run `graphs`, in the order for their number."""
+
+        def make() -> Executable:
+            program = graphs[0].program
+            same = len(graphs) == program.schedule.microbatches
+            lowered = program.lowered if same else lower(order_at(program, len(graphs)))
+            return plan_step(graphs, everywhere, lowered, self.ranks.local)
+
+        return self.cache.plan(graphs, everywhere, make)
+
+    def require_step(self, outputs: bool | str) -> None:
+        """Raise PipelineError if there is no step, or none that returns more than its loss."""
+        if outputs and self.saved is not None:
+            raise PipelineError(
+                f"a saved program returns its loss alone. Leave out {keyword(outputs)}, or pipeline the model itself."
+            )
+        if self.saved is not None and self.saved.output is not None:
+            raise PipelineError(
+                f"the directory holds {self.saved.output.computes} alone, and no step to train with. Compile one "
+                "without --only."
+            )
+        if outputs and (self._options.vocab in (1, 2) or self.shards is not None):
+            raise PipelineError(
+                f"{keyword(outputs)} needs whole outputs, and the output layer is sharded: leave it out, or pass "
+                'vocab="off".'
+            )
+
+    def _refuse(self, known: Sequence[Entry], index: int, microbatch: Microbatch) -> NoReturn:
+        """Raise PipelineError for a microbatch that a saved program was not compiled for."""
+        assert self.program is not None
+        if known and known[0].guards is not None:
+            refuse_answers(known[0].guards, index, microbatch.tensors)
+        raise PipelineError(
+            f"the program was compiled for microbatches of {listed(self.program.call)}; received "
+            f"{listed(call_of(microbatch))}. Pass such batches, or compile and save a program for these."
+        )
+
+    def _require_equal_steps(self, step: Microbatches, known: bool) -> None:
+        keys = [] if known else list(map(self._key, step.distinct))
+        new = not all(map(self.cache.right, keys))
+        change = next(filter(None, map(self.cache.change, keys)), "") if new else ""
+        asks = any(each.guards is not None for each in self.cache)
+        require_equal_steps(self.ranks, step, self.outputs, change, new or asks)
+
+    def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
+        """If it is that of the last step, the same entries are right."""
+        hooks = bool(global_hooks())
+        modes = kept_for(self.outputs), torch_modes(self.ranks.device)
+        return microbatch.signature, modes, hooks, fingerprint(self._model)
+
+    @contextmanager
+    def void_if_it_fails(self) -> Iterator[None]:
+        """If a step fails, drop its partial sums: an optimizer that steps nevertheless finds no gradients."""
+        try:
+            yield
+        except BaseException:
+            for parameter in (*self._model.parameters(), *self.parameters.values()):
+                parameter.grad = None
+            self.ranks.replicas.forget()
+            for graphs in self:
+                graphs.buffers.made.clear()  # a message may still arrive in them
+            raise
+
+    def _add(self, known: Sequence[Entry], microbatch: Microbatch, leads: bool) -> None:
+        """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it (`leads`)."""
+        change = self.cache.change(self._key(microbatch))
+        since = f" (on this rank, of {change})" if change else ""
+        what = f"compiling for microbatches of {microbatch.summary()}{since}"
+        with self.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
+            drawn = self.searched.drawn if self.searched else self.drawn(microbatch, leads)
+            guards = drawn.captured.guards
+            standing = Standing(drawn.captured.premises, {"model": self._model, "loss": self._options.loss})
+            asked = [each.guards for each in known if each.guards]
+            reason = guards.unlike(asked) if guards is not None and asked else ""
+            graphs = next((each.graphs for each in known if is_drawn_as(each.graphs[0].program, drawn)), None)
+            graphs = graphs or (self._compile(microbatch, drawn, reason),)
+            exchanges = graphs[0].program.exchanges
+            self.cache.add(self._key(microbatch), guards, [standing], graphs, exchanges)  # hooks may be new
+            if self.cache.trim():
+                self._last, self._last_state = [], None
+                if self.ranks.is_first:
+                    print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
+
+    def _key(self, microbatch: Microbatch) -> Any:
+        if self.saved is not None:
+            return call_of(microbatch)
+        return key_of(self._model, microbatch, self.ranks.device, kept_for(self.outputs))
+
+    def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> BoundGraphs:
+        if self.trains and self.ranks.is_first:
+            key, known = self._key(microbatch), [each.key for each in self.cache]
+            reason = reason or self.cache.change(key) or what_is_new(self._model, microbatch, key, known)
+            number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
+            print(f"zbcompile: compiling again for {reason} ({number}).")
+        program = self._make_program(microbatch, drawn)
+        asked = {"what a step returns": keyword(self.outputs), "max_shapes": self._options.max_shapes}
+        asked |= {"debug_nan": self.debug_nan, **vars(self._options.step)}
+        require_equal_programs(self.ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
+        if self.program is None:
+            self.hold(program)
+            require_matches(program.step.placements or {}, program.homes)
+            self.copy_first_replica(program)
+        elif not self.trains and program.homes != self.program.homes:
+            self.move(program)
+        elif not self.trains:
+            self.program = program  # an evaluation placed the parameters; from now on they train
+            for name, rows in self.shards.own.items() if self.shards else ():
+                rows.requires_grad_(name in program.trained)
+        self.trained |= program.trained
+        return self.prepare_step(program)
+
+    def drawn(self, microbatch: Microbatch, leads: bool) -> Drawn:
+        """The captured step, with the same answers on all ranks."""
+
+        def draw(given: Given | None) -> Drawn:
+            undecided = is_searched(self._options) and not self.trains and self.decided is None
+            schedule = None if undecided else self.schedule
+            step = self._model, microbatch, self._options.loss, self._choices(), schedule
+            device = partial(hint_at_device, microbatch, self.ranks.device)
+            target = partial(hint_at_target, self._model, microbatch, self._options.loss)
+            with readable(self._model), hinting(device, target):
+                return draw_step(*step, dimensions=self.ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
+
+        return self.cache.capture("capturing", draw, lambda drawn: drawn.captured.guards, leads)
+
+    def _make_program(self, microbatch: Microbatch, drawn: Drawn) -> Program:
+        searched, self.searched = self.searched, None
+        if searched is not None:
+            program = searched.program
+            if self.ranks.is_first:
+                print(f"zbcompile: {program.plan}")
+        else:
+            program = self.make(microbatch, drawn, self.schedule, self.decided or self._options.choices)
+        program = replace(program, writer=self._save)
+        if self.ranks.is_first and self.program is None and program.cuts.overweight:
+            print(f"zbcompile: {program.cuts.overweight}")
+        return program
+
+    def _save(self, program: Program, directory: Path) -> None:
+        """Write a program; beside the first one, those of its shape for the other answers that were met."""
+        first, *others = self.cache
+        if first.graphs[0].program is program:
+            found = [replace(each.graphs[0].program, guards=each.guards) for each in others if each.key == first.key]
+            beside = {f"{ANSWERS}{number}": each for number, each in enumerate(found, 1)}
+            program = replace(program, also={**program.also, **beside})
+        save_program(program, directory, self.ranks)
+
+    def make(
+        self,
+        microbatch: Microbatch,
+        drawn: Drawn,
+        schedule: Schedule,
+        choices: Choices,
+        edges: Sequence[int] | None = None,
+    ) -> Program:
+        seconds = self.measured(drawn)
+
+        task = self._model, microbatch, drawn, schedule, choices, seconds
+
+        def compile_() -> Program:
+            try:
+                return compile_drawn(*task, self._placed, edges=edges)
+            except PartitionError:
+                if self.trains or self._placed is None:
+                    raise
+                return compile_drawn(*task, edges=edges)  # what an evaluation has placed is in another order
+
+        program = replace(together(self.ranks, "compiling", compile_), step=self._options.step)
+        return draw_apart(self.ranks, program)
+
+    @property
+    def _placed(self) -> Program | None:
+        """The program whose placement a step keeps: not that of an evaluation if a layout is searched for training, or
+        the output layer is to be sharded, which the evaluation of a model that trains leaves to the step."""
+        found = self.program
+        if found is None or self.trains:
+            return found
+        sharded = self._options.choices.vocab in (1, 2) and found.choices.vocab == "off"
+        return None if is_searched(self._options) or sharded else found
+
+    def _choices(self) -> Choices:
+        """Later programs reuse the first one's sharding decision, because row ownership is already fixed."""
+        choices = self.decided or self._options.choices
+        if self.decided is None and self.outputs and self._options.vocab is None:
+            return replace(choices, vocab="off")  # what is returned is made of whole outputs
+        placed = self._placed
+        if placed is None or (choices.vocab != "auto" and self.trains):
+            return choices
+        if placed.vocabulary is None:
+            return replace(choices, vocab="off")
+        return choices if choices.vocab in (1, 2) else replace(choices, vocab=1)
+
+    def measured(self, drawn: Drawn) -> dict[str, float]:
+        """The times by which the model is cut, the same on all ranks."""
+        if self._options.choices.balance != "measured" or self._placed is not None:
+            return {}
+        return agreed_seconds(self.ranks, together(self.ranks, "measuring", lambda: measure_line(drawn.line)))
+
+
+def _require_few(microbatches: Sequence[Microbatch], limit: int) -> None:
+    """Raise PipelineError if the microbatches of a step have more shapes than programs are kept."""
+    kinds = len({each.signature for each in microbatches})
+    if kinds > limit:
+        raise PipelineError(
+            f"the microbatches of this step have {kinds} shapes, and max_shapes={limit} programs are kept. Raise "
+            "it, or pad to fewer shapes."
+        )
