@@ -1,35 +1,203 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Self
+import weakref
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
 from torch import nn
 
-from zbcompile.api.forward_calls import ForwardCalls
+from zbcompile.api.model_state import ModelState
+from zbcompile.api.optimizers import Optimizers
+from zbcompile.api.runs import Runs, without_words
+from zbcompile.api.same_batch import BatchComparison
+from zbcompile.backends.backend import Compilation
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Given, Microbatches
+from zbcompile.model.batch import Given
+from zbcompile.model.distributed_tensors import Part, Parts
+from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.losses import Losses
-from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Predicate, Wanted
-from zbcompile.program_cache.step_outputs import joined_outputs, keyword, kind_of
-from zbcompile.runtime.engine import Executable, StepInput
+from zbcompile.options import Options
+from zbcompile.passes.capture.training_step import LossFunction, join_loss
+from zbcompile.passes.capture.unsupported import raise_first, wrapper_problems
+from zbcompile.planning.batch_layout import BatchLayout
+from zbcompile.planning.choose_schedule import choose_schedule
+from zbcompile.profiling.observation import Observation
+from zbcompile.program.program import Program
+from zbcompile.program.step_record import StepRecord
+from zbcompile.program_cache.forward_programs import ForwardPrograms
+from zbcompile.program_cache.step_outputs import kind_of
+from zbcompile.program_cache.step_programs import StepPrograms
+from zbcompile.runtime.engines import Engine
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.as_schedule import ScheduleLike
     from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage
 
 
-class Pipeline(ForwardCalls):
+class Closing(Protocol):
+    """What a pipeline closes when it is closed itself."""
+
+    def close(self) -> None: ...
+
+
+Attached = TypeVar("Attached", bound=Closing)
+
+
+class Pipeline:
     """A model as a pipeline; made by `zbcompile.pipeline`. Not an nn.Module: it holds this process's share of one.
 
     The first `step` compiles for the shapes of its microbatches. `record = True` makes `last_step` hold the measured
     spans of the next steps. `step_index` counts steps; it enters `zbcompile.microbatch_seed`.
     """
+
+    step_index: int = 0
+    scaler: torch.amp.GradScaler | None = None
+
+    def __init__(self, model: nn.Module, options: Options, engine: Engine, saved: Program | None = None) -> None:
+        self._model, self._ranks, self._watch = model, engine.ranks, engine.ranks.watch
+        self._ended = weakref.finalize(self, self._watch.close)
+        self._attached: dict[type, Closing] = {}
+        self._observation = Observation(self._ranks)
+        with self._watch.region("making the pipeline"):
+            raise_first(wrapper_problems(model))
+            join_loss(model, options.loss)
+            schedule = choose_schedule(options, self._ranks.count)
+            with readable(model):
+                self._parts = Parts(model, self._ranks.mesh.labels)
+            self._options = options = options.with_placements(self._parts.placements)
+            self._compiled = StepPrograms(model, options, self._ranks, schedule, saved)
+            self._optimizers = Optimizers(model, self._ranks, self._parts, self._compiled)
+            self._state = ModelState(model, self._ranks, self._parts, self._compiled, self._optimizers)
+            self._forwards = ForwardPrograms(model, options, engine, self._compiled)
+            layout = BatchLayout(model, options, self._compiled)
+            programs = self._compiled, self._forwards, layout
+            watching = self._observation, BatchComparison(self._ranks, options.compare_batches)
+            self._runs = Runs(options, engine, self._parts, *programs, self._optimizers, *watching)
+
+    if not TYPE_CHECKING:  # with it, type checkers would allow any name
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if not name.startswith("_") and not hasattr(type(self), name):
+                raise AttributeError(
+                    f"a pipeline has no attribute {name}. Options are fixed once it is made: pass them to "
+                    "zbcompile.pipeline."
+                )
+            super().__setattr__(name, value)
+
+        def __getattr__(self, name: str) -> Any:
+            says = f"a pipeline has no attribute {name}"
+            if not name.startswith("_") and hasattr(nn.Module, name):
+                says += (
+                    f", as it is no nn.Module: use model.{name}, before zbcompile.pipeline if it changes tensors. "
+                    "pipe.step and pipe.eval run a batch"
+                )
+            raise AttributeError(f"{says}.", name=name, obj=self)
+
+    def __getstate__(self) -> NoReturn:
+        raise PipelineError(
+            "a pipeline holds connections to other ranks, so it cannot be copied or pickled. Save what it trains "
+            "(zbcompile.save_checkpoint, save_weights) or what it compiled (pipe.program.save)."
+        )
+
+    @property
+    def options(self) -> Options:
+        """What was asked for."""
+        return self._options
+
+    @property
+    def program(self) -> Program:
+        """The compiled program (of the first shapes that were compiled)."""
+        return self._state.program
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that the pipeline was made of. From the first step on it refuses to show what other processes
+        train (docs/training.md)."""
+        return self._model
+
+    @property
+    def loss(self) -> LossFunction | None:
+        """The loss function that the pipeline was made with."""
+        return self.options.loss
+
+    @property
+    def device(self) -> torch.device:
+        """The device of this process's share of the model."""
+        return self._ranks.device
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process has the first rank of all: the one that speaks and writes for all."""
+        return self._ranks.is_first
+
+    @property
+    def ranks(self) -> Ranks:
+        """The ranks of this pipeline: `ranks.local` are those in this process, `ranks.count` how many there are."""
+        return self._ranks
+
+    @property
+    def parts(self) -> Mapping[str, Part]:
+        """What the plain tensors that the pipeline trains are parts of, by the first name of each DTensor."""
+        return self._parts.parts
+
+    @property
+    def observation(self) -> Observation:
+        """What looks at the steps: records, monitors."""
+        return self._observation
+
+    @property
+    def last_step(self) -> StepRecord | None:
+        """The record of the last step that ran with `record = True`."""
+        return self.observation.last_step
+
+    @property
+    def record(self) -> bool:
+        """Whether steps are recorded; can be set."""
+        return self.observation.record
+
+    @record.setter
+    def record(self, value: bool) -> None:
+        self.observation.record = value
+
+    def recording(self) -> AbstractContextManager[list[StepRecord]]:
+        """Record the steps inside; the list that it gives fills with them. `zbcompile.trace` writes them to a file."""
+        return self.observation.recording()
+
+    @property
+    def compilations(self) -> tuple[Compilation, ...]:
+        """The work of the backend on this process, for each program: how many graphs, how many distinct, compiled,
+        loaded.
+
+        Over all ranks, and with an empty cache, as many graphs are compiled as are distinct.
+        """
+        return tuple(self._compiled.compilations)
+
+    def compile(
+        self,
+        *args: Any,
+        target: Any = None,
+        microbatches: Given | None = None,
+        return_outputs: bool | str = False,
+        return_metrics: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Compile for the shapes of this batch (as `step` takes it) without running it."""
+        with self._watch.region("compiling"), torch.inference_mode(False):
+            self._parts.take_gradients()
+            kind = kind_of(return_outputs, return_metrics)
+            self._runs.program_for(self._runs.split(args, kwargs, target, microbatches, kind))
+        return self
+
+    def microbatches_of(self, *args: Any, target: Any = None, **kwargs: Any) -> int:
+        """Into how many microbatches `step` splits this batch. Raises PipelineError if it cannot."""
+        return len(self._runs.split(args, kwargs, target).each)
 
     def step(
         self,
@@ -84,44 +252,67 @@ class Pipeline(ForwardCalls):
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
             self._optimizers.begin_step(self.scaler)
             self._parts.take_gradients()
-            step = self._split(args, kwargs, target, given, outputs)
-            losses, found = self._run(step, outputs)
+            step = self._runs.split(args, kwargs, target, given, outputs)
+            losses, found = self._runs.run(step, outputs, self.step_index, self.scaler)
         self.step_index += 1
         self.observation.step_done(self.step_index, step)
         return losses, found
 
-    def _named(self, step: Microbatches, executable: Executable, outputs: bool | str) -> AbstractContextManager[None]:
-        """Around a step that is unlike the first one: a rank that takes another step waits in vain for this one."""
-        count, of_first = len(step.each), executable.first.number == self._compiled.first().number
-        unlike = [f" in {count} microbatches"] if count != self._compiled.schedule.microbatches else []
-        if self._ranks.replicas.count == 1 and not (of_first and step.alike):  # replicas may have different shapes
-            unlike += [f" of program {executable.first.number + 1} for {'; '.join(step.shapes())}"]
-        unlike += [f" with {keyword(outputs)}"] if outputs else []
-        if not unlike:
-            return nullcontext()
-        return self._watch.position.turn_to(f"step {self.step_index}{''.join(unlike)}")
+    def eval(
+        self,
+        *args: Any,
+        microbatches: int | Sequence[tuple[Any, ...]] | None = None,
+        mode: str = "eval",
+        outputs: str = "all",
+        **kwargs: Any,
+    ) -> Any:
+        """The model's output without gradients, on every rank. Nothing of the pipeline or the model changes.
 
-    def _run(self, step: Microbatches, outputs: bool | str) -> tuple[Losses, Any]:
-        executable = self._program_for(step)
-        self._compiled.require_values()
-        self._compiled.withhold(executable.program)
-        self._comparison.begin_step(step)
-        tensors = self._step_input(step, outputs)
-        with self._named(step, executable, outputs):
-            try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make
-                with (
-                    torch.autocast(self.device.type, enabled=False),
-                    self._compiled.void_if_it_fails(),
-                    self._optimizers.step(),
-                ):
-                    losses, made = self._engine.run(executable, tensors, self._compiled.parameters)
-            finally:
-                self._parts.give_gradients()
-            if not outputs:
-                return losses, None
-            if outputs == "last" and not executable.ends_on(self._ranks.local):
-                return losses, None
-            return losses, joined_outputs(made, executable, step.rows, self.options.loss_reduction)
+        Args:
+            microbatches: how many microbatches at most (default: those of a step); the last one may be smaller. Or
+                microbatches that are already split, `[(args, kwargs), ...]`, of any shapes; gives a list of outputs.
+            mode: "eval", or "train": each microbatch as the next step's forward computes it, with the modules in the
+                modes that they are in and the same random numbers.
+            outputs: "all", or "last": only the rank of the last stage gets them, others None.
+
+        An output without a row per sample (a loss) is computed on the whole batch. Raises PipelineError and
+        CompileError.
+        """
+        if not args and not kwargs and not isinstance(microbatches, Sequence):
+            raise PipelineError("eval runs a batch, and got none; for the modes of the modules use model.eval().")
+        batch = args, kwargs, None, microbatches
+        return self._runs.evaluate("eval", mode, outputs, self.step_index, *batch)
+
+    def log_probs(
+        self,
+        *args: Any,
+        labels: torch.Tensor | None = None,
+        entropies: bool = False,
+        microbatches: int | Sequence[tuple[Any, ...]] | None = None,
+        mode: str = "eval",
+        outputs: str = "all",
+        **kwargs: Any,
+    ) -> Any:
+        """The log-probability of every label, `log p(labels[b, t] | logits[b, t])`, without gradients; with `entropies`
+        also the entropy (in nats) of every token's distribution.
+
+        The model's output for `args` and `kwargs` are the logits [..., words], or has them under `logits`; `labels` has
+        their shape without the words, and nothing is shifted: for the next token pass labels that begin one token
+        later. Label -100 gives 0. Results have the labels' shape and, like the normalisation, at least fp32. They are
+        computed where the logits are, which no other rank sees: that rank holds one microbatch's logits and, beside
+        them, its log-probabilities.
+
+        `microbatches`, `mode` and `outputs` as for `eval`; microbatches that are already split are
+        `[(args, kwargs, labels), ...]`. Raises PipelineError and CompileError: for an output without logits, for labels
+        of another shape or beyond the words.
+
+        >>> logp = pipe.log_probs(tokens[:, :-1], labels=tokens[:, 1:])                  # doctest: +SKIP
+        """
+        if not args and not kwargs and not isinstance(microbatches, Sequence):
+            raise PipelineError("log_probs runs a batch, and got no inputs beside labels=. Pass those of eval.")
+        wanted, batch = "entropies" if entropies else "log_probs", (args, kwargs, labels, microbatches)
+        found = self._runs.evaluate(wanted, mode, outputs, self.step_index, *batch)
+        return [without_words(each) for each in found] if isinstance(found, list) else without_words(found)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: a pipeline has no call that autograd could go back through."""
@@ -150,21 +341,6 @@ class Pipeline(ForwardCalls):
             "zbcompile.pipeline."
         )
 
-    def _step_input(self, step: Microbatches, outputs: bool | str) -> StepInput:
-        return StepInput(
-            microbatches=step.tensors,
-            index=self.step_index,
-            seed=self.options.seed,
-            reduction=self.options.loss_reduction,
-            recorder=self.observation.of_step(self.step_index + 1),
-            scale=None if self.scaler is None else self.scaler.scale,
-            sharded=self._optimizers.sharded,
-            early=self._optimizers.early,
-            validating=self._optimizers.validating,
-            ahead=self._optimizers.all_early,
-            outputs="last" if outputs == "last" else "all" if outputs else "",
-        )
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Steps inside accumulate into `.grad` without summing over ranks of the mesh; the first step after it does.
@@ -183,16 +359,47 @@ class Pipeline(ForwardCalls):
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_` over the whole model: every rank clips its share by the norm of all
         gradients, tied parameters counted once, and returns that norm."""
-        self._optimizers.require_whole_gradients("clip_grad_norm_")
-        self._parts.take_gradients()
-        with self._watch.region("clip_grad_norm_"):
-            rows = frozenset(self._compiled.shards.own) if self._compiled.shards else frozenset()
-            held = self._compiled.parameters
-            norm = total_norm(
-                self.program, self._compiled.trained, rows, held, self._ranks, norm_type, error_if_nonfinite
-            )
-        nn.utils.clip_grads_with_norm_([held[name] for name in self._own_names()], max_norm, norm)
-        return norm
+        return self._state.clip(max_norm, norm_type, error_if_nonfinite)
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters, for an optimizer. Tied parameters appear once.
+
+        `torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...)` is refused where other processes have gradients too.
+        """
+        return self._state.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters under the model's own names; DTensors if the model had them as such."""
+        return self._state.named()
+
+    def state_dict(self, full: bool = False, frozen: bool = True) -> dict[str, Any]:
+        """Eager's state dict: this process's share, or with `full=True` all of it, on every rank; `frozen=False` then
+        leaves out what is not trained, such as the base of adapters.
+
+        Of an output layer sharded over several processes the share is a DTensor of this process's rows.
+        """
+        if not (full or frozen):
+            raise PipelineError("state_dict(frozen=False) is for the whole model: pass full=True as well.")
+        return self._state.whole(frozen) if full else self._state.share()
+
+    def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
+        """The names and whole tensors of eager's state dict, one after the other on every rank: an engine that
+        generates takes them without the memory for all. Every rank must take all of them.
+
+        >>> for name, tensor in pipe.stream_state_dict():                                # doctest: +SKIP
+        ...     engine.load(name, tensor)
+        """
+        return self._state.stream()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load this process's share of a full state dict; strict over the whole model."""
+        self._state.load(state)
+
+    def resume(self, step: int, filled: Iterable[str]) -> None:
+        """Continue with step number `step`, now that the tensors `filled` of this process's share have their values;
+        `zbcompile.load_checkpoint` writes them in place."""
+        self.step_index = step
+        self._state.loaded(filled)
 
     def optimizer(
         self,
@@ -267,3 +474,23 @@ class Pipeline(ForwardCalls):
         from zbcompile.torch_pipelining.as_schedule import ScheduleLike
 
         return ScheduleLike(self)
+
+    def attached(self, kind: type[Attached]) -> Attached:
+        """The one `kind` of this pipeline, which is made at the first call and closed with the pipeline."""
+        if kind not in self._attached:
+            self._attached[kind] = kind()
+        return cast("Attached", self._attached[kind])
+
+    def close(self) -> None:
+        """Stop watching other ranks and release the process group. Every rank calls it.
+
+        Waits for a checkpoint that is still being written, and raises if that failed.
+
+        After this, and `torch.distributed.destroy_process_group()`, a new process group and a new pipeline can be made
+        in the same process. A pipeline that is garbage collected closes itself.
+        """
+        with ExitStack() as closing:
+            closing.callback(self._ended)
+            closing.callback(self._ranks.disconnect)
+            for each in self._attached.values():
+                closing.callback(each.close)

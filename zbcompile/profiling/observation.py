@@ -4,11 +4,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-from zbcompile.distributed.ranks import Ranks
+import torch.distributed as dist
+
+from zbcompile.distributed.clocks import clock_of, offset_to_first
+from zbcompile.distributed.ranks import GroupRanks, Ranks
 from zbcompile.model.batch import Microbatches
-from zbcompile.profiling.recorder import Recorder
+from zbcompile.profiling.recorder import ActionTimes, make_record
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import StepRecord
+from zbcompile.runtime.action_loop import StepRecorder
+from zbcompile.schedules import Schedule
 
 
 class Watcher(Protocol):
@@ -19,18 +24,35 @@ class Watcher(Protocol):
 
 
 class Observation:
-    """Which steps of a pipeline are recorded (all, if `record`), and who is notified of each."""
+    """Records steps of `ranks` (all, if `record`), and notifies those who want to know of them. `last_step` is the
+    record of the last one, if it was recorded."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.record = False
-        self._recorder = Recorder(ranks)
+        self.last_step: StepRecord | None = None
+        self._ranks = ranks
+        self._ahead: float | None = None  # seconds by which this host's clock is ahead of the first rank's
+        self._times: ActionTimes | None = None
         self._records: list[StepRecord] | None = None
         self._watchers: list[Watcher] = []
 
-    @property
-    def last_step(self) -> StepRecord | None:
-        """The record of the last step, if it was recorded."""
-        return self._recorder.last_step
+    def begin(self, program: Program, schedule: Schedule) -> ActionTimes:
+        """What observes the next step. All ranks begin it together, on clocks that have been compared."""
+        ranks = self._ranks
+        if isinstance(ranks, GroupRanks):
+            with ranks.watch.position.waiting("the common start"):
+                if self._ahead is None:
+                    self._ahead = offset_to_first(ranks.everyone, ranks.device)
+                dist.barrier(ranks.group)
+        self._times = ActionTimes(program, schedule, clock_of(ranks.device))
+        return self._times
+
+    def end(self) -> None:
+        """Let `last_step` be what all ranks of the pipeline have seen of the step, on every rank."""
+        assert self._times is not None
+        parts = self._ranks.gather_here(self._times.seen(self._ahead or 0.0))
+        self.last_step = make_record(self._times, parts, in_process=self._ranks.group is None)
+        self._times = None
 
     @contextmanager
     def recording(self) -> Iterator[list[StepRecord]]:
@@ -51,16 +73,16 @@ class Observation:
         finally:
             self._watchers.remove(watcher)
 
-    def of_step(self, index: int) -> Recorder | None:
+    def of_step(self, index: int) -> StepRecorder | None:
         """What records step number `index`, None if nobody wants its record."""
         if any([self.record, *(each.wants(index) for each in self._watchers)]):
-            return self._recorder
-        self._recorder.last_step = None
+            return self
+        self.last_step = None
         return None
 
-    def of_forward(self) -> Recorder | None:
+    def of_forward(self) -> StepRecorder | None:
         """What records a run of forwards, None if that is not wanted."""
-        return self._recorder if self.record else None
+        return self if self.record else None
 
     def forward_done(self) -> None:
         """Keeps the record of a forward for those who collect records."""

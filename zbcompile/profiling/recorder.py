@@ -5,10 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
-
-from zbcompile.distributed.clocks import Clock, clock_of, offset_to_first
-from zbcompile.distributed.ranks import GroupRanks, Ranks
+from zbcompile.distributed.clocks import Clock
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import Span, StepRecord
 from zbcompile.runtime.action_loop import RankRun
@@ -75,35 +72,6 @@ class ActionTimes:
             r: [Span(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in found] for r, found in self.marks.items()
         }
         return Seen(self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent)
-
-
-@dataclass
-class Recorder:
-    """Records steps of `ranks`. `last_step` is the record of the last one; `ahead` by how many seconds this host's
-    clock is ahead of the first rank's, once a step has been recorded."""
-
-    ranks: Ranks
-    last_step: StepRecord | None = None
-    ahead: float | None = None
-    times: ActionTimes | None = None
-
-    def begin(self, program: Program, schedule: Schedule) -> ActionTimes:
-        """What observes the next step. All ranks begin it together, on clocks that have been compared."""
-        ranks = self.ranks
-        if isinstance(ranks, GroupRanks):
-            with ranks.watch.position.waiting("the common start"):
-                if self.ahead is None:
-                    self.ahead = offset_to_first(ranks.everyone, ranks.device)
-                dist.barrier(ranks.group)
-        self.times = ActionTimes(program, schedule, clock_of(ranks.device))
-        return self.times
-
-    def end(self) -> None:
-        """Let `last_step` be what all ranks of the pipeline have seen of the step, on every rank."""
-        assert self.times is not None
-        parts = self.ranks.gather_here(self.times.seen(self.ahead or 0.0))
-        self.last_step = make_record(self.times, parts, in_process=self.ranks.group is None)
-        self.times = None
 
 
 def make_record(times: ActionTimes, parts: Sequence[Seen], in_process: bool) -> StepRecord:

@@ -1,0 +1,121 @@
+"""The state of a pipeline's model: the parameters that live in this process, and eager's state dict of all."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.api.optimizers import Optimizers
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.model.distributed_tensors import Parts, is_distributed
+from zbcompile.model.held_elsewhere import OwnParameters
+from zbcompile.model.placements import SHARD, along
+from zbcompile.optimizer.gradient_norm import total_norm
+from zbcompile.program.program import Program
+from zbcompile.program_cache.state_dict import load_state, owned_parameters, share_state, stream_state
+from zbcompile.program_cache.step_programs import StepPrograms
+
+
+class ModelState:
+    """This process's share of a model, once `compiled` has placed it; `parts` are those of its DTensors."""
+
+    def __init__(
+        self, model: nn.Module, ranks: Ranks, parts: Parts, compiled: StepPrograms, optimizers: Optimizers
+    ) -> None:
+        self._model, self._ranks, self._parts = model, ranks, parts
+        self._compiled, self._optimizers = compiled, optimizers
+
+    @property
+    def program(self) -> Program:
+        """The first program. Raises PipelineError before there is one."""
+        if self._compiled.program is None:
+            raise PipelineError(
+                "the pipeline is not compiled yet, so it is unknown which parameters are this rank's. Call "
+                "pipe.compile(*args, target=..., **kwargs) with a batch, or pass example=, or run a step first."
+            )
+        return self._compiled.program
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This process's parameters; of other processes' there may be more."""
+        found = [parameter for _, parameter in self.named()]
+        return OwnParameters(found) if self._is_part else iter(found)
+
+    def named(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This process's parameters by name, with the values of the last update."""
+        self._arrive()
+        self._compiled.given_out = True
+        found = {**self._compiled.parameters, **self._parts.parameters}
+        return iter([(name, found[name]) for name in self._own_names()])
+
+    def share(self) -> dict[str, Any]:
+        """This process's part of eager's state dict."""
+        self._arrive()
+        own = share_state(self._model, self._ranks, self.program, self._compiled.shards)
+        return self._parts.shown(own, self.program.model.names)
+
+    def whole(self, frozen: bool) -> dict[str, Any]:
+        """Eager's state dict, on every rank; with or without what is `frozen`."""
+        self._arrive()
+        with self._ranks.watch.region("state_dict"):
+            return self._parts.shown(dict(self._stream(frozen)), self.program.model.names)
+
+    def stream(self) -> Iterator[tuple[str, Any]]:
+        """Eager's state dict, tensor by tensor."""
+        stream = self._stream()
+        while (found := self._next_whole(stream)) is not None:
+            yield found
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Copy this process's share out of eager's state dict; strict over the whole model."""
+        self._arrive()
+        state = self._parts.cut(state, self.program.model.names)
+        load_state(self._model, self._ranks, self.program.holders, state)
+        if self._compiled.shards is not None:
+            self._compiled.shards.load(state)
+        self.loaded(state)
+
+    def loaded(self, names: Iterable[str]) -> None:
+        """These tensors of this process's share have got their values."""
+        self._compiled.share.filled(names)
+        self._compiled.withhold()
+
+    def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
+        """Clip this process's gradients by the norm of all ranks', and return that."""
+        compiled = self._compiled
+        self._optimizers.require_whole_gradients("clip_grad_norm_")
+        self._parts.take_gradients()
+        with self._ranks.watch.region("clip_grad_norm_"):
+            rows = frozenset(compiled.shards.own) if compiled.shards else frozenset()
+            held = compiled.parameters
+            norm = total_norm(self.program, compiled.trained, rows, held, self._ranks, norm_type, error_if_nonfinite)
+        nn.utils.clip_grads_with_norm_([held[name] for name in self._own_names()], max_norm, norm)
+        return norm
+
+    def _arrive(self) -> None:
+        """Raise before compiling; wait for the values of the last update."""
+        self.program  # noqa: B018
+        self._optimizers.arrive()
+
+    def _next_whole(self, stream: Iterator[tuple[str, Any]]) -> tuple[str, Any] | None:
+        with self._ranks.watch.region("stream_state_dict"):
+            for name, tensor in stream:
+                shown = self._parts.shown({name: tensor}, self.program.model.names)[name]
+                return name, shown.full_tensor() if is_distributed(shown) else shown
+        return None
+
+    def _stream(self, frozen: bool = True) -> Iterator[tuple[str, Any]]:
+        self._optimizers.arrive()
+        return stream_state(self._model, self._ranks, self.program.holders, self._compiled.shards, frozen)
+
+    @property
+    def _is_part(self) -> bool:
+        """Whether other processes train what this one does not, so that a norm of plain parameters here is a part."""
+        ranks, hand = self._ranks, self.program.homes.keys() - self._parts.parts.keys()
+        split = (self.program.placement(name) for name in hand)
+        by_hand = any(ranks.mesh.size(*along(each, SHARD)) > 1 for each in split)
+        return ranks.group is not None and (ranks.count > 1 or by_hand)
+
+    def _own_names(self) -> list[str]:
+        return [name for name, _ in owned_parameters(self._model, self._ranks, self.program.holders)]

@@ -1,0 +1,169 @@
+"""The steps of a pipeline, from a batch to gradients, losses and outputs, and its evaluations, of forwards alone."""
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zbcompile.api.optimizers import Optimizers
+from zbcompile.api.same_batch import BatchComparison
+from zbcompile.compiler.inference import Computation
+from zbcompile.errors import PipelineError
+from zbcompile.model.batch import Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
+from zbcompile.model.distributed_tensors import Parts
+from zbcompile.model.losses import Losses
+from zbcompile.options import Options, checked
+from zbcompile.planning.batch_layout import BatchLayout
+from zbcompile.profiling.observation import Observation
+from zbcompile.program_cache.forward_programs import MODES, OUTPUTS, Asked, ForwardPrograms, require_same_calls
+from zbcompile.program_cache.step_outputs import joined_outputs, keyword
+from zbcompile.program_cache.step_programs import StepPrograms
+from zbcompile.runtime.engine import Executable, StepInput
+from zbcompile.runtime.engines import Engine
+
+
+@dataclass(frozen=True)
+class Runs:
+    """What steps and evaluations need: the engine and what it runs, who updates the parameters, who looks at it."""
+
+    options: Options
+    engine: Engine
+    parts: Parts
+    compiled: StepPrograms
+    forwards: ForwardPrograms
+    layout: BatchLayout
+    optimizers: Optimizers
+    observation: Observation
+    comparison: BatchComparison
+
+    def split(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        target: Any,
+        given: Given | None = None,
+        outputs: bool | str = False,
+    ) -> Microbatches:
+        """The microbatches of a step that returns `outputs` beside its loss. Raises PipelineError for a batch that
+        cannot be split."""
+        self.compiled.require_step(outputs)
+        self.compiled.outputs = outputs
+        batches = split_batches(given, "step", bool(args or kwargs or target is not None)) if given is not None else []
+        for each in batches:
+            refuse_input_gradients(each)
+            self._refuse_target(each.whole.example[2])
+        if batches:
+            return self.layout.fit([each.whole for each in batches])
+        self._refuse_target(target)
+        batch = flatten_batch(args, kwargs, target, self.options.split)
+        refuse_input_gradients(batch)
+        return self.layout.split(batch, self.engine.ranks.is_first)
+
+    def _refuse_target(self, target: Any) -> None:
+        if self.options.loss is None and target is not None and self.compiled.saved is None:
+            raise PipelineError(
+                "step received target=, but the pipeline has no loss=; forward returns the loss itself."
+            )
+
+    def program_for(self, step: Microbatches) -> Executable:
+        """What these microbatches run; compiled if it is not there."""
+        found = self.compiled.get(step)
+        self.parts.renew()
+        self.optimizers.bind()
+        return found
+
+    def _named(
+        self, step: Microbatches, executable: Executable, outputs: bool | str, index: int
+    ) -> AbstractContextManager[None]:
+        """Around a step that is unlike the first one: a rank that takes another step waits in vain for this one."""
+        count, of_first = len(step.each), executable.first.number == self.compiled.first().number
+        unlike = [f" in {count} microbatches"] if count != self.compiled.schedule.microbatches else []
+        if self.engine.ranks.replicas.count == 1 and not (
+            of_first and step.alike
+        ):  # replicas may have different shapes
+            unlike += [f" of program {executable.first.number + 1} for {'; '.join(step.shapes())}"]
+        unlike += [f" with {keyword(outputs)}"] if outputs else []
+        if not unlike:
+            return nullcontext()
+        return self.engine.ranks.watch.position.turn_to(f"step {index}{''.join(unlike)}")
+
+    def run(
+        self, step: Microbatches, outputs: bool | str, index: int, scaler: torch.amp.GradScaler | None
+    ) -> tuple[Losses, Any]:
+        """Run step number `index`: the losses of all microbatches, and what it returns beside them."""
+        compiled = self.compiled
+        executable = self.program_for(step)
+        compiled.require_values()
+        compiled.withhold(executable.program)
+        self.comparison.begin_step(step)
+        tensors = self._input(step, outputs, index, scaler)
+        with self._named(step, executable, outputs, index):
+            try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make
+                with (
+                    torch.autocast(self.engine.ranks.device.type, enabled=False),
+                    compiled.void_if_it_fails(),
+                    self.optimizers.step(),
+                ):
+                    losses, made = self.engine.run(executable, tensors, compiled.parameters)
+            finally:
+                self.parts.give_gradients()
+            if not outputs:
+                return losses, None
+            if outputs == "last" and not executable.ends_on(self.engine.ranks.local):
+                return losses, None
+            return losses, joined_outputs(made, executable, step.rows, self.options.loss_reduction)
+
+    def _input(
+        self, step: Microbatches, outputs: bool | str, index: int, scaler: torch.amp.GradScaler | None
+    ) -> StepInput:
+        return StepInput(
+            microbatches=step.tensors,
+            index=index,
+            seed=self.options.seed,
+            reduction=self.options.loss_reduction,
+            recorder=self.observation.of_step(index + 1),
+            scale=None if scaler is None else scaler.scale,
+            sharded=self.optimizers.sharded,
+            early=self.optimizers.early,
+            validating=self.optimizers.validating,
+            ahead=self.optimizers.all_early,
+            outputs="last" if outputs == "last" else "all" if outputs else "",
+        )
+
+    def evaluate(
+        self,
+        computes: str,
+        mode: str,
+        outputs: str,
+        step: int,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        labels: Any,
+        microbatches: int | Sequence[tuple[Any, ...]] | None,
+    ) -> Any:
+        """What is computed of a batch, in the state before step number `step`; of microbatches that are split already,
+        a list with that of each."""
+        with self.engine.ranks.watch.region("eval" if computes == "eval" else "log_probs"), torch.inference_mode(False):
+            if mode not in MODES or outputs not in OUTPUTS:
+                raise PipelineError(f"mode={mode!r}, outputs={outputs!r}; expected one of {MODES}, and of {OUTPUTS}.")
+            split = isinstance(microbatches, Sequence)
+            count = None if split else checked("microbatches", microbatches)
+            asked = Asked(Computation(computes, mode == "train"), outputs, count, step, self.observation.of_forward())
+            if isinstance(microbatches, Sequence):
+                batches = split_batches(microbatches, computes, beside=bool(args or kwargs or labels is not None))
+            else:
+                batches = [flatten_batch(args, kwargs, labels, self.options.split, True)]
+            require_same_calls(self.engine.ranks, asked, batches)
+            self.optimizers.arrive()
+            forwards = self.forwards
+            found = forwards.of_microbatches(batches, asked) if split else forwards.of_batch(batches[0], asked)
+            self.parts.renew()
+            self.observation.forward_done()
+        return found
+
+
+def without_words(found: Any) -> Any:
+    """Results without the number of words behind them: one tensor, or log-probabilities and entropies."""
+    return found if found is None else found[0] if len(found) == 2 else found[:-1]
