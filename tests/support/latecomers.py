@@ -30,7 +30,7 @@ from tests.support.pool import Pool, open_pool
 KINDS = ("start", "compile", "receive", "collective", "save", "load", "eval", "clip", "state_dict")
 GROUPS = ("ours", "the script's", "the script's, which waits 1 s")
 LAUNCHERS = ("torchrun", "none")
-TIMEOUTS = {0.8: 4.0, 1.2: 8.0}  # by the part: the watch looks twice a second, and gives up half a second late
+TIMEOUTS = {0.8: 6.0, 1.2: 8.0}  # by the part: the watch looks twice a second, and gives up half a second late
 
 
 @dataclass(frozen=True)
