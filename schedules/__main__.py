@@ -6,10 +6,8 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from tabulate import tabulate
-
+from zbcompile.amounts import plain
 from zbcompile.progress import Progress, Say, silent
 from zbcompile.schedules.checking.schedule_rules import check
 from zbcompile.schedules.errors import ScheduleError
@@ -17,8 +15,7 @@ from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.generators.interlaced import interlaced
 from zbcompile.schedules.generators.registry import AUTO, FAMILIES, find, names
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
-from zbcompile.schedules.ir.costs import Costs, plain
-from zbcompile.schedules.ir.dependencies import count_messages
+from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.files import load, save
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, parts
 from zbcompile.schedules.lowering.lower import lower
@@ -27,10 +24,11 @@ from zbcompile.schedules.searching.certificate import certify
 from zbcompile.schedules.searching.order_search import Found, search
 from zbcompile.schedules.searching.problem import Problem
 from zbcompile.schedules.searching.question import problems_of
-from zbcompile.schedules.simulation.message_slack import slack_rows
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
+from zbcompile.schedules.visualization.step_tables import rank_table, slack_table, step_table
 from zbcompile.schedules.visualization.text import format_timeline, summary
 from zbcompile.schedules.visualization.write import ENDINGS, write_comparison, write_picture
+from zbcompile.tables import Figure, grid, to_text
 from zbcompile.untrusted_text import read_json
 
 INTERLACED = "interlaced"  # no name of `build`: it needs vocabulary layers to interlace
@@ -200,9 +198,10 @@ def _model(options: argparse.Namespace, ranks: int) -> Costs:
 
 
 def _list(options: argparse.Namespace) -> None:
-    rows = [(f.name, f.placement, f"{f.chunks} or more" if f.free_chunks else f.chunks, f.rule.text) for f in FAMILIES]
+    rows = [(f.name, f.placement, f"{f.chunks}{' or more' * f.free_chunks}", f.rule.text) for f in FAMILIES]
     rows.append((AUTO.name, "any", "1 or more", AUTO.rule.text))
-    print(tabulate(rows, headers=("schedule", "placement", "stages per rank", "microbatches"), disable_numparse=True))
+    heads = ("schedule", "placement", "stages per rank", "microbatches")
+    print(grid([[*map(Figure, heads, row)] for row in rows]))
     print(f"\n`show` and `compare` also know {INTERLACED}: 1F1B whose vocabulary layers all ranks run at the same time")
 
 
@@ -219,10 +218,10 @@ def _show(options: argparse.Namespace) -> None:
         print(format_schedule(lowered if options.lowered else schedule, width=width))
         print(summary(timeline))
     print()
-    print(_rank_table(timeline, report.receive_buffers or ()))
+    print(grid(rank_table(timeline, receive_buffers=report.receive_buffers or ()).rows))
     if options.weight_order:
-        orders = [(stage, " ".join(map(str, schedule.weight_order(stage)))) for stage in range(schedule.stages)]
-        print("\n" + tabulate(orders, headers=("stage", "weight gradients accumulate"), disable_numparse=True))
+        orders = ((stage, " ".join(map(str, schedule.weight_order(stage)))) for stage in range(schedule.stages))
+        print("\n" + grid([[Figure("stage", stage), Figure("weight gradients accumulate", o)] for stage, o in orders]))
     _write(timeline, lowered if options.lowered else schedule, options)
 
 
@@ -260,9 +259,8 @@ def _search(options: argparse.Namespace) -> None:
     if options.certify:
         (problem,) = problems_of(*given[:4], (found.schedule.placement,), given[5], options.barriers)
         found = _certified(found, problem, options.seconds)
-    print(f"\n{_rank_table(found.simulation, check(lower(found.schedule)).receive_buffers or ())}")
-    heads = ("ranks", "messages", "least slack", "median slack", "without slack")
-    print(f"\n{tabulate(slack_rows(found.simulation), headers=heads, floatfmt='.5g')}")
+    step, buffers = found.simulation, check(lower(found.schedule)).receive_buffers or ()
+    print(f"\n{grid(rank_table(step, receive_buffers=buffers).rows)}\n\n{to_text([slack_table(step)])}", end="")
     _write(found.simulation, found.schedule, options)
 
 
@@ -271,8 +269,9 @@ def _placement_table(found: Found) -> str:
     for placement, (least, value) in found.placements.items():
         names = {name: takes for (name, where), takes in found.names.items() if where == placement}
         best = min(names, key=names.__getitem__, default="none fits")
-        rows.append((placement, least, value, best, names.get(best)))
-    return tabulate(rows, headers=("placement", "bound", "searched", "best name", "takes"), floatfmt=".6g")
+        rows.append((str(placement), least, value, best, names.get(best)))
+    heads = ("placement", "bound", "searched", "best name", "takes")
+    return grid([[*map(Figure, heads, row)] for row in rows])
 
 
 def _certified(found: Found, problem: Problem, seconds: float) -> Found:
@@ -292,23 +291,6 @@ def _certified(found: Found, problem: Problem, seconds: float) -> Found:
     return found
 
 
-def _rank_table(timeline: Timeline, receive_buffers: Sequence[int]) -> str:
-    idle = timeline.idle_by_cause
-    rows = [
-        (rank, timeline.busy[rank], *idle[rank].values(), timeline.peak_memory[rank], receive_buffers[rank])
-        for rank in range(timeline.schedule.ranks)
-    ]
-    heads = ("rank", "work", *(f"idle: {cause}" for cause in timeline.causes), "peak memory", "receive buffers")
-    return _table(rows, heads, 5)
-
-
-def _table(rows: Sequence[Sequence[str | float]], heads: Sequence[str], digits: int) -> str:
-    """The first column to the left, numbers to the right."""
-    texts = [[cell if isinstance(cell, str) else plain(cell, digits) for cell in row] for row in rows]
-    align = ("left", *["right"] * (len(heads) - 1)) if rows else None
-    return tabulate(texts, heads, disable_numparse=True, colalign=align)
-
-
 def _compare(options: argparse.Namespace) -> None:
     timelines, refused = [], []
     for text in options.schedules or names():
@@ -320,12 +302,9 @@ def _compare(options: argparse.Namespace) -> None:
             if options.schedules:
                 raise
             refused.append(str(error))
-    rows = [_figures(timeline) for timeline in timelines]
-    column = {"makespan": 1, "cost": 3, "memory": 5}.get(options.sort)
-    if column is not None:
-        rows.sort(key=lambda row: row[column])
-    heads = ("schedule", "makespan", "bubble", "cost", "cost bubble", "peak memory", "messages")
-    print(_table(rows, heads, 6))
+    key = {"makespan": lambda t: t.makespan, "cost": lambda t: t.cost, "memory": lambda t: max(t.peak_memory)}
+    shown = timelines if options.sort == "given" else sorted(timelines, key=key[options.sort])
+    print(grid(step_table(shown).rows))
     for reason in refused:
         print(f"left out: {reason}")
     if options.picture:
@@ -342,11 +321,6 @@ def _formula(options: argparse.Namespace) -> None:
         raise ScheduleError("a formula takes both --ranks and --microbatches, or neither")
     timeline = None if options.ranks is None else simulate(*_step(options.schedule, options))
     print(format_closed_form(form, timeline))
-
-
-def _figures(t: Timeline) -> tuple[Any, ...]:
-    bubble, of_cost = (f"{float(share):.1%}" for share in (t.bubble, t.cost_bubble))
-    return (t.schedule.name, t.makespan, bubble, t.cost, of_cost, max(t.peak_memory), count_messages(t.schedule))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,38 @@
-"""How times, shares and counts are written, wherever they are."""
+"""How times, shares, sizes and counts are written, wherever they are."""
+
+import math
+from collections.abc import Callable
+from decimal import Decimal
+
+
+def plain(value: float, digits: int = 6) -> str:
+    """A number or fraction of any unit, rounded to so many digits and without an exponent.
+
+    >>> plain(33), plain(1.578e6), plain(7.38265, 4), plain(2e-5)
+    ('33', '1578000', '7.383', '0.00002')
+    """
+    return f"{Decimal(f'{float(value):.{digits}g}'):f}"
+
+
+def format_bytes(count: float) -> str:
+    """Bytes with a binary unit.
+
+    >>> format_bytes(512), format_bytes(16384)
+    ('512 B', '16.0 KiB')
+    """
+    if count < 1024:
+        return f"{count:.0f} B"
+    power = min(int(math.log(count, 1024)), 5)
+    return f"{count / 1024**power:.1f} {' KMGTP'[power]}iB"
+
+
+def format_signed(value: float, write: Callable[[float], str]) -> str:
+    """A difference, as `write` writes its size; nothing has no sign.
+
+    >>> format_signed(-2048, format_bytes), format_signed(0, format_bytes)
+    ('-2.0 KiB', '0 B')
+    """
+    return f"{'-' if value < 0 else '+' if value > 0 else ''}{write(abs(value))}"
 
 
 def format_count(count: float, billion: str = "G") -> str:
@@ -36,9 +70,11 @@ def format_change(share: float) -> str:
 def format_time(value: float, unit: str) -> str:
     """A time in the unit of a prediction.
 
-    >>> format_time(0.0123, "s"), format_time(33, "passes")
-    ('12.3 ms', '33 passes')
+    >>> format_time(0.0123, "s"), format_time(33, "passes"), format_time(6.7e8, "FLOP")
+    ('12.3 ms', '33 passes', '670.0M FLOP')
     """
+    if unit == "FLOP":
+        return f"{format_count(value)} FLOP"
     if unit != "s":
         return f"{value:g} {unit}"
     if value >= 1000:

@@ -18,6 +18,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 import zbcompile
+from zbcompile.amounts import format_bytes
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.compiler.cut_planning import plan_cuts
@@ -25,7 +26,6 @@ from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
 from zbcompile.passes.partition.node_costs import loads_of, measured_seconds
-from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.schedules import Schedule, build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from zbcompile.amounts import format_bytes
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.gpu import ABSENT, kind_of
 from zbcompile.passes.graph.fx import is_getitem, output_values
@@ -96,18 +97,6 @@ def describe_value(value: Any) -> str:
 def type_text(value: torch.Tensor) -> str:
     """Dtype and shape, as in `float32[2, 64]`."""
     return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-
-
-def format_bytes(count: float) -> str:
-    """Bytes with a binary unit.
-
-    >>> format_bytes(512), format_bytes(16384)
-    ('512 B', '16.0 KiB')
-    """
-    if count < 1024:
-        return f"{count:.0f} B"
-    power = min(int(math.log(count, 1024)), 5)
-    return f"{count / 1024**power:.1f} {' KMGTP'[power]}iB"
 
 
 def _body(module: GraphModule, backward: bool) -> list[str]:

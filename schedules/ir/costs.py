@@ -3,7 +3,6 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
-from decimal import Decimal
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
@@ -310,12 +309,3 @@ def _resized(values: tuple[float, ...], stages: int) -> tuple[float, ...]:
         return tuple(sum(values[i : i + size]) for i in range(0, len(values), size))
     parts = stages // len(values)
     return tuple(value / parts for value in values for _ in range(parts))
-
-
-def plain(value: float, digits: int = 6) -> str:
-    """A number or fraction of any unit, rounded to so many digits and without an exponent.
-
-    >>> plain(33), plain(1.578e6), plain(7.38265, 4), plain(2e-5)
-    ('33', '1578000', '7.383', '0.00002')
-    """
-    return f"{Decimal(f'{float(value):.{digits}g}'):f}"

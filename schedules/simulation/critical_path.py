@@ -8,8 +8,8 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import NamedTuple
 
+from zbcompile.amounts import plain
 from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
-from zbcompile.schedules.ir.costs import plain
 from zbcompile.schedules.ir.schedule import parts
 from zbcompile.schedules.simulation.idle_causes import Idle
 from zbcompile.schedules.simulation.timeline import Timeline

@@ -3,9 +3,10 @@
 from collections.abc import Iterator
 from typing import Literal, NamedTuple, get_args
 
+from zbcompile.amounts import plain
 from zbcompile.schedules.execution.event_loop import Outcome
 from zbcompile.schedules.ir.actions import EXCHANGES, SENDS, Action, B, F, Step, flatten
-from zbcompile.schedules.ir.costs import Costs, plain
+from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts

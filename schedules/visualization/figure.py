@@ -7,23 +7,16 @@ notebook that is not trusted) it scrolls and shows.
 from collections.abc import Iterator, Sequence
 from html import escape
 
-from zbcompile.schedules.ir.costs import plain
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
-from zbcompile.schedules.visualization.svg import (
-    ALSO,
-    COMPACT,
-    DARK,
-    LARGEST,
-    STYLE,
-    Drawing,
-    in_the_dark,
-    natural_scale,
-    patterns,
-)
+from zbcompile.schedules.visualization.looks import DARK, STYLE, in_the_dark, patterns
+from zbcompile.schedules.visualization.step_tables import rank_table
+from zbcompile.schedules.visualization.svg import ALSO, COMPACT, LARGEST, Drawing, legend_of, natural_scale, saving
 from zbcompile.schedules.visualization.text import summary
+from zbcompile.tables import to_html as to_tables
 
 _STYLE = """
 .zb-figure { font: 14px sans-serif; color: #111; background: #fff; position: relative }
+.zb-figure .zb-saving { font-size: 26px; font-weight: bold; padding: 2px 0 }
 .zb-figure .zb-tools { display: flex; flex-wrap: wrap; gap: 4px 16px; align-items: center; padding: 4px 0 }
 .zb-figure .zb-scroll { overflow-x: auto; border: 1px solid #8888 }
 .zb-figure .zb-head { position: sticky; left: 0; width: min(100%, 100vw - 60px);
@@ -42,7 +35,8 @@ _STYLE = """
 .zb-figure td, .zb-figure th { padding: 2px 8px; text-align: right; border-bottom: 1px solid #8886 }
 .zb-figure:not(:has([value=messages]:checked)) .messages { display: none }
 .zb-figure:not(:has([value=critical]:checked)) .critical { display: none }
-@media print { .zb-figure .zb-tools { display: none } .zb-figure .zb-scroll { overflow: hidden } }
+@media print { .zb-figure .zb-saving { font-size: 26px; font-weight: bold; padding: 2px 0 }
+.zb-figure .zb-tools { display: none } .zb-figure .zb-scroll { overflow: hidden } }
 """
 _PAPERS = ("", " .zb-row > svg:first-child", " .zb-tip")
 _DARK = tuple((f".zb-figure{part}", "color: #ddd; background: #1c1c1f") for part in _PAPERS)
@@ -144,16 +138,19 @@ def figure(timelines: Sequence[Timeline], width: int | None = None) -> str:
     boxes = "".join(f'<label><input type="checkbox" value="{name}"> {text}</label>' for name, text in ALSO.items())
     zoom = '<label>zoom <input type="range" min="0" max="7" step="0.1" value="0"></label>'
     rows = [line for t in timelines for line in _row(t, round(Drawing.MARGINS + t.finish * scale))]
+    told = saving(timelines)
     return "\n".join(
         (
             '<div class="zb-figure">',
             f"<style>{STYLE}{_STYLE}{in_the_dark(*DARK, *_DARK)}</style>",
             f'<svg width="0" height="0" style="position: absolute">{"".join(patterns())}</svg>',
+            f'<div class="zb-saving">{escape(told)}</div>' * bool(told),
             f'<div class="zb-tools">{zoom}{boxes}</div>',
+            f'<div class="zb-legend">{"".join(_legend(timelines))}</div>',
             '<div class="zb-scroll">',
             *rows,
             '</div><div class="zb-tip"></div>',
-            *(rank_table(t) for t in timelines),
+            to_tables(rank_table(t) for t in timelines),
             f"<script>{_SCRIPT}</script>",
             "</div>",
         )
@@ -167,29 +164,17 @@ def timeline_of(shown: object) -> Timeline:
 
 def _row(timeline: Timeline, width: int) -> Iterator[str]:
     drawing = Drawing(timeline, width, tuple(ALSO) if len(timeline.spans) <= COMPACT else ("critical",), zooms=True)
-    yield f'<div class="zb-head"><b>{escape(summary(timeline))}</b><div class="zb-legend">'
-    for fill, text in drawing.entries():
+    yield f'<div class="zb-head"><b>{escape(summary(timeline))}</b></div>'
+    yield f'<div class="zb-row" data-margin="{drawing.RIGHT}" data-ranks="{timeline.schedule.ranks}">'
+    yield from (*drawing.names(), *drawing.plot(), "</div>")
+
+
+def _legend(timelines: Sequence[Timeline]) -> Iterator[str]:
+    for fill, text in legend_of(timelines):
         kind = "idle" if fill.startswith("idle") else "span"
         swatch = f'<rect class="{kind}" fill="url(#{fill})" width="18" height="12"/>'
         svg = f'<svg class="zb" width="18" height="12">{swatch}</svg>' if fill else ""
         yield f"<span>{svg}{escape(text)}</span>"
-    yield f'</div></div><div class="zb-row" data-margin="{drawing.RIGHT}" data-ranks="{timeline.schedule.ranks}">'
-    yield from (*drawing.names(), *drawing.plot(), "</div>")
-
-
-def rank_table(timeline: Timeline) -> str:
-    """What every rank spends its time on, as an HTML table."""
-    idle = timeline.idle_by_cause
-    causes = [cause for cause in timeline.causes if any(each[cause] for each in idle)]
-    time, memory = (f" ({unit})" * bool(unit) for unit in (timeline.costs.time_unit, timeline.costs.memory_unit))
-    heads = ("rank", f"work{time}", *(f"idle: {cause}{time}" for cause in causes), f"peak memory{memory}")
-    rows = [
-        (rank, timeline.busy[rank], *(idle[rank][cause] for cause in causes), timeline.peak_memory[rank])
-        for rank in range(timeline.schedule.ranks)
-    ]
-    lines = ["<tr>" + "".join(f"<th>{head}</th>" for head in heads) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{plain(value, 4)}</td>" for value in row) + "</tr>" for row in rows]
-    return '<div class="zb-table"><table>\n' + "\n".join(lines) + "\n</table></div>"
 
 
 def to_html(timeline: Timeline, width: int | None = None) -> str:

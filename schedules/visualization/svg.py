@@ -1,8 +1,4 @@
-"""A timeline as a self-contained SVG: steps, idle time with its cause on hover, and the memory curve of every rank.
-
-Colours are after Okabe and Ito, which colour-blind readers can tell apart; for print every operation also has its own
-hatching and its letter, and every cause of idle time its own hatching. On a dark page the paper is dark.
-"""
+"""A timeline as a self-contained SVG: steps, idle time with its cause on hover, and the memory curve of every rank."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -11,64 +7,20 @@ from math import floor, log10
 from statistics import median
 from xml.sax.saxutils import escape
 
-from zbcompile.schedules.ir.actions import COMPUTE, Action, flatten
-from zbcompile.schedules.ir.costs import plain
+from zbcompile.amounts import plain
+from zbcompile.schedules.ir.actions import Action, flatten
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.simulation.critical_path import critical_path
 from zbcompile.schedules.simulation.message_slack import messages
 from zbcompile.schedules.simulation.timeline import Span, Timeline
+from zbcompile.schedules.visualization.looks import DARK, IDLE_LOOKS, STYLE, in_the_dark, patterns
 from zbcompile.schedules.visualization.text import format_amount, summary
 
-# Of every operation its colour, strokes in a tile of 6 x 6 (SVG path data), and the pen that draws them.
-PEN = 'stroke-width=".8"'
-_LOOKS = {
-    "F": ("#56b4e9", "", PEN),
-    "B": ("#e69f00", "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2", PEN),
-    "W": ("#2bb58c", "M3,3 h.01", 'stroke-width="2" stroke-linecap="round"'),
-    "BW": ("#e2722b", "M0,0 l6,6 M0,6 l6,-6", PEN),
-    "S": ("#d98cb8", "M0,3 h6", PEN),
-    "T": ("#f0e442", "M3,0 v6", PEN),
-    "VALIDATE": ("#c8c8c8", "M0,0 l6,6", PEN),
-    "GATHER": ("#8dd3c7", "M0,6 l6,-6", PEN),
-    "REDUCE": ("#9e9e9e", "M0,2 h6 M0,4 h6", PEN),
-    "OPT": ("#b39ddb", "M0,3 h6 M3,0 v6", PEN),
-}
-LOOKS = {op: _LOOKS.get(op, ("#bbbbbb", "M0,0 h6", PEN)) for op in KINDS if op in COMPUTE}
-IDLE_LOOKS = {  # strokes in a tile of 8 x 8: sparser and thinner than those of operations
-    "warm-up": ("#999999", "M4,3 v2"),
-    "cool-down": ("#999999", "M2,2 h4"),
-    "wait": ("#d62728", "M0,0 l8,8"),
-    "communication": ("#3b78c3", "M0,4 h8"),
-    "imbalance": ("#a8860a", "M4,0 v8"),
-    "overhead": ("#999999", ""),
-}
 LARGEST = 6000  # pixels of the longest time axis, before anybody zooms
+READABLE = 1200  # pixels of an SVG, which shrinks to its window with all of its letters
 GAP = 18  # pixels between two pictures
 COMPACT = 20_000  # number of steps beyond which boxes have no text
-STYLE = """
-.zb text { font: 11px sans-serif; fill: #111 }
-.zb .paper { fill: #fff }
-.zb .label { text-anchor: end; dominant-baseline: central }
-.zb .step { text-anchor: middle; dominant-baseline: central; pointer-events: none;
-  paint-order: stroke; stroke: #fff; stroke-width: 2.5px; stroke-linejoin: round }
-.zb .span { stroke: #333; stroke-width: .5 }
-.zb .memory { fill: #999; fill-opacity: .35; stroke: #777; stroke-width: .8 }
-.zb .axis { stroke: #999; stroke-width: .5 }
-.zb .idle { stroke: #999; stroke-width: .3 }
-.zb .also { fill: none; pointer-events: none; vector-effect: non-scaling-stroke }
-.zb .messages { stroke: #0072b2; stroke-width: 1 }
-.zb .critical { stroke: #d00; stroke-width: 2.5 }
-"""
-DARK = ((".zb text", "fill: #ddd"), (".zb .step", "fill: #111"), (".zb .paper", "fill: #1c1c1f"))
 ALSO = {"messages": "messages", "critical": "critical path"}  # what is drawn on demand
-
-
-def in_the_dark(*rules: tuple[str, str]) -> str:
-    """The rules for dark pages: by the system's setting, of JupyterLab, of VS Code; never on paper."""
-    dark = "\n".join(f"  {selector} {{ {rule} }}" for selector, rule in rules)
-    themes = ('[data-jp-theme-light="false"]', ".vscode-dark")
-    notebooks = "\n".join(f"  {theme} {selector} {{ {rule} }}" for theme in themes for selector, rule in rules)
-    return f"@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}\n@media screen {{\n{notebooks}\n}}\n"
 
 
 def natural_scale(timeline: Timeline) -> float:
@@ -76,9 +28,26 @@ def natural_scale(timeline: Timeline) -> float:
     return Drawing(timeline, None).scale
 
 
+SCALES = ' style="max-width: 100%; height: auto">'  # to the window, of a file and of an image in a page
+
+
+def saving(timelines: Sequence[Timeline]) -> str:
+    """The shortest of several steps beside the first one, in words; empty if it is the first.
+
+    >>> from zbcompile.schedules import build, simulate
+    >>> saving([simulate(build(name, 4, 8)) for name in ("1f1b", "zb-h1")])
+    '1f1b 33 \u2192 zb-h1 27: \u221218.2%'
+    """
+    first, best = timelines[0], min(timelines, key=lambda t: t.finish)
+    if not best.finish < first.finish:
+        return ""
+    before, after = (f"{t.schedule.name} {format_amount(t.finish, t.costs.time_unit)}" for t in (first, best))
+    return f"{before} \u2192 {after}: \u2212{1 - best.finish / first.finish:.1%}"
+
+
 def to_svg(timeline: Timeline, width: int | None = None, also: Sequence[str] = ()) -> str:
-    """The picture as text; `width` in pixels (default: wide enough to read the steps, at most 6,000); `also` may have
-    "messages" and "critical", the critical path.
+    """The picture as text, which shrinks to a window that is narrower; `width` in pixels (default: wide enough to read
+    the steps, at most 1,200); `also` may have "messages" and "critical", the critical path.
 
     Beyond 20,000 steps the boxes have no label and no text on hover; idle intervals keep theirs.
 
@@ -86,35 +55,60 @@ def to_svg(timeline: Timeline, width: int | None = None, also: Sequence[str] = (
     >>> to_svg(simulate(build("zb-h1", ranks=2, microbatches=4))).startswith("<svg")
     True
     """
-    return "\n".join(Drawing(timeline, width, also).lines())
+    first, *lines = Drawing(timeline, width or min(READABLE, round(Drawing(timeline, None).width)), also).lines()
+    return "\n".join([first.removesuffix(">") + SCALES, *lines])
 
 
 def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
-    """One SVG with the picture of every timeline; `width` in pixels is that of the longest one's axis.
+    """One SVG with the picture of every timeline under one legend, and what the shortest saves; `width` in pixels is
+    that of the longest one's axis. A dashed line shows the end of the first one.
 
     >>> from zbcompile.schedules import build, simulate
     >>> compare_svg([simulate(build(name, 2, 4)) for name in ("1f1b", "zb-h1")]).count("<svg")
     3
     """
     longest = max(t.finish for t in timelines)
-    natural = min(max(map(natural_scale, timelines)), LARGEST / (longest or 1))
+    natural = min(max(map(natural_scale, timelines)), READABLE / (longest or 1))
     scale = natural if width is None else max(1, width - Drawing.MARGINS) / (longest or 1)
-    pictures = [to_svg(t, round(Drawing.MARGINS + t.finish * scale)) for t in timelines]
-    sizes = [_size(picture) for picture in pictures]
-    whole = max(w for w, _ in sizes), sum(h + GAP for _, h in sizes)
-    lines = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{whole[0]:g}" height="{whole[1]:g}"']
-    lines[0] += f' viewBox="0 0 {whole[0]:g} {whole[1]:g}">'
-    y = 0.0
-    for picture, (_, height) in zip(pictures, sizes, strict=True):
-        lines.append(picture.replace("<svg ", f'<svg y="{y:g}" ', 1))
-        y += height + GAP
-    return "\n".join([*lines, "</svg>"])
+    drawings = [Drawing(t, round(Drawing.MARGINS + t.finish * scale), top=38) for t in timelines]
+    widest, told = max(d.width for d in drawings), saving(timelines)
+    y = 34.0 * bool(told)
+    lines = [f'<text x="8" y="26" style="font-size: 22px; font-weight: bold">{escape(told)}</text>'] * bool(told)
+    lines += drawings[0].legend(legend_of(timelines), y + 8)
+    end, y = drawings[0].x(timelines[0].finish), y + 26
+    for drawing in drawings:
+        first, *rest = drawing.lines(legend=False)
+        lines += [first.replace("<svg ", f'<svg y="{y:g}" overflow="visible" ', 1), *rest[:-1]]
+        if drawing.x(drawing.timeline.finish) < end:
+            lines.append(f'<path class="saved" d="M{end:g},{drawing.top}V{drawing.height - 24:g}" fill="none"/>')
+        lines.append(rest[-1])
+        y += drawing.height + GAP
+    size = f'width="{widest:g}" height="{y:g}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {widest:g} {y:g}" class="zb"{SCALES}'
+    return "\n".join([head, *_shared(size), *lines, "</svg>"])
 
 
-def _size(picture: str) -> tuple[float, float]:
-    """Width and height as the first line of an SVG of ours gives them."""
-    parts = picture.split('"', 8)
-    return float(parts[3]), float(parts[5])
+def _shared(size: str) -> Iterator[str]:
+    """What a file begins with: styles, hatchings, paper."""
+    yield f"<style>{STYLE}{in_the_dark(*DARK)}</style>"
+    yield from patterns()
+    yield f'<rect class="paper" {size}/>'
+
+
+def legend_of(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
+    """The fill and the text of each entry: what any of the timelines has."""
+    spans = [(t, action) for t in timelines for span in t.spans for action in flatten((span.step,))]
+    ops, causes = {action.op for _, action in spans}, {gap.cause for t in timelines for gap in t.idle}
+    entries = [(op, f"{op} {kind.meaning}") for op, kind in KINDS.items() if op in ops]
+    entries += [(f"idle-{cause}", f"idle: {cause}") for cause in IDLE_LOOKS if cause in causes]
+    second = {"model copy" if t.schedule.placement.kind == "dual" else "chunk" for t, a in spans if is_second(t, a)}
+    return entries + [("", f"pale: every second {' or '.join(sorted(second))}")] * bool(second)
+
+
+def is_second(timeline: Timeline, action: Action) -> bool:
+    """Every other chunk, or the second copy of the model, is pale."""
+    schedule = timeline.schedule
+    return bool(schedule.copy_of(action.microbatch) or (action.stage // schedule.ranks) % 2)
 
 
 @dataclass(frozen=True)
@@ -125,8 +119,9 @@ class Drawing:
     wanted_width: int | None
     also: Sequence[str] = ()
     zooms: bool = False
+    top: float = 62  # pixels above the first rank: title and legend
 
-    LEFT, RIGHT, TOP = 62, 74, 62
+    LEFT, RIGHT = 62, 74
     MARGINS = LEFT + RIGHT  # pixels left and right of the time axis
 
     @cached_property
@@ -158,33 +153,33 @@ class Drawing:
 
     @property
     def height(self) -> float:
-        return self.TOP + self.timeline.schedule.ranks * self.row + 24
+        return self.top + self.timeline.schedule.ranks * self.row + 24
 
     def x(self, time: float) -> float:
         return round(self.LEFT + time * self.scale, 2)
 
     def y(self, rank: int) -> float:
-        return self.TOP + rank * self.row
+        return self.top + rank * self.row
 
-    def lines(self) -> Iterator[str]:
+    def lines(self, legend: bool = True) -> Iterator[str]:
+        """With a legend it is a picture by itself; else one of several, which share styles and legend."""
         yield self.opened(0, self.width, 0)
-        yield f"<style>{STYLE}{in_the_dark(*DARK)}</style>"
-        yield from patterns()
-        yield f'<rect class="paper" width="{self.width:g}" height="{self.height:g}"/>'
+        if legend:
+            yield from _shared(f'width="{self.width:g}" height="{self.height:g}"')
+            yield from self.legend(legend_of([self.timeline]))
         yield f'<text x="8" y="18" style="font-weight:bold">{escape(summary(self.timeline))}</text>'
-        yield from self.legend()
         yield from self.labels()
         yield from self.shapes()
         yield "</svg>"
 
     def names(self) -> Iterator[str]:
         """The names of the ranks alone."""
-        yield self.opened(0, self.LEFT, self.TOP - 6)
+        yield self.opened(0, self.LEFT, self.top - 6)
         yield from (*self.labels(), "</svg>")
 
     def plot(self) -> Iterator[str]:
         """All but the names, the title and the legend."""
-        yield self.opened(self.LEFT, self.timeline.finish * self.scale + self.RIGHT, self.TOP - 6)
+        yield self.opened(self.LEFT, self.timeline.finish * self.scale + self.RIGHT, self.top - 6)
         yield from (*self.shapes(), "</svg>")
 
     def opened(self, left: float, width: float, top: float) -> str:
@@ -259,12 +254,7 @@ class Drawing:
             yield f'<text class="step" x="{x:g}" y="{y:g}" style="font-size:{size:g}px"{data}>{shown}</text>'
 
     def fill(self, action: Action) -> str:
-        return f"pale-{action.op}" if self.is_second(action) else action.op
-
-    def is_second(self, action: Action) -> bool:
-        """Every other chunk, or the second copy of the model, is pale."""
-        schedule = self.timeline.schedule
-        return bool(schedule.copy_of(action.microbatch) or (action.stage // schedule.ranks) % 2)
+        return f"pale-{action.op}" if is_second(self.timeline, action) else action.op
 
     def idle(self) -> Iterator[str]:
         for gap in self.timeline.idle:
@@ -294,27 +284,17 @@ class Drawing:
             anchor = "middle" if tick else "start"
             fine = ' class="fine" display="none"' if tick % tenths else ""
             yield f"<g{fine}>"
-            yield f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{self.TOP - 4}" y2="{bottom:g}"/>'
+            yield f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{self.top - 4}" y2="{bottom:g}"/>'
             unit = self.timeline.costs.time_unit
             yield f'<text x="{x:g}" y="{bottom + 13:g}" text-anchor="{anchor}">{format_amount(time, unit)}</text></g>'
 
-    def entries(self) -> list[tuple[str, str]]:
-        """The fill and the text of each entry of the legend."""
-        ops = {action.op for span in self.timeline.spans for action in flatten((span.step,))}
-        entries = [(op, f"{op} {kind.meaning}") for op, kind in KINDS.items() if op in ops]
-        causes = {gap.cause for gap in self.timeline.idle}
-        entries += [(f"idle-{cause}", f"idle: {cause}") for cause in IDLE_LOOKS if cause in causes]
-        if any(self.is_second(action) for span in self.timeline.spans for action in flatten((span.step,))):
-            second = "model copy" if self.timeline.schedule.placement.kind == "dual" else "chunk"
-            entries.append(("", f"pale: every second {second}"))
-        return entries
-
-    def legend(self) -> Iterator[str]:
+    def legend(self, entries: Sequence[tuple[str, str]], y: float = 28) -> Iterator[str]:
         x = 8.0
-        for fill, text in self.entries():
+        for fill, text in entries:
             if fill:
-                yield f'<rect class="span" fill="url(#{fill})" x="{x:g}" y="28" width="18" height="14"/>'
-            yield f'<text x="{x + 22 * bool(fill):g}" y="39">{text}</text>'
+                kind = "idle" if fill.startswith("idle") else "span"
+                yield f'<rect class="{kind}" fill="url(#{fill})" x="{x:g}" y="{y:g}" width="18" height="14"/>'
+            yield f'<text x="{x + 22 * bool(fill):g}" y="{y + 11:g}">{text}</text>'
             x += 36 + 6.2 * len(text)
 
 
@@ -322,23 +302,3 @@ def _round_step(least: float) -> float:
     """The next of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** floor(log10(least)) if least > 0 else 1.0
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)
-
-
-def patterns() -> Iterator[str]:
-    """A hatched tile for every operation, and a pale one; for every cause of idle time one on which the paper shows."""
-    yield "<defs>"
-    for cause, (colour, path) in IDLE_LOOKS.items():
-        strokes = f'<rect width="8" height="8" fill="{colour}" fill-opacity=".13"/>' * bool(path)
-        strokes += f'<path d="{path}" stroke="{colour}" fill="none"/>' * bool(path)
-        yield f'<pattern id="idle-{cause}" width="8" height="8" patternUnits="userSpaceOnUse">{strokes}</pattern>'
-    for op, (colour, path, pen) in LOOKS.items():
-        strokes = f'<path d="{path}" stroke="#000" stroke-opacity=".45" fill="none" {pen}/>' if path else ""
-        for name, fill in ((op, colour), (f"pale-{op}", _pale(colour))):
-            tile = f'<rect width="6" height="6" fill="{fill}"/>{strokes}'
-            yield f'<pattern id="{name}" width="6" height="6" patternUnits="userSpaceOnUse">{tile}</pattern>'
-    yield "</defs>"
-
-
-def _pale(colour: str) -> str:
-    """Halfway to white."""
-    return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))

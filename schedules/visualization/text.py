@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
+from zbcompile.amounts import plain
 from zbcompile.schedules.ir.actions import Pair, Step
-from zbcompile.schedules.ir.costs import plain
 from zbcompile.schedules.simulation.timeline import Timeline
 
 

@@ -129,7 +129,7 @@ def numbers_of(directory: Path, name: str) -> str:
 
 def inspect(directory: Path) -> bool:
     """Let inspect print a program, and all of its graphs. Raises PipelineError with what it says on standard error."""
-    for arguments in ([], ["--json"], ["--graph", "0.F"], ["--graphs", str(directory / "graphs"), "--format", "html"]):
+    for arguments in ([], ["--json"], ["--graph", "0.F"], ["--graphs", str(directory / "graphs")]):
         out, err = io.StringIO(), io.StringIO()
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
             status = zbcompile.inspect.main([str(directory), *arguments])

@@ -51,6 +51,7 @@ class Command:
         parser.add_argument("--debug", action="store_true", help="show tracebacks of errors, and what torch prints")
         self.add_arguments(parser)
         chosen = parser.parse_args(arguments)
+        of_caller = dist.is_initialized()
         try:
             self.run(chosen, say)
             sys.stdout.flush()
@@ -60,7 +61,7 @@ class Command:
             rank = f": rank {os.environ['RANK']}" if self.name == "run" and "RANK" in os.environ else ""
             return _fail(f"zbcompile.{self.name}{rank}", error, chosen.debug)
         finally:
-            if dist.is_initialized():
+            if dist.is_initialized() and not of_caller:
                 dist.destroy_process_group()
         return 0
 

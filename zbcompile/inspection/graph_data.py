@@ -1,6 +1,6 @@
-"""The graphs of a program as plain data, from which JSON, DOT and the HTML page are written."""
+"""The graphs of a program as plain data, for JSON and the HTML page."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Node
@@ -13,7 +13,6 @@ from zbcompile.passes.stage.print_python import describe_value
 from zbcompile.passes.torch_private import is_in_place
 from zbcompile.program.program import Program
 
-SCHEMA = "zbcompile.graphs/1"
 PASSES = ("F", "B", "W", "BW")
 
 
@@ -54,10 +53,6 @@ class Graph:
     inputs: tuple[Boundary, ...]
     operations: tuple[Operation, ...]
     outputs: tuple[Boundary, ...]
-
-    def to_dict(self) -> dict[str, Any]:
-        """What `--format json` writes; docs/inspect.md describes every field."""
-        return {"schema": SCHEMA, **asdict(self)}
 
 
 def graph_of(program: Program, stage: int, name: str) -> Graph:

@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 
-from zbcompile.amounts import format_count
+from zbcompile.amounts import format_bytes, format_count
 from zbcompile.inspection.graph_data import Graph, Operation, crossing_values, graph_of
-from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
-from zbcompile.schedules.visualization.svg import LOOKS
+from zbcompile.schedules.visualization.looks import LOOKS
 
 SHOWN = ("F", "B", "W")
 STYLE = """

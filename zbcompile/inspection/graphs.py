@@ -1,24 +1,21 @@
-"""`--graph`, `--graphs`, `--diff` and `--passes`: the graphs of a program, and what made them, as text and pages."""
+"""`--graph`, `--graphs`, `--diff` and `--passes`: the graphs of a program, and what made them."""
 
-import json
 from dataclasses import asdict
-from itertools import groupby
 from pathlib import Path
 
-from tabulate import tabulate
-
 from zbcompile.compiler.compile_example import Inspected
-from zbcompile.compiler.pass_history import PassCost, PassHistory
+from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
-from zbcompile.inspection.graph_data import PASSES, Boundary, Graph, Operation, graph_of
+from zbcompile.inspection.graph_data import PASSES, graph_of
 from zbcompile.inspection.graph_html import to_page
-from zbcompile.inspection.request import Request, require_stage
-from zbcompile.inspection.summary import SCHEMA
-from zbcompile.passes.pass_list.passes_in_order import OVERLAP
+from zbcompile.inspection.request import Subject
+from zbcompile.passes.pass_list.passes_in_order import OVERLAP, PASS_NAMES
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.passes.stage.print_python import print_piece
 from zbcompile.program.program import Program
+from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import Pair
+from zbcompile.tables import Figure, Table
 
 
 def stage_and_pass(text: str) -> tuple[int, str]:
@@ -31,12 +28,28 @@ def stage_and_pass(text: str) -> tuple[int, str]:
     return int(stage), name.upper()
 
 
-def difference(inspected: Inspected, history: PassHistory, request: Request) -> str:
+def stage_and_passes(first: str, second: str) -> tuple[int, str, str]:
+    """The stage and the two passes that --diff names; the first stage if it names none."""
+    stage, _, before = first.rpartition(".")
+    unknown = [name for name in (before, second) if name not in PASS_NAMES]
+    if unknown or not (stage or "0").isdecimal():
+        raise PipelineError(f"--diff {first} {second}: expected two passes that --passes lists, such as 1.cut split.")
+    return int(stage or 0), before, second
+
+
+def require_stage(schedule: Schedule, stage: int) -> None:
+    """Raise PipelineError if the stage does not exist."""
+    if not 0 <= stage < schedule.stages:
+        raise PipelineError(
+            f"stage {stage} does not exist: {schedule.name} on {schedule.ranks} ranks has stages 0 to "
+            f"{schedule.stages - 1}."
+        )
+
+
+def difference(inspected: Inspected, history: PassHistory, stage: int, first: str, second: str) -> Table:
     """The changes from one pass to another. A stage that was not compiled itself has another one's graphs."""
-    assert request.diff is not None
-    stage = request.stage or 0
-    require_stage(inspected.program.schedule, stage)
-    return history.difference(stage, inspected.program.stages[stage].original, *request.diff)
+    text = history.difference(stage, inspected.program.stages[stage].original, first, second)
+    return Table("diff", rows=[[Figure("line", line)] for line in text.splitlines()], picture=text.rstrip("\n"))
 
 
 def merge_pairs(program: Program, manager: PassManager) -> None:
@@ -46,87 +59,52 @@ def merge_pairs(program: Program, manager: PassManager) -> None:
         manager.run(OVERLAP, (program.stages[stage].pieces[op], program.stages[other].pieces[other_op]), stage=stage)
 
 
-def graph_text(inspected: Inspected, stage: int, name: str, form: str) -> str:
-    """One graph in the form that was asked for."""
-    require_stage(inspected.program.schedule, stage)
+def graph_text(inspected: Inspected, stage: int, name: str) -> str:
+    """One graph as a Python module."""
     if name not in inspected.program.stages[stage].pieces:
         raise PipelineError(f"--graph {stage}.{name}: the program is a forward alone, which has no {name}. Ask for F.")
-    if form == "text":
-        made, model = inspected.program.stages[stage], type(inspected.example.model).__name__
-        title = f"{name} of stage {stage} of {model}: {made.flops[name]:,} FLOPs for one microbatch."
-        return print_piece(made.pieces[name], title)
-    graph = graph_of(inspected.program, stage, name)
-    return to_dot(graph) if form == "dot" else json.dumps(graph.to_dict(), indent=1) + "\n"
+    made, model = inspected.program.stages[stage], type(inspected.example.model).__name__
+    title = f"{name} of stage {stage} of {model}: {made.flops[name]:,} FLOPs for one microbatch."
+    return print_piece(made.pieces[name], title)
 
 
-def write_graphs(inspected: Inspected, directory: Path, form: str) -> None:
-    """Every graph as a file, or all on one page; prints what was written."""
-    if form == "html":
-        page = directory / "graphs.html"
-        page.write_text(to_page(inspected.program, type(inspected.example.model).__name__), encoding="utf-8")
-        print(page)
-        return
+def graph_table(inspected: Inspected, stage: int, name: str) -> Table:
+    """One graph: for a terminal as Python, else its operations."""
+    text = graph_text(inspected, stage, name)
+    operations = graph_of(inspected.program, stage, name).operations
+    rows = [[Figure(key, value) for key, value in asdict(operation).items()] for operation in operations]
+    return Table(f"graph {stage}.{name}", rows=rows, picture=text.rstrip("\n"))
+
+
+def write_graphs(inspected: Inspected, directory: Path) -> list[Path]:
+    """Every graph as a Python file, and all on one page; what was written."""
+    page = directory / "graphs.html"
+    page.write_text(to_page(inspected.program, type(inspected.example.model).__name__), encoding="utf-8")
+    paths = [page]
     for stage, made in enumerate(inspected.program.stages):
         for name in filter(made.pieces.__contains__, PASSES):
-            path = directory / f"stage{stage}_{name}.{'py' if form == 'text' else form}"
-            path.write_text(graph_text(inspected, stage, name, form), encoding="utf-8")
-            print(path)
+            paths.append(directory / f"stage{stage}_{name}.py")
+            paths[-1].write_text(graph_text(inspected, stage, name), encoding="utf-8")
+    return paths
 
 
-HEADERS = ("pass", "runs", "before", "after", "seconds", "what it does")
-
-
-def pass_table(history: PassHistory, as_json: bool) -> str:
+def pass_table(subject: Subject) -> Table:
     """Every pass as a row, also one that had nothing to do; operations and seconds are sums over its runs."""
-    costs = history.costs()
-    if as_json:
-        return json.dumps({"schema": SCHEMA, "passes": [asdict(cost) for cost in costs]}, indent=1) + "\n"
-    rows = [_row(cost) for cost in costs]
-    seconds = sum(cost.seconds for cost in costs)
-    return (
-        tabulate(rows, HEADERS, disable_numparse=True, colalign=("left", *("right",) * 4, "left"))
-        + f"\n\nOperations of all runs of a pass; {seconds:.2f} seconds in passes. Stages that do the same work as "
-        "another\ngo only through `deduplicate`. A pass without runs had nothing to do.\n"
-    )
-
-
-def _row(cost: PassCost) -> tuple[str, ...]:
-    if not cost.runs:
-        return cost.name, "-", "", "", "", cost.does
-    before = "" if cost.before is None else f"{cost.before:,}"
-    return cost.name, str(cost.runs), before, f"{cost.after:,}", f"{cost.seconds:.3f}", cost.does
-
-
-FILL = {"F": "#cfe8f7", "B": "#f6dca6", "W": "#bfe5d6", "BW": "#f3c7ab"}
-
-
-def to_dot(graph: Graph) -> str:
-    """The text for `dot -Tsvg`."""
-    boxes = enumerate(groupby(graph.operations, key=lambda op: op.module))  # neighbours of the same module
-    lines = [
-        f'digraph "stage {graph.stage} {graph.name}" {{',
-        '  node [shape=box, style=filled, fontname="sans-serif", fontsize=10];',
-        *(_oval(b.node, b) for b in graph.inputs),
-        *(line for i, (module, ops) in boxes for line in _cluster(i, module, list(ops), FILL[graph.name])),
-        *(_oval(f"output {i}", b) for i, b in enumerate(graph.outputs)),
-        *(f"  {_quoted(a)} -> {_quoted(op.name)};" for op in graph.operations for a in op.inputs),
-        *(f"  {_quoted(b.node)} -> {_quoted(f'output {i}')};" for i, b in enumerate(graph.outputs)),
-        "}",
+    assert subject.history is not None
+    costs = subject.history.costs()
+    rows = [
+        [
+            Figure("pass", cost.name),
+            Figure("runs", cost.runs),
+            Figure("before", cost.before if cost.runs else None),
+            Figure("after", cost.after if cost.runs else None),
+            Figure("seconds", cost.seconds if cost.runs else None),
+            Figure("what it does", cost.does),
+        ]
+        for cost in costs
     ]
-    return "\n".join(lines) + "\n"
-
-
-def _cluster(index: int, module: str, operations: list[Operation], fill: str) -> list[str]:
-    texts = [(op, _quoted(f"{op.operator}\n{op.value}".strip())) for op in operations]
-    boxes = [f"    {_quoted(op.name)} [label={text}, tooltip={_quoted(op.line)}];" for op, text in texts]
-    head = f"  subgraph cluster_{index} {{ label={_quoted(module or operations[0].made_by)};"
-    return [f'{head} color="#999999"; node [fillcolor="{fill}"];', *boxes, "  }"]
-
-
-def _oval(name: str, boundary: Boundary) -> str:
-    label = _quoted(f"{boundary.meaning}\n{boundary.value}".strip())
-    return f'  {_quoted(name)} [label={label}, shape=oval, fillcolor="#eeeeee"];'
-
-
-def _quoted(text: str) -> str:
-    return '"' + text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n") + '"'
+    note = (
+        f"Operations of all runs of a pass; {sum(cost.seconds for cost in costs):.2f} seconds in passes. Stages "
+        "that do the same work as another go only through `deduplicate`. A pass without runs had nothing to do."
+    )
+    return Table("passes", rows=rows, notes=[note])

@@ -1,23 +1,49 @@
 """The inspect command: what zbcompile would compile a model to, without running it."""
 
 import argparse
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from zbcompile.cli.command_line import Command, split_options
-from zbcompile.cli.compile_arguments import add_plan
+from zbcompile.cli.compile_arguments import add_plan, quiet, schedule_of, with_options
 from zbcompile.env import VARIABLES
-from zbcompile.inspection.commands import run
-from zbcompile.inspection.request import FORMATS, Request
-from zbcompile.passes.pass_list.passes_in_order import PASS_NAMES
+from zbcompile.inspection.compared_schedules import compare
+from zbcompile.inspection.graphs import (
+    difference,
+    graph_table,
+    merge_pairs,
+    pass_table,
+    require_stage,
+    stage_and_pass,
+    stage_and_passes,
+    write_graphs,
+)
+from zbcompile.inspection.idle_report import critical_table, exchanges, idle_intervals, require_rank
+from zbcompile.inspection.measured_report import measured_tables
+from zbcompile.inspection.report import Summary, Tried
+from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for, predicted
+from zbcompile.passes.pass_list.run_passes import PassManager
+from zbcompile.prediction.advice import Peak
+from zbcompile.prediction.predict import left_on_last
+from zbcompile.prediction.rank_memory import Sharding, complete_peak
+from zbcompile.prediction.recompile_trials import Impossible, run_trials
+from zbcompile.program.manifest import SavedProgram
+from zbcompile.program.program import Program
 from zbcompile.progress import Say
+from zbcompile.schedules import Timeline, simulate, write_comparison, write_picture
+from zbcompile.schedules.visualization.step_tables import slack_table
+from zbcompile.schedules.visualization.units import for_trace, in_units
+from zbcompile.tables import Figure, Table, to_data, to_text
 
+MANY_OPERATIONS = 2500  # above this, a model is recompiled only on request: it takes several minutes on a laptop
 EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt
   python -m zbcompile.inspect examples/targets.py:gpt --schedule zb-h1 --ranks 4 --microbatches 8
   python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B
-  python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/ --format html
-  python -m zbcompile.inspect examples/targets.py:gpt --diff split accumulate --stage 1
+  python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/
+  python -m zbcompile.inspect examples/targets.py:gpt --diff 1.split accumulate
   python -m zbcompile.inspect examples/targets.py:gpt --passes
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --timeline step.svg
   python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v --timeline compared.svg
@@ -34,7 +60,162 @@ docs/inspect.md explains every table and the fields of --json.
 
 
 def _run(chosen: argparse.Namespace, say: Say) -> None:
-    run(Request(**split_options(chosen), say=say))
+    """Print the tables of everything that was asked for, or of the summary."""
+    request = Request(**split_options(chosen), say=say)
+    subject = Subject(request)
+    asked = [part for name, part in PARTS.items() if getattr(request, name) not in (None, False)]
+    tables = [table for part in _checked(subject, asked) for table in part(subject)]
+    print(json.dumps({"schema": SCHEMA, **to_data(tables)}, indent=1) if request.json else to_text(tables).rstrip("\n"))
+
+
+Part = Callable[[Subject], Iterator[Table]]
+
+
+def _checked(subject: Subject, asked: list[Part]) -> list[Part]:
+    """What is shown. Raises PipelineError, before anything is compiled, for what the schedule or a directory lacks."""
+    request = subject.request
+    needing = [f"--{name}" for name in ("diff", "passes", "compare") if getattr(request, name)]
+    subject.require_model([*request.changed, *needing])
+    stages = [stage_and_pass(request.graph)[0]] if request.graph else []
+    stages += [stage_and_passes(*request.diff)[0]] if request.diff else []
+    for stage in stages:
+        require_stage(subject.schedule, stage)
+    if request.explain_idle is not None:
+        require_rank(subject.schedule, request.explain_idle)
+    return asked or [_summary if subject.record is None else _measured]
+
+
+def _graph(subject: Subject) -> Iterator[Table]:
+    yield graph_table(subject.inspected, *stage_and_pass(subject.request.graph or ""))
+
+
+def _files(paths: list[Path]) -> Table:
+    return Table("files", rows=[[Figure("file", str(path))] for path in paths], picture="\n".join(map(str, paths)))
+
+
+def _graphs(subject: Subject) -> Iterator[Table]:
+    assert subject.request.graphs is not None
+    yield _files(write_graphs(subject.inspected, subject.request.graphs))
+
+
+def _diff(subject: Subject) -> Iterator[Table]:
+    assert subject.request.diff is not None
+    assert subject.history is not None
+    merge_pairs(subject.inspected.program, PassManager(subject.history))
+    yield difference(subject.inspected, subject.history, *stage_and_passes(*subject.request.diff))
+
+
+def _passes(subject: Subject) -> Iterator[Table]:
+    if not subject.request.diff:  # which merges them too
+        merge_pairs(subject.inspected.program, PassManager(subject.history))
+    yield pass_table(subject)
+
+
+def _compare(subject: Subject) -> Iterator[Table]:
+    table, steps = compare(subject)
+    yield table
+    if file := subject.request.timeline:
+        shown = [step.shown for step in steps]
+        yield _files([write_comparison(in_units(shown) if steps[0].basis.unit == "s" else shown, file)])
+
+
+def _step(subject: Subject) -> tuple[Timeline, str]:
+    """The recorded step, or the predicted one, and its unit."""
+    if subject.comparison is not None:
+        return subject.comparison.timelines[1], "s"
+    return subject.prediction.shown, subject.prediction.unit
+
+
+def _explain_idle(subject: Subject) -> Iterator[Table]:
+    rank, (step, unit) = subject.request.explain_idle or 0, _step(subject)
+    yield idle_intervals(step, rank, unit)
+    if subject.record is None:
+        yield exchanges(subject.inspected.program, step, rank, unit)
+
+
+def _critical_path(subject: Subject) -> Iterator[Table]:
+    step, unit = _step(subject)
+    yield critical_table(step, unit)
+    if subject.record is None:
+        yield slack_table(step, unit)
+
+
+def _timeline(subject: Subject) -> Iterator[Table]:
+    """Of a recorded step also its prediction; those of --compare are drawn there."""
+    file, compared = subject.request.timeline, subject.comparison
+    assert file is not None
+    if subject.request.compare:
+        return
+    if compared is None:
+        yield _files([write_picture(subject.prediction.for_file(file), file)])
+    elif file.suffix == ".json":
+        yield _files([write_picture(for_trace(compared.timelines[1]), file)])
+    else:
+        yield _files([write_comparison(in_units(compared.timelines), file)])
+
+
+def _sharding(request: Request) -> Sharding:
+    return Sharding(request.replicas, request.zero)
+
+
+def _peak_of(subject: Subject, program: Program | None = None) -> Peak:
+    model, here = subject.inspected.example.model, subject.inspected.program
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    return complete_peak(program or here, tensors, _sharding(subject.request))
+
+
+def _measured(subject: Subject) -> Iterator[Table]:
+    assert subject.comparison is not None
+    yield from measured_tables(subject.comparison, _peak_of(subject))
+
+
+def _summary(subject: Subject) -> Iterator[Table]:
+    tried = _tried(subject)
+    yield from Summary(subject.inspected, subject.prediction, tried, _sharding(subject.request)).tables()
+
+
+def _tried(subject: Subject) -> Tried:
+    """The other graphs that the model could be compiled to. Equal times for all passes would say nothing about them."""
+    request, inspected, now = subject.request, subject.inspected, subject.prediction
+    unsharded = _unsharded(subject)
+    if request.quick or now.basis.unit != "s":
+        return Tried(*unsharded)
+    reason = ""
+    if inspected.drawn is None:
+        reason = "they need the model, which is not here; inspect the function that makes it"
+    elif (operations := len(inspected.drawn.line.nodes)) > MANY_OPERATIONS and not request.thorough:
+        reason = f"the model has {operations:,} operations, so this takes minutes; --thorough does it"
+    if reason:
+        return Tried(*unsharded, impossible=(Impossible("--recompute, --vocab, other cuts", reason),))
+    with quiet(request):
+        costs, peak_of = now.basis.costs, lambda program: _peak_of(subject, program)
+        return Tried(*unsharded, *run_trials(inspected, costs, request.say, peak_of, request.fused))
+
+
+def _unsharded(subject: Subject) -> tuple[float | None, float | None]:
+    """The predicted step with the output layer on the last stage, see `Tried`."""
+    program, request = subject.inspected.program, subject.request
+    if program.vocabulary is None or isinstance(program, SavedProgram):
+        return None, None
+    plain = with_options(request, vocab="off", microbatches=program.schedule.microbatches)
+    schedule = schedule_of(plain)
+    if schedule.shards:  # a schedule file that contains vocabulary passes has no form without them
+        return None, None
+    whole = compile_for(subject.inspected.example, schedule, plain).program
+    left = simulate(schedule, left_on_last(subject.prediction.basis.costs))
+    return left.makespan, predicted(whole, plain).timeline.makespan
+
+
+PARTS: dict[str, Part] = {
+    "graph": _graph,
+    "graphs": _graphs,
+    "diff": _diff,
+    "passes": _passes,
+    "compare": _compare,
+    "explain_idle": _explain_idle,
+    "critical_path": _critical_path,
+    "timeline": _timeline,
+}
 
 
 class _Environment(argparse.Action):
@@ -63,37 +244,33 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--fused", action="store_true", help="chains of elementwise operations take one kernel, as with inductor")
     add("--replicas", type=int, default=1, metavar="N", help="data-parallel copies of the pipeline, for the memory")
     add("--zero", type=int, choices=(0, 1, 2), default=0, help="what replicas divide, for the memory (default: 0)")
-    _add_output(parser.add_argument_group("what to show (default: a summary)"))
+    _add_output(parser.add_argument_group("what to show, one after the other (default: a summary)"))
 
 
 def _add_output(group: Any) -> None:
-    add, show = group.add_argument, group.add_mutually_exclusive_group().add_argument
-    show("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
-    show("--graphs", metavar="DIR", type=Path, help="write all graphs: Python files, or as --format says")
-    show(
+    add = group.add_argument
+    add("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
+    add("--graphs", metavar="DIR", type=Path, help="write all graphs: Python files, and one HTML page")
+    add(
         "--diff",
         nargs=2,
-        choices=PASS_NAMES,
-        metavar=("PASS", "PASS"),
-        help="what changed in a stage between two passes of the compiler; --passes lists them",
+        metavar=("[STAGE.]PASS", "PASS"),
+        help="what changed in a stage (default: the first) between two passes of the compiler; --passes lists them",
     )
-    show("--passes", action="store_true", help="the passes in order: operations before, after, seconds")
-    show("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
-    show("--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them")
-    show("--critical-path", action="store_true", help="the chain of actions that sets the step's length")
+    add("--passes", action="store_true", help="the passes in order: operations before, after, seconds")
+    add("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
+    add("--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them")
+    add("--critical-path", action="store_true", help="the chain of actions that sets the step's length")
     add(
         "--timeline",
         metavar="FILE",
         type=Path,
         help="draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
     )
-    add("--measured", metavar="FILE", type=Path, help="a recorded step (pipe.last_step.save) beside its prediction")
-    effort = group.add_mutually_exclusive_group().add_argument
-    effort("--quick", action="store_true", help="leave out predictions that need another compilation")
-    effort("--thorough", action="store_true", help="make those predictions however large the model is")
-    add("--stage", type=int, metavar="N", help="the stage of --diff (default: the first)")
-    add("--format", choices=FORMATS, default="text", help="of --graph and --graphs (default: text)")
-    add("--json", action="store_true", help="the summary, the comparison or --passes as JSON")
+    add("--measured", metavar="FILE", type=Path, help="of a recorded step (pipe.last_step.save), beside its prediction")
+    add("--quick", action="store_true", help="leave out predictions that need another compilation")
+    add("--thorough", action="store_true", help="make those predictions however large the model is")
+    add("--json", action="store_true", help="the tables as JSON")
 
 
 DESCRIPTION = "Show how zbcompile cuts, splits and schedules a model. Runs no step, needs no GPU."

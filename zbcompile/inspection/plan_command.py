@@ -9,7 +9,7 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from zbcompile.amounts import format_share, format_time
+from zbcompile.amounts import format_bytes
 from zbcompile.cli.command_line import Command, flag_of, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, example_of, quiet, with_options
 from zbcompile.cli.mesh_parts import DIMENSIONS, Labels, part_of, why_whole
@@ -17,16 +17,15 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step, whole_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
-from zbcompile.inspection.report import table, wrap
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.batch_split import choose_cuts
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import options_of
-from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.planning.factorisations import SLOW, Captured, Row, factorisations, ranked
 from zbcompile.progress import Say
 from zbcompile.safe_files import write_whole
+from zbcompile.tables import Figure, grid, wrap, written
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 70
 STYLE = (
@@ -42,9 +41,7 @@ def format_plan(rows: Sequence[Row], shown: int, every: bool = False) -> str:
     meant = [row for row in rows if row.rate >= rows[0].rate / SLOW]
     kept = [r for i, r in enumerate(meant) if r.best or i < shown or fastest[r.tensor, r.ranks] is r]
     kept, left = (list(rows), 0) if every else (kept, len(rows) - len(meant))
-    layout, figures = ("placement", "m", "recompute", "vocab"), ("step", _unit(rows), "bubble", "peak memory")
-    headers = ["", *DIMENSIONS, *layout, *figures]
-    shown_rows = table([_cells(row) for row in kept], headers, left=("", "placement", "recompute"))
+    shown_rows = grid([_figures(row, _unit(rows)) for row in kept])
     takes, are = ("row takes", "is") if left == 1 else ("rows take", "are")
     note = (
         f"\n\n{left} {takes} more than {SLOW:g} times as long as the fastest and {are} left out; --all shows every row."
@@ -56,19 +53,19 @@ def _unit(rows: Sequence[Row]) -> str:
     return "tokens/s" if any(row.tokens > 1 for row in rows) else "rows/s"
 
 
-def _cells(row: Row) -> list[str]:
+def _figures(row: Row, rate: str) -> list[Figure]:
     layout = row.layout
     return [
-        "*" if row.best else "",
-        *map(str, row.mesh),
-        layout.placement,
-        str(layout.microbatches),
-        str(layout.choices.recompute),
-        str(layout.choices.vocab),
-        format_time(row.seconds, "s"),
-        f"{row.rate:,.0f}" if row.rate >= 1000 else f"{row.rate:.3g}",
-        format_share(layout.bubble),
-        format_bytes(row.peak),
+        Figure("best", "*" if row.best else ""),
+        *(Figure(name, size) for name, size in zip(DIMENSIONS, row.mesh, strict=True)),
+        Figure("placement", layout.placement),
+        Figure("m", layout.microbatches),
+        Figure("recompute", str(layout.choices.recompute)),
+        Figure("vocab", str(layout.choices.vocab)),
+        Figure("step", row.seconds, "s", "step"),
+        Figure(rate, row.rate, "1/s"),
+        Figure("bubble", layout.bubble, "share", "step"),
+        Figure("peak memory", row.peak, "B", "rank"),
     ]
 
 
@@ -88,7 +85,7 @@ def to_picture(rows: Sequence[Row]) -> str:
     front = " ".join(f"{x:.1f},{y:.1f}" for row, (x, y) in zip(rows, places, strict=True) if row.best)
     points = [
         f'<circle class="{"best" if row.best else "other"}" cx="{x:.1f}" cy="{y:.1f}" r="4">'
-        f"<title>{escape(', '.join(filter(None, _cells(row))))}</title></circle>"
+        f"<title>{escape(', '.join(filter(None, map(written, _figures(row, _unit(rows))))))}</title></circle>"
         for row, (x, y) in zip(rows, places, strict=True)
     ]
     low, left = HEIGHT - MARGIN, MARGIN

@@ -1,103 +1,30 @@
-"""Tables for a terminal: at most 100 columns, no colour."""
+"""The summary of a compiled program: its tables, from the model to the order of every rank."""
 
-import textwrap
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 
-from tabulate import tabulate
-
-from zbcompile.amounts import format_change, format_count, format_share, format_time
-from zbcompile.inspection.summary import Cut, Summary
-from zbcompile.passes.stage.print_python import format_bytes
-from zbcompile.prediction.advice import Alternative, format_idle
-from zbcompile.prediction.rank_memory import Memory
-from zbcompile.schedules import Timeline, format_schedule, format_timeline
-
-WIDTH = 100
-_LONGEST_CUT = 50
-
-
-def format_summary(summary: Summary, timeline: Timeline) -> str:
-    """The default report; `timeline` is the predicted step."""
-    picture = format_timeline(timeline, width=WIDTH).partition("\n")[2]
-    parts = [
-        _heading(summary),
-        "\n".join(part for line in str(summary.plan or "").splitlines() for part in wrap(line)),
-        titled("Stages, FLOPs per microbatch (a multiply-add is two)", _stages(summary)),
-        _balance(summary),
-        titled("Bytes per microbatch kept between the passes, and sent", _bytes(summary)),
-        titled("Bytes of a microbatch that a pass needs while it runs, including those kept for it", _running(summary)),
-        _recomputed(summary),
-        _improved(summary),
-        _collectives(summary),
-        titled(f"Ranks in one step, predicted {summary.prediction.basis}", _ranks(summary)),
-        titled("Memory of the ranks: the most at any moment, and of all together", _memory(summary)),
-        _verdict(summary),
-        _vocabulary(summary),
-        _advice(summary),
-        titled("The predicted step, to scale (dots are idle time)", picture),
-        titled("The order of every rank", format_schedule(timeline.schedule, width=WIDTH)),
-        _notes(summary),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
-
-
-def titled(title: str, body: str) -> str:
-    return f"{title}\n\n{body}"
-
-
-def _heading(s: Summary) -> str:
-    inputs = ", ".join(f"{path} {kind}" for path, kind in s.inputs.items())
-    model = f"{s.model}: {format_count(s.parameters, 'B')} parameters, {format_bytes(s.parameter_bytes)}"
-    counts = ((s.ranks, "rank"), (len(s.stages), "stage"), (s.microbatches, "microbatch"))
-    plan = f"{s.schedule} on {', '.join(_number(count, word) for count, word in counts)}"
-    details = f"{s.loss_reduction} of their losses, {'exact' if s.exact else 'in-place'} gradient accumulation"
-    lines = (model, f"one microbatch: {inputs}", f"{plan}; {details}")
-    return "\n".join(part for line in lines for part in wrap(line))
-
-
-def _number(count: int, word: str) -> str:
-    plural = "es" if word.endswith("ch") else "s"
-    return f"{count} {word}{plural * (count != 1)}"
-
-
-def wrap(text: str, indent: str = "  ") -> list[str]:
-    return textwrap.wrap(text, WIDTH, subsequent_indent=indent, break_on_hyphens=False)
-
-
-def table(rows: Sequence[Sequence[str]], headers: Sequence[str], left: Sequence[str] = ()) -> str:
-    """A table with numbers aligned to the right, and the columns in `left` to the left."""
-    align = ["left" if header in left else "right" for header in headers]
-    return tabulate(rows, headers, tablefmt="simple", colalign=align, disable_numparse=True)
-
-
-def _stages(s: Summary) -> str:
-    headers = ["stage", "rank", "cut after", "parameters", "F", "B", "W"]
-    rows = [
-        [
-            str(stage.stage),
-            ", ".join(map(str, stage.ranks)),
-            format_cut(stage.cut),
-            format_count(stage.parameters, "B"),
-            *(format_count(stage.flops[op]) for op in ("F", "B", "W")),
-        ]
-        for stage in s.stages
-    ]
-    return table(rows, headers, left=("cut after",))
-
-
-def format_cut(cut: Cut | None) -> str:
-    """The end of a stage: module, line and, if it fits, the operation."""
-    if cut is None:
-        return "(the loss)"
-    file = cut.file.rpartition("/")[2]
-    place = f"{cut.module or 'model'} {file}:{cut.line}" if file else "loss"
-    whole = f"{place} {cut.operation}"
-    if len(whole) <= _LONGEST_CUT:
-        return whole
-    return place if len(place) <= _LONGEST_CUT else f"...{place[3 - _LONGEST_CUT :]}"
-
+from zbcompile.amounts import format_change, format_time
+from zbcompile.compiler.compile_example import Inspected
+from zbcompile.inspection.closed_form import with_equal_stages
+from zbcompile.inspection.request import Prediction
+from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
+from zbcompile.passes.graph.flops import without_formula
+from zbcompile.prediction.advice import (
+    Alternative,
+    alternatives,
+    format_idle,
+    front,
+    idle_by_cause,
+    what_limits,
+)
+from zbcompile.prediction.predict import count_messages, hardware_of
+from zbcompile.prediction.rank_memory import ALONE, Memory, Sharding, complete_peak, rank_memories
+from zbcompile.prediction.recompile_trials import Impossible
+from zbcompile.program.program import Program
+from zbcompile.schedules import format_schedule, format_timeline
+from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules.visualization.step_tables import idle_share
+from zbcompile.tables import WIDTH, Figure, Table, facts
 
 _BASES = {
     "flops": "FLOPs and bytes",
@@ -106,204 +33,275 @@ _BASES = {
     "makespan": "the simulated step (loads from FLOPs and bytes)",
     "names": "names (loads from FLOPs and bytes)",
 }
+_SPEED = (
+    "Times are in FLOPs of a nominal core, on which to move a byte takes as long as five: this machine is not known. "
+    "For seconds: --hardware FILE, which python -m zbcompile.calibrate writes; --costs measured; or the record "
+    "of a step as --costs."
+)
 
 
-def _balance(s: Summary) -> str:
-    mean = sum(stage.load for stage in s.stages) / len(s.stages) or 1.0
-    rows = [
-        [
-            str(stage.stage),
-            ", ".join(map(str, stage.ranks)),
-            format_count(stage.load, "B") if s.balance.unit == "parameters" else format_time(stage.load, "s"),
-            f"{stage.load / mean:.2f}",
-            format_bytes(stage.send_bytes),
-            "its own" if stage.original == stage.stage else f"of stage {stage.original}",
-        ]
-        for stage in s.stages
-    ]
-    load = "load" if s.balance.unit == "parameters" else "F + B + W"
-    rows_text = table(rows, ["stage", "rank", load, "of the mean", "crosses", "graphs"], left=("graphs",))
-    count = f"{_number(len(s.stages), 'stage')}, {_number(s.balance.distinct_graphs, 'distinct graph')}"
-    verdict = wrap(f"{count}; the heaviest rank carries {s.balance.ratio:.2f} times the mean load.")
-    return titled(f"Cut by {_BASES[s.balance.basis]}", "\n".join([rows_text, "", *verdict]))
+@dataclass(frozen=True)
+class Tried:
+    """The results of other compilations: the step with the output layer whole on the last stage instead of sharded,
+    with the other layers as they are or redistributed around it (None where nobody asked), other graphs, and changes
+    that are impossible."""
+
+    unsharded_step: float | None = None
+    redistributed_step: float | None = None
+    alternatives: tuple[Alternative, ...] = ()
+    impossible: tuple[Impossible, ...] = ()
 
 
-def _bytes(s: Summary) -> str:
-    headers = ["stage", "F->B", "F->W", "B->W", "kept F..B", "residue B..W", "receives", "sends"]
-    rows = [
-        [
-            str(stage.stage),
-            *(format_bytes(n) for n in (stage.forward_to_backward, stage.forward_to_weight, stage.backward_to_weight)),
-            *(format_bytes(n) for n in (stage.kept, stage.residue, stage.receive_bytes, stage.send_bytes)),
-        ]
-        for stage in s.stages
-    ]
-    return table(rows, headers)
+class Summary:
+    """The tables of a compiled example under a prediction."""
 
+    def __init__(
+        self, inspected: Inspected, prediction: Prediction, tried: Tried = Tried(), sharding: Sharding = ALONE
+    ) -> None:
+        self.inspected, self.prediction, self.tried = inspected, prediction, tried
+        self.program, self.model = inspected.program, inspected.example.model
+        self.timeline, self.unit = prediction.shown, prediction.unit
+        self.sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in self.model.named_parameters()}
+        tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
+        self.memory = rank_memories(self.program, prediction.timeline.costs, tensors, sharding)
+        self.peak = complete_peak(self.program, tensors, sharding)
 
-def _running(s: Summary) -> str:
-    names = ("F", "B", "W", "BW")
-    rows = [[str(stage.stage), *(format_bytes(stage.running.get(name, 0)) for name in names)] for stage in s.stages]
-    return table(rows, ["stage", *names])
+    def tables(self) -> Iterator[Table]:
+        yield self._model()
+        yield Table("plan", notes=str(self.program.plan or "").splitlines())
+        yield cuts(self.program, self.sizes)
+        yield self._balance()
+        yield from stage_tables(self.program)
+        yield self._ranks()
+        yield self._memory()
+        yield self._vocabulary()
+        picture = format_timeline(self.timeline, width=WIDTH).partition("\n")[2]
+        yield Table("step", "The predicted step, to scale (dots are idle time)", picture=picture)
+        yield self._orders()
+        yield Table("notes", "Notes" if (notes := [f"- {each}" for each in self._notes()]) else "", notes=notes)
+        yield self._prediction()
+        yield self._advice()
 
-
-def _recomputed(s: Summary) -> str:
-    if not any(stage.recomputed for stage in s.stages):
-        return ""
-    headers = ["stage", "operations", "FLOPs", "of F", "kept F..B without", "with"]
-    rows = [
-        [
-            str(stage.stage),
-            str(stage.recomputed.operations),
-            format_count(stage.recomputed.flops),
-            format_share(stage.recomputed.flops / (stage.flops["F"] or 1)),
-            format_bytes(stage.recomputed.kept_before),
-            format_bytes(stage.recomputed.kept_after),
-        ]
-        for stage in s.stages
-        if stage.recomputed
-    ]
-    policy = f"{s.recompute:,} bytes" if isinstance(s.recompute, int) else f'"{s.recompute}"'
-    return titled(f"Recomputed in B (recompute={policy}), per microbatch", table(rows, headers))
-
-
-def _improved(s: Summary) -> str:
-    """What the split did beyond the dependency closure, with its bytes."""
-    headers = ["stage", "operations", "what", "kept F..B", "residue B..W"]
-    rows = [
-        [str(stage.stage), str(done.operations), done.what, *map(_signed_bytes, (done.kept, done.residue))]
-        for stage in s.stages
-        for done in stage.improvements
-    ]
-    if not rows:
-        return ""
-    return titled("What the split changed, and the bytes that this adds or saves", table(rows, headers, left=("what",)))
-
-
-def _signed_bytes(count: int) -> str:
-    return f"{'-' if count < 0 else '+' if count else ''}{format_bytes(abs(count))}"
-
-
-def _collectives(s: Summary) -> str:
-    """What stages exchange with ranks beside the pipeline; equal exchanges of a pass are one row."""
-    found = ((stage.stage, each) for stage in s.stages for each in stage.collectives if each.name != "BW")  # B and W
-    counts = Counter((n, c.name, c.dimension, c.kind, c.bytes, c.seconds, c.behind) for n, c in found)
-    if not counts:
-        return ""
-    rows = [
-        [str(stage), *of, str(count), format_bytes(count * size), format_time(count * seconds, "s"), behind]
-        for (stage, *of, size, seconds, behind), count in counts.items()
-    ]
-    headers = ["stage", "pass", "along", "collective", "count", "bytes", "takes", "hidden behind"]
-    title = "Exchanges with ranks beside the pipeline, per microbatch"
-    return titled(title, table(rows, headers, left=("pass", "along", "collective", "hidden behind")))
-
-
-def _ranks(s: Summary) -> str:
-    headers = ["rank", "stages", "parameters", "FLOPs", "share", "busy", "idle", "peak waiting", "peak running"]
-    total = sum(rank.flops for rank in s.per_rank) or 1
-    rows = [
-        [
-            str(rank.rank),
-            ", ".join(map(str, rank.stages)),
-            format_count(rank.parameters, "B"),
-            format_count(rank.flops),
-            format_share(rank.flops / total),
-            format_time(rank.busy, s.prediction.unit),
-            format_share(rank.idle_share),
-            format_bytes(rank.peak_bytes),
-            format_bytes(rank.running_peak_bytes),
-        ]
-        for rank in s.per_rank
-    ]
-    copies = ", ".join(format_bytes(rank.copies_bytes) for rank in s.per_rank)
-    return "\n".join(
-        [table(rows, headers), "", *wrap(f'Copies that pipe.optimizer(validate="after") keeps: {copies}.')]
-    )
-
-
-def _memory(s: Summary) -> str:
-    names = tuple(field.name for field in fields(Memory))
-    rows = [[str(r.rank), *(format_bytes(getattr(r.memory, name)) for name in names)] for r in s.per_rank]
-    lines = [table(rows, ["rank", *(name.replace("_state", "") for name in names)])]
-    return "\n".join([*lines, *(f"\n{line}" for line in wrap(format_fit(s)))])
-
-
-def format_fit(s: Summary) -> str:
-    """Whether the fullest rank is within the limit; empty if there is none."""
-    limit, rank = s.prediction.memory_limit, max(s.per_rank, key=lambda r: r.memory.peak)
-    if limit is None:
-        return ""
-    left = (limit - rank.memory.peak) / 1e9
-    if left < 0:
-        return f"Rank {rank.rank} does not fit in {limit / 1e9:g} GB: {-left:.3g} GB are missing."
-    return f"Rank {rank.rank}, the fullest, fits in {limit / 1e9:g} GB with {left:.3g} to spare."
-
-
-def _verdict(s: Summary) -> str:
-    p = s.prediction
-    step = f"step {format_time(p.step, p.unit)}, bubble of the busiest rank {format_share(p.bubble)}"
-    peak = f"peak waiting {format_bytes(p.peak_bytes)}"
-    sent = f"{p.messages.count} messages of {format_bytes(p.messages.bytes)} in total"
-    lines = wrap(f"Predicted: {step}, {peak}; {sent}.")
-    if (equal := p.equal_stages) is not None:
-        work = f"With the same work in equal stages: bubble {format_share(equal.bubble)}"
-        lines += wrap(f"{work}, by the closed form of {equal.schedule}, {equal.formula}.")
-    return "\n".join(lines)
-
-
-def _vocabulary(s: Summary) -> str:
-    v = s.vocabulary
-    if v is None:
-        return ""
-    words = f"{v.words[0]} words a rank" if len(set(v.words)) == 1 else f"{', '.join(map(str, v.words))} words by rank"
-    passes = f"S {format_count(v.flops['S'])} and T {format_count(v.flops['T'])} FLOPs per microbatch"
-    kept = "logits wait from S to T" if v.keeps_logits else "T recomputes the logits"
-    also = f" The embedding {v.embedding} is sharded too." if v.embedding else ""
-    lines = wrap(f"Output layer sharded over all ranks: {v.found}; {words}, {passes}; {kept}.{also}")
-    steps = (v.unsharded_step, "on the last stage beside the layers that are there now")
-    around = (v.redistributed_step, "on the last stage, the layers redistributed around it (--vocab off)")
-    for step, where in (steps, around):
-        if step is not None:
-            change = s.prediction.step / step - 1
-            lines += wrap(
-                f"Whole {where}: step {format_time(step, s.prediction.unit)}; sharded {format_change(change)}."
-            )
-    return "\n".join(lines)
-
-
-def _advice(s: Summary) -> str:
-    fullest = max(s.per_rank, key=lambda rank: rank.peak_bytes)
-    memory = f"Most waits on rank {fullest.rank}: {format_bytes(fullest.peak_bytes)} at its peak."
-    lines = wrap(f"{s.limits} {format_idle(s.idle)} {memory} {s.balance.overweight}".rstrip())
-    worth = [
-        f"{a.option} ({a.change}): {_effect(a)}, bubble {format_share(a.bubble)}" for a in s.alternatives if a.worth
-    ]
-    rest = [f"{a.option} ({_effect(a)})" for a in s.alternatives if not a.worth]
-    lines += ["", *(line for text in worth for line in wrap(f"- {text}"))] if worth else []
-    lines += ["", *wrap(f"Tried without gain: {'; '.join(rest)}.")] if rest else []
-    lines += [line for each in s.impossible for line in wrap(f"Not tried: {each.option}: {each.reason}")]
-    return titled("What limits it, and what to try (each predicted)", "\n".join(lines))
-
-
-def _effect(a: Alternative) -> str:
-    time, peak = (format_change(ratio - 1) for ratio in (a.time_ratio, a.peak_ratio))
-    return f"{time} time per microbatch, {peak} peak memory"
-
-
-def _notes(s: Summary) -> str:
-    notes = (
-        [f"{', '.join(s.dropped_outputs)}: returned beside the loss, dropped in training."] if s.dropped_outputs else []
-    )
-    random = [str(stage.stage) for stage in s.stages if stage.random]
-    if random:
-        notes.append(
-            f"stages that draw random numbers: {', '.join(random)}; the generator's state travels with the activations."
+    def _model(self) -> Table:
+        program = self.program
+        inputs = (
+            f"{path} {dtype.removeprefix('torch.')}{list(shape)}" for path, (shape, dtype) in program.inputs.items()
         )
-    if s.estimated:
-        notes.append(f"FLOPs unknown, so timed by the bytes that they move: {', '.join(s.estimated)}.")
-    if s.shared_parameters:
-        notes.append(f"on several stages, gradients summed over them: {', '.join(s.shared_parameters)}.")
-    notes += [f"warning while capturing: {text}" for text in s.warnings]
-    lines = [line for note in notes for line in wrap(f"- {note}")]
-    return titled("Notes", "\n".join(lines)) if lines else ""
+        return facts(
+            "model",
+            [
+                Figure("model", type(self.model).__name__),
+                Figure("parameters", sum(count for count, _ in self.sizes.values()), "parameters"),
+                Figure("size", sum(size for _, size in self.sizes.values()), "B"),
+                Figure("one microbatch", tuple(inputs)),
+                Figure("schedule", program.schedule.name),
+                Figure("ranks", program.schedule.ranks),
+                Figure("stages", len(program.stages)),
+                Figure("microbatches", program.schedule.microbatches),
+                Figure("loss", f"{program.step.loss_reduction} of those of the microbatches"),
+                Figure("gradients", "exact" if program.exact else "accumulated in place"),
+            ],
+        )
+
+    def _prediction(self) -> Table:
+        now, sent, limit = self.timeline, count_messages(self.program), self._memory_limit
+        notes = [_SPEED] if self.unit == "FLOP" else []
+        figures = [
+            Figure("step", now.makespan, self.unit, "step"),
+            Figure("predicted", self.prediction.basis.text),
+            Figure("bubble of the busiest rank", now.bubble, "share", "step"),
+            Figure("idle of all ranks", idle_share(now), "share", "step"),
+            Figure("without the barrier", now.cost_bubble, "share", "step"),
+            Figure("peak memory", max(each.peak for each in self.memory), "B", "rank"),
+            Figure("memory limit", limit, "B", "rank"),
+            Figure("messages", sent.count, "", "step"),
+            Figure("sent", sent.bytes, "B", "step"),
+        ]
+        if (equal := with_equal_stages(self.prediction.timeline)) is not None:
+            figures.append(Figure("bubble of equal stages", equal.bubble, "share", "step"))
+            notes.append(f"The same work in equal stages: by the closed form of {equal.schedule}, {equal.formula}.")
+        return facts("prediction", [each for each in figures if each.value is not None], "One step, predicted", notes)
+
+    @property
+    def _memory_limit(self) -> float | None:
+        return self.program.choices.memory or hardware_of(self.program).memory
+
+    def _advice(self) -> Table:
+        """What limits the step, and what was tried. The generators know no vocabulary passes."""
+        timeline = self.prediction.timeline
+        here = () if self.program.vocabulary else alternatives(timeline, self.peak)
+        found = (*here, *self.tried.alternatives)
+        kept = front(a for a in found if a.option.startswith("--schedule"))  # wherever they cut
+        found = tuple(a for a in found if a in kept or not a.option.startswith("--schedule"))
+        limits = f"{what_limits(timeline)} {format_idle(idle_by_cause(timeline))} {self.program.cuts.overweight}"
+        return advice(found, limits.rstrip(), self.tried.impossible)
+
+    def _loads(self) -> tuple[Sequence[float], str]:
+        """Of every stage, in the unit by which the model was cut; times are those of the predicted step."""
+        cuts, costs = self.program.cuts, self.prediction.timeline.costs
+        if cuts.unit != "s" or self.prediction.basis.unit != "s":
+            return cuts.loads, cuts.unit
+        scale = self.prediction.speed or 1.0
+        columns = zip(costs.forward, costs.backward, costs.weight, strict=True)
+        return [scale * sum(times) for times in columns], self.unit
+
+    def _balance(self) -> Table:
+        loads, unit = self._loads()
+        stages, placement = self.program.stages, self.program.schedule.placement
+        mean, ranks = sum(loads) / len(loads) or 1.0, [0.0] * placement.ranks
+        for stage, load in enumerate(loads):
+            for copy in (0, 1) if placement.kind == "dual" else (0,):
+                ranks[placement.rank(stage, copy)] += load
+        ratio = max(ranks) * len(ranks) / sum(ranks) if sum(ranks) else 1.0
+        rows = [
+            [
+                Figure("stage", stage.stage),
+                Figure("rank", tuple(sorted(self.program.ranks_of(stage.stage)))),
+                Figure("parameters" if unit == "parameters" else "F + B + W", load, unit, "microbatch"),
+                Figure("of the mean", load / mean, "ratio"),
+                Figure("crosses", stage.send_bytes, "B", "microbatch"),
+                Figure("last operation", place_of(stage)[1]),
+                Figure("graphs", "its own" if stage.original == stage.stage else f"of stage {stage.original}"),
+            ]
+            for stage, load in zip(stages, loads, strict=True)
+        ]
+        counts = f"{_number(len(stages), 'stage')}, {_number(len({s.original for s in stages}), 'distinct graph')}"
+        note = f"{counts}; the heaviest rank carries {ratio:.2f} times the mean load."
+        return Table("balance", f"Cut by {_BASES[self.program.cuts.basis]}", rows, [note])
+
+    def _ranks(self) -> Table:
+        program, rows = self.program, []
+        of_rank = [
+            sum(program.stages[a.stage].flops.get(a.op, 0) for a in flatten(order)) for order in program.schedule.orders
+        ]
+        for rank, flops in enumerate(of_rank):
+            stages, busy = program.schedule.placement.stages_of(rank), self.timeline.busy[rank]
+            names = {name for stage in stages for name in program.stages[stage].parameters}
+            idle = 1 - busy / self.timeline.makespan if self.timeline.makespan else 0.0
+            rows.append(
+                [
+                    Figure("rank", rank),
+                    Figure("stages", tuple(stages)),
+                    Figure("parameters", sum(self.sizes[name][0] for name in names), "parameters"),
+                    Figure("FLOPs", flops, "FLOP", "step"),
+                    Figure("share", flops / (sum(of_rank) or 1), "share"),
+                    Figure("busy", busy, self.unit, "step"),
+                    Figure("idle", idle, "share", "step"),
+                    Figure("peak waiting", int(self.prediction.timeline.peak_memory[rank]), "B"),
+                    Figure("peak running", self.memory[rank].activations, "B"),
+                ]
+            )
+        return Table("ranks", f"Ranks in one step, predicted {self.prediction.basis.text}", rows)
+
+    def _memory(self) -> Table:
+        rows = [
+            [
+                Figure("rank", rank),
+                *(Figure(each.name.replace("_state", ""), getattr(memory, each.name), "B") for each in fields(Memory)),
+                Figure("copies", copies_bytes(self.program, rank, self.sizes), "B"),
+            ]
+            for rank, memory in enumerate(self.memory)
+        ]
+        notes = ['Copies are what pipe.optimizer(validate="after") keeps besides.', *self._fit()]
+        return Table("memory", "Memory of the ranks: the most at any moment, and of all together", rows, notes)
+
+    def _fit(self) -> Iterator[str]:
+        """Whether the fullest rank is within the limit."""
+        limit, peaks = self._memory_limit, [memory.peak for memory in self.memory]
+        if limit is None:
+            return
+        rank, left = peaks.index(max(peaks)), (limit - max(peaks)) / 1e9
+        if left < 0:
+            yield f"Rank {rank} does not fit in {limit / 1e9:g} GB: {-left:.3g} GB are missing."
+        else:
+            yield f"Rank {rank}, the fullest, fits in {limit / 1e9:g} GB with {left:.3g} to spare."
+
+    def _vocabulary(self) -> Table:
+        found, tried = self.program.vocabulary, self.tried
+        if found is None:
+            return Table("vocabulary")
+        figures = [
+            Figure("found", found.text),
+            Figure("embedding", found.lookup.weight if found.lookup else None),
+            Figure("words by rank", tuple(high - low for low, high in found.bounds)),
+            *(Figure(op, found.flops[0][op], "FLOP", "microbatch") for op in ("S", "T")),
+            Figure("logits", "wait from S to T" if found.tiling.keep else "are recomputed by T"),
+            Figure("barriers", found.barriers),
+        ]
+        around = "the layers redistributed around it (--vocab off)"
+        steps = ((tried.unsharded_step, "beside the layers that are there now"), (tried.redistributed_step, around))
+        scale, unit = self.prediction.speed or 1.0, self.unit
+        notes = [
+            f"Whole on the last stage, {where}: step {format_time(scale * step, unit)}; sharded "
+            f"{format_change(self.prediction.timeline.makespan / step - 1)}."
+            for step, where in steps
+            if step is not None
+        ]
+        figures += [
+            Figure(name, step and scale * step, unit, "step")
+            for name, step in (
+                ("unsharded step", tried.unsharded_step),
+                ("redistributed step", tried.redistributed_step),
+            )
+        ]
+        return facts("vocabulary", figures, "Output layer sharded over all ranks", notes)
+
+    def _orders(self) -> Table:
+        rows = [
+            [Figure("rank", rank), Figure("actions", [*map(str, order)]), Figure("with messages", [*map(str, program)])]
+            for rank, (order, program) in enumerate(
+                zip(self.program.schedule.orders, self.program.lowered.programs, strict=True)
+            )
+        ]
+        picture = format_schedule(self.program.schedule, width=WIDTH)
+        return Table("orders", "The order of every rank", rows, picture=picture)
+
+    def _notes(self) -> Iterator[str]:
+        dropped, program = self.inspected.dropped, self.program
+        if dropped:
+            yield f"{', '.join(dropped)}: returned beside the loss, dropped in training."
+        random = [str(stage.stage) for stage in program.stages if stage.random]
+        if random:
+            stages = ", ".join(random)
+            yield f"stages that draw random numbers: {stages}; the generator's state travels with the activations."
+        pieces = {id(piece): piece for stage in program.stages for piece in stage.pieces.values()}
+        unknown = sorted({name for piece in pieces.values() for name in without_formula(piece.module)})
+        if unknown:
+            yield f"FLOPs unknown, so timed by the bytes that they move: {', '.join(unknown)}."
+        if program.shared:
+            yield f"on several stages, gradients summed over them: {', '.join(sorted(program.shared))}."
+        yield from (f"warning while capturing: {text}" for text in self.inspected.warnings)
+
+
+def advice(found: Sequence[Alternative], limits: str, impossible: Sequence[Impossible] = ()) -> Table:
+    """What limits a step, in words, and changes to it with their predicted effects, those that gain enough first."""
+    rows = [
+        [
+            Figure("option", each.option),
+            Figure("time", each.time_ratio - 1, "change", "microbatch"),
+            Figure("peak memory", each.peak_ratio - 1, "change"),
+            Figure("bubble", each.bubble, "share"),
+            Figure("gains", "yes" if each.worth else ""),
+            Figure("what", each.change),
+        ]
+        for each in sorted(found, key=lambda each: not each.worth)
+    ]
+    notes = [limits, *(f"Not tried: {each.option}: {each.reason}" for each in impossible)]
+    return Table("advice", "What limits it, and what to try (each predicted)", rows, notes)
+
+
+def _number(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
+
+
+def copies_bytes(program: Program, rank: int, sizes: Mapping[str, tuple[int, int]]) -> int:
+    """What `validate="after"` keeps on a rank until its updates are validated: a copy of what it updates (float32 for
+    parameters in half precision) and of the optimizer's state, `optimizer_state` bytes per byte of that. With
+    `zero=1 | 2` a replica keeps its share of it. `sizes` has the elements and bytes of each parameter."""
+    updated = {name: max(size, 4 * count) for name, (count, size) in sizes.items()}
+    names = {name for stage in program.stages_of(rank) for name in program.stages[stage].trained}
+    total, vocabulary = 0, program.vocabulary
+    if vocabulary is not None:
+        (low, high), names = vocabulary.bounds[rank], names.difference(vocabulary.parameters)
+        total = sum(updated[name] * (high - low) // vocabulary.bounds[-1][1] for name in vocabulary.parameters)
+    return int((total + sum(updated[name] for name in names)) * (1 + program.choices.optimizer_state))

@@ -1,20 +1,28 @@
-"""The request of an inspect command line, and the steps that its commands share: compiling, predicting."""
+"""The request of an inspect command line, and what it is about: an example or a directory, compiled and predicted."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
-from zbcompile.cli.compile_arguments import Plan, compiled
-from zbcompile.compiler.compile_example import Inspected
+from zbcompile.cli.compile_arguments import Plan, compiled, example_of, schedule_of
+from zbcompile.compiler.compile_example import Inspected, read_saved
+from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
-from zbcompile.inspection.idle_report import require_rank
 from zbcompile.model.example import Example
+from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.passes.pass_list.run_passes import Observer
-from zbcompile.prediction.predict import Basis, basis_of, require_costs
+from zbcompile.prediction.predict import Basis, basis_of, hardware_of, require_costs
+from zbcompile.prediction.step_comparison import StepComparison, compare_step
+from zbcompile.program.program import Program
+from zbcompile.program.rank_files import MANIFEST
+from zbcompile.program.step_record import StepRecord, read_record
 from zbcompile.progress import Say
 from zbcompile.schedules import Schedule, Timeline, simulate
+from zbcompile.schedules.visualization.units import for_trace, in_flops, in_units
 from zbcompile.schedules.visualization.write import ENDINGS
 
-FORMATS = ("text", "json", "dot", "html")
+SCHEMA = "zbcompile.inspect/2"
 
 
 @dataclass(frozen=True)
@@ -29,7 +37,6 @@ class Request(Plan):
     graphs: Path | None
     diff: list[str] | None
     passes: bool
-    stage: int | None
     compare: str | None
     explain_idle: int | None
     critical_path: bool
@@ -37,58 +44,53 @@ class Request(Plan):
     measured: Path | None
     quick: bool
     thorough: bool
-    format: str
     json: bool
     say: Say
 
-
-def refuse_combinations(request: Request) -> None:
-    """Raise PipelineError for options that do not go together."""
-    causes = request.explain_idle is not None or request.critical_path or request.diff or request.passes
-    if request.stage is not None and not request.diff:
-        raise PipelineError("--stage says which stage --diff shows; for one graph use --graph STAGE.PASS.")
-    if request.json and (request.graph or request.graphs or request.timeline or (causes and not request.passes)):
-        raise PipelineError("--json writes the summary, the comparison or --passes; leave out one of the two.")
-    if request.format != "text" and not (request.graph or request.graphs):
-        raise PipelineError(f"--format {request.format} is for --graph or --graphs; the summary has --json.")
-    if request.format == "html" and request.graph:
-        raise PipelineError("--format html shows all graphs on one page; ask for it with --graphs DIR.")
-    if request.fake and request.costs == "measured":
-        raise PipelineError("--costs measured runs the graphs for real; leave out --fake.")
-    if request.measured and (request.graph or request.graphs or request.diff or request.passes or request.compare):
-        raise PipelineError("--measured shows a recorded step: alone, or with --timeline, --explain-idle or --json.")
-    if request.timeline and (request.graph or request.graphs or causes):
-        raise PipelineError("--timeline draws the step, or with --compare several; leave out one of the two.")
+    def __post_init__(self) -> None:
+        """Raise for files that cannot be written or read, before anything is compiled."""
+        if self.fake and self.costs == "measured":
+            raise PipelineError("--costs measured runs the graphs for real; leave out --fake.")
+        if self.graphs:
+            self.graphs.mkdir(parents=True, exist_ok=True)
+        if self.timeline and self.timeline.suffix not in ENDINGS:
+            raise PipelineError(f"--timeline {self.timeline}: expected a file that ends in {', '.join(ENDINGS)}.")
+        if self.timeline and not self.timeline.exists():
+            self.timeline.touch()
+            self.timeline.unlink()
+        require_costs(self.costs)
 
 
-def refuse_files(request: Request) -> None:
-    """Raise for files that cannot be written or read, before anything is compiled; make the directory of --graphs."""
-    if request.graphs:
-        request.graphs.mkdir(parents=True, exist_ok=True)
-    if request.timeline and request.timeline.suffix not in ENDINGS:
-        raise PipelineError(f"--timeline {request.timeline}: expected a file that ends in {', '.join(ENDINGS)}.")
-    if request.timeline and not request.timeline.exists():
-        request.timeline.touch()
-        request.timeline.unlink()
-    require_costs(request.costs)
+@dataclass(frozen=True)
+class Prediction:
+    """A simulated step under the costs of `basis`. `speed`: FLOP/s of the nominal device whose seconds mean nothing, so
+    that times are shown in FLOPs; None if the costs are those of a machine, or passes."""
+
+    basis: Basis
+    timeline: Timeline
+    speed: float | None = None
+
+    @property
+    def unit(self) -> str:
+        """Of the times in `shown`."""
+        return "FLOP" if self.speed else self.basis.unit
+
+    @cached_property
+    def shown(self) -> Timeline:
+        return in_flops(self.timeline, self.speed) if self.speed else self.timeline
+
+    def for_file(self, file: Path) -> Timeline:
+        """In the units of a picture."""
+        if file.suffix == ".json":
+            return for_trace(self.timeline) if self.basis.unit == "s" else self.timeline
+        return self.timeline if self.basis.unit == "passes" else in_units([self.shown])[0]
 
 
-def refuse_places(request: Request, schedule: Schedule, graph: tuple[int, str] | None) -> None:
-    """Raise PipelineError if `schedule` does not have the stage or rank."""
-    stage = request.stage if graph is None else graph[0]
-    if stage is not None:
-        require_stage(schedule, stage)
-    if request.explain_idle is not None:
-        require_rank(schedule, request.explain_idle)
-
-
-def require_stage(schedule: Schedule, stage: int) -> None:
-    """Raise PipelineError if the stage does not exist."""
-    if not 0 <= stage < schedule.stages:
-        raise PipelineError(
-            f"stage {stage} does not exist: {schedule.name} on {schedule.ranks} ranks has stages 0 to "
-            f"{schedule.stages - 1}."
-        )
+def predicted(program: Program, request: Request, basis: Basis | None = None) -> Prediction:
+    """The step under the costs that were asked for, or those of `basis` if they are known."""
+    basis, nominal = basis or basis_of(program, request.costs, request.fused), Hardware.find("cpu-core")
+    is_nominal = request.costs == "flops" and hardware_of(program).name == nominal.name
+    return Prediction(basis, simulate(program.schedule, basis.costs), nominal.peak["float32"] if is_nominal else None)
 
 
 def compile_for(example: Example, schedule: Schedule, request: Request, observe: Observer | None = None) -> Inspected:
@@ -98,7 +100,53 @@ def compile_for(example: Example, schedule: Schedule, request: Request, observe:
     return replace(found, program=replace(found.program, step=request.options.step))
 
 
-def predicted(inspected: Inspected, request: Request) -> tuple[Timeline, Basis]:
-    """The step under the costs that were asked for."""
-    basis = basis_of(inspected.program, request.costs, request.fused)
-    return simulate(inspected.program.schedule, basis.costs), basis
+class Subject:
+    """What a request is about; each part is made when it is first asked for."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.history = PassHistory(texts=bool(request.diff)) if request.diff or request.passes else None
+        self.record: StepRecord | None = read_record(request.measured) if request.measured else None
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it is a directory, whose model is not available."""
+        return (Path(self.request.target) / MANIFEST).exists()
+
+    def require_model(self, options: Sequence[str]) -> None:
+        """Raise PipelineError if there are such options and no model."""
+        if self.is_saved and options:
+            raise PipelineError(
+                f"{self.request.target} is a compiled program: {', '.join(options)} needs its model. Leave it out, or "
+                "inspect the function that makes the model."
+            )
+
+    @cached_property
+    def example(self) -> Example:
+        return example_of(self.request)
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The one that was asked for; beside a record, its own unless another was asked for."""
+        if self.is_saved:
+            return self.inspected.program.schedule
+        of_record = self.record is not None and "schedule" not in self.request.given
+        return schedule_of(self.request, self.record.schedule if of_record and self.record else None)
+
+    @cached_property
+    def inspected(self) -> Inspected:
+        if self.is_saved:
+            return read_saved(Path(self.request.target))
+        return compile_for(self.example, self.schedule, self.request, self.history)
+
+    @cached_property
+    def prediction(self) -> Prediction:
+        return predicted(self.inspected.program, self.request)
+
+    @cached_property
+    def comparison(self) -> StepComparison | None:
+        """The record beside its prediction: of a machine whose speed is unknown, at the speed of the record."""
+        if self.record is None:
+            return None
+        program, now = self.inspected.program, self.prediction
+        return compare_step(self.record, now.timeline, now.basis, program.manifest, rescale=now.speed is not None)

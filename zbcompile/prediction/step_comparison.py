@@ -87,8 +87,11 @@ def measured_timeline(record: StepRecord, memory: Costs) -> Timeline:
     return recorded_timeline(record.schedule, record.spans, costs)
 
 
-def compare_step(record: StepRecord, predicted: Timeline, basis: Basis, manifest: Mapping[str, Any]) -> StepComparison:
+def compare_step(
+    record: StepRecord, predicted: Timeline, basis: Basis, manifest: Mapping[str, Any], rescale: bool = False
+) -> StepComparison:
     """Compare `record` with its prediction under `basis`; `manifest` is that of the program that was predicted.
+    `rescale`: of the predicted times only the ratios count, and all passes together take as long as in the record.
 
     Raises PipelineError if the record is of another schedule, or the prediction is not in seconds.
     """
@@ -98,9 +101,14 @@ def compare_step(record: StepRecord, predicted: Timeline, basis: Basis, manifest
     if updates:
         predicted = simulate(with_updates(predicted.program, updates), predicted.costs)
     require_same_schedule(record.schedule, predicted.schedule)
+    text = basis.text
+    if rescale:
+        factor = sum(record.timeline.busy) / (sum(predicted.busy) or 1.0)
+        predicted = simulate(predicted.program, _scaled(predicted.costs, factor))
+        text = f"{text}; {factor:.2f} times that, so that all passes take as long as measured"
     measured = measured_timeline(record, predicted.costs)
     return StepComparison(
-        basis=basis.text,
+        basis=text,
         predicted_step=predicted.finish,
         predicted_bubble=pass_bubble(predicted),
         measured_step=measured.finish,
@@ -113,6 +121,12 @@ def compare_step(record: StepRecord, predicted: Timeline, basis: Basis, manifest
         notes=tuple(_other_program(record.program, manifest)),
         timelines=(predicted, measured),
     )
+
+
+def _scaled(costs: Costs, factor: float) -> Costs:
+    names = ("forward", "backward", "weight", "saved", "vocab_s", "vocab_t")
+    changed: dict[str, Any] = {name: tuple(factor * time for time in getattr(costs, name)) for name in names}
+    return replace(costs, **changed)
 
 
 def require_same_schedule(recorded: Schedule, here: Schedule) -> None:

@@ -14,13 +14,12 @@ from typing import NamedTuple
 
 import torch
 
-from zbcompile.amounts import format_share, format_time
+from zbcompile.amounts import format_bytes, format_share, format_time
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatches
 from zbcompile.passes import gpu
-from zbcompile.passes.stage.print_python import format_bytes
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.step_comparison import measured_timeline, pass_bubble
 from zbcompile.profiling.observation import Observed

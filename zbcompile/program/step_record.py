@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any, NamedTuple
 
+from zbcompile.amounts import format_share, format_time
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.schedules import (
@@ -26,7 +27,9 @@ from zbcompile.schedules.execution.event_loop import Events, Outcome
 from zbcompile.schedules.ir.actions import COMPUTE, Step, flatten
 from zbcompile.schedules.ir.files import from_dict
 from zbcompile.schedules.visualization.figure import figure
+from zbcompile.schedules.visualization.step_tables import idle_share, rank_table
 from zbcompile.schedules.visualization.units import in_units
+from zbcompile.tables import Figure, grid
 from zbcompile.untrusted_text import VALUES, parse_json, read_text
 
 
@@ -106,7 +109,7 @@ class StepRecord:
     the first rank, as are all times. `held_bytes[rank]` is what waited for B and W after each of them, counted by
     storage, `peak_activation_bytes[rank]` its largest value; `bytes_sent[rank]` what the rank's sends carried.
     `step_time` is the seconds from the first rank's begin to the last one's end. `schedule` is what was run, `program`
-    the manifest of the program that it was compiled to.
+    the manifest of the program that it was compiled to. `print(pipe.last_step)` shows where the time of each rank went.
     """
 
     spans: dict[int, list[Span]]
@@ -146,10 +149,26 @@ class StepRecord:
         causes = () if self.in_process else self.timeline.idle_by_cause
         return {rank: {str(cause): time for cause, time in idle.items()} for rank, idle in enumerate(causes)}
 
+    @property
+    def _as_ranks(self) -> Timeline:
+        """The passes as they ran; of ranks in one process, as if each had its own."""
+        return simulate(self.schedule, self.costs) if self.in_process else self.timeline
+
+    def __str__(self) -> str:
+        """The time and the idle time of every rank, by cause."""
+        timeline, apart = self._as_ranks, ", as if each rank had a process of its own" * self.in_process
+        rows = rank_table(timeline, "s").rows
+        held = [
+            [*(each for each in row if each.name != "peak memory"), Figure("peak waiting", peak, "B")]
+            for row, peak in zip(rows, [*self.peak_activation_bytes.values(), None], strict=False)
+        ]
+        idle = f"bubble {format_share(timeline.bubble)}, idle of all ranks {format_share(idle_share(timeline))}"
+        step = f"step {format_time(timeline.finish, 's')} of {format_time(self.step_time, 's')} for the call"
+        return f"{self.schedule.name}: {step}, {idle}{apart}\n\n{grid(held)}"
+
     def _repr_html_(self) -> str:
-        """In notebooks, the passes as they ran; of ranks in one process, as if each had its own."""
-        timeline = simulate(self.schedule, self.costs) if self.in_process else self.timeline
-        return figure(in_units([timeline], bytes_known=False))
+        """In notebooks, a picture of the step."""
+        return figure(in_units([self._as_ranks], bytes_known=False))
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on

@@ -13,7 +13,8 @@ from zbcompile.schedules.simulation.message_slack import message_slack
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
 from zbcompile.schedules.visualization.figure import to_html
-from zbcompile.schedules.visualization.svg import IDLE_LOOKS, LOOKS, compare_svg, to_svg
+from zbcompile.schedules.visualization.looks import IDLE_LOOKS, LOOKS
+from zbcompile.schedules.visualization.svg import compare_svg, to_svg
 from zbcompile.schedules.visualization.text import compare_text, format_timeline
 from zbcompile.schedules.visualization.write import write_comparison, write_picture
 
@@ -46,7 +47,9 @@ def test_svg_shows_every_step_and_every_idle_interval(name: str) -> None:
 
 def test_operations_differ_in_colour_hatching_and_letter() -> None:
     assert len({colour for colour, *_ in LOOKS.values()}) == len({strokes for _, strokes, _ in LOOKS.values()}) == 10
-    assert {">F0<", ">B0<", ">W0<"} <= {f">{text}<" for text in ("F0", "B0", "W0") if f">{text}<" in to_svg(timeline())}
+    assert {">F0<", ">B0<", ">W0<"} <= {
+        f">{text}<" for text in ("F0", "B0", "W0") if f">{text}<" in to_svg(timeline(), 3000)
+    }
 
 
 @pytest.mark.slow
@@ -82,7 +85,7 @@ def test_messages_and_the_critical_path_are_drawn_on_demand() -> None:
 
 def test_html_is_self_contained_and_has_a_row_per_rank() -> None:
     page = to_html(timeline())
-    assert page.count("<tr>") == 1 + 4
+    assert page.count("<tr>") == 1 + 4 + 1
     assert "http://www.w3.org/2000/svg" in page
     assert all(reference not in page for reference in ("src=", "href=", "@import", "https://"))
 

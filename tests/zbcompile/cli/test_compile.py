@@ -180,9 +180,9 @@ def test_a_directory_is_inspected_as_its_model_is(
 def test_pictures_of_a_directory(program: Path, tmp_path: Path, command: Command) -> None:
     picture = tmp_path / "step.svg"
     assert command(zbcompile.inspect.main, program, "--timeline", picture)[:2] == (0, f"{picture}\n")
-    assert "Net: " in command(zbcompile.inspect.main, program)[1]
+    assert "model           Net\n" in command(zbcompile.inspect.main, program)[1]
     assert "Rank 1 is idle" in command(zbcompile.inspect.main, program, "--explain-idle", "1")[1]
-    assert command(zbcompile.inspect.main, program, "--graphs", tmp_path, "--format", "html")[0] == 0
+    assert command(zbcompile.inspect.main, program, "--graphs", tmp_path)[0] == 0
     assert "small.py" in (tmp_path / "graphs.html").read_text()
 
 

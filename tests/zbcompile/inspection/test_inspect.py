@@ -18,8 +18,8 @@ import zbcompile
 import zbcompile.compile
 from zbcompile.cli.target import load_example
 from zbcompile.inspect import main
-from zbcompile.inspection.report import WIDTH
 from zbcompile.passes.pass_list.passes_in_order import PASS_NAMES
+from zbcompile.tables import WIDTH
 
 ROOT = Path(__file__).parents[3]
 TARGETS = "examples/targets.py"
@@ -182,8 +182,6 @@ def test_a_program_directory(
     golden("inspect_program.txt", shown)
     causes = inspect(tmp_path / "program", "--measured", RECORD, "--explain-idle", 2)
     golden("inspect_measured_causes.txt", causes.removesuffix(OTHER_TORCH))
-    data = json.loads(inspect(tmp_path / "program", "--measured", RECORD, "--json"))
-    assert _fields(data) <= documented()
     for ending in ("svg", "html", "json", "txt"):
         picture = tmp_path / f"both.{ending}"
         assert str(picture) in inspect(tmp_path / "program", "--measured", RECORD, "--timeline", picture)
@@ -199,7 +197,7 @@ def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Calla
 
 def test_what_a_pass_changed(tiny: Path, inspect: Callable[..., str]) -> None:
     """Accumulation turns the products of W into additions in place and touches nothing else."""
-    lines = inspect(f"{tiny}:two", "--diff", "split", "accumulate", "--stage", 1).splitlines()
+    lines = inspect(f"{tiny}:two", "--diff", "1.split", "accumulate").splitlines()
     assert lines[:2] == ["--- stage 1 after split", "+++ stage 1 after accumulate"]
     removed, added = ([line for line in lines[2:] if line.startswith(sign)] for sign in "-+")
     assert any("aten.mm.default" in line for line in removed)
@@ -220,8 +218,8 @@ def test_what_a_pass_changed(tiny: Path, inspect: Callable[..., str]) -> None:
 def test_any_two_passes_can_be_compared(
     first: str, second: str, titles: tuple[str, str], tiny: Path, inspect: Callable[..., str]
 ) -> None:
-    plan = ("--schedule", "dualpipe-v", "--stage", 1)
-    before, after, *lines = inspect(f"{tiny}:two", "--diff", first, second, *plan).splitlines()
+    plan = ("--schedule", "dualpipe-v")
+    before, after, *lines = inspect(f"{tiny}:two", "--diff", f"1.{first}", second, *plan).splitlines()
     assert (before, after) == (f"--- {titles[0]}", f"+++ {titles[1]}")
     assert any(line.startswith(("+", "-")) for line in lines)
 
@@ -229,10 +227,10 @@ def test_any_two_passes_can_be_compared(
 def test_the_passes_in_order(tiny: Path, inspect: Callable[..., str]) -> None:
     """Every pass is listed; what runs gets what the one before it made, stages that are compiled once count once."""
     rows = json.loads(inspect(f"{tiny}:two", "--passes", "--json"))["passes"]
-    assert [row["name"] for row in rows] == list(PASS_NAMES)
+    assert [row["pass"] for row in rows] == list(PASS_NAMES)
     ran = [row for row in rows if row["runs"]]
-    assert {"capture", "infer-values", "cut", "joint", "split", "accumulate"} <= {row["name"] for row in ran}
-    model = [row for row in ran if row["runs"] == 1 and row["name"] != "deduplicate"]
+    assert {"capture", "infer-values", "cut", "joint", "split", "accumulate"} <= {row["pass"] for row in ran}
+    model = [row for row in ran if row["runs"] == 1 and row["pass"] != "deduplicate"]
     assert [row["before"] for row in model[1:]] == [row["after"] for row in model[:-1]]
     assert all(row["seconds"] > 0 and row["after"] > 0 for row in ran)
     text = inspect(f"{tiny}:two", "--passes")
@@ -240,30 +238,33 @@ def test_the_passes_in_order(tiny: Path, inspect: Callable[..., str]) -> None:
     assert [line.split()[0] for line in text.splitlines()[2 : 2 + len(rows)]] == list(PASS_NAMES)
 
 
-def test_a_graph_in_other_forms(tiny: Path, inspect: Callable[..., str]) -> None:
-    """JSON and DOT hold every operation, and whatever it reads is there."""
-    graph = json.loads(inspect(f"{tiny}:two", "--graph", "1.B", "--format", "json"))
-    names = [op["name"] for op in graph["operations"]]
-    known = {*names, *(value["node"] for value in graph["inputs"])}
-    assert (graph["schema"], graph["stage"], graph["name"]) == ("zbcompile.graphs/1", 1, "B")
-    assert all(op["line"] or op["made_by"] for op in graph["operations"])
-    assert {name for op in graph["operations"] for name in op["inputs"]} <= known
-    dot = inspect(f"{tiny}:two", "--graph", "1.B", "--format", "dot")
-    assert dot.count("{") == dot.count("}")
-    assert all(f'"{name}" [label=' in dot for name in names)
-
-
 @pytest.mark.slow
-def test_all_graphs_on_one_page(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
-    """Every operation of F, B and W stands on the page, every hop with its bytes; nothing is loaded from elsewhere."""
-    inspect(f"{tiny}:two", "--graphs", tmp_path, "--format", "html")
-    page = (tmp_path / "graphs.html").read_text()
+def test_all_graphs_are_written(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
+    """As Python; and on one page, where every operation of F, B and W stands, every hop with its bytes, and nothing is
+    loaded from elsewhere. The JSON of a graph holds every operation, and whatever it reads is there."""
+    directory = tmp_path / "graphs" / "deep"
+    files = inspect(f"{tiny}:two", "--graphs", directory).split()
+    names = [f"stage{stage}_{name}.py" for stage in range(4) for name in ("F", "B", "W", "BW")]
+    assert sorted(files) == sorted(f"{directory}/{name}" for name in ("graphs.html", *names))
+    for name in names:
+        ast.parse((directory / name).read_text())
+    page = (directory / "graphs.html").read_text()
     assert page.count('class="hop"') == page.count('<section class="stage">') - 1 == 3
     assert "http" not in page
     for name in ("F", "B", "W"):
-        graph = json.loads(inspect(f"{tiny}:two", "--graph", f"2.{name}", "--format", "json"))
+        operations = json.loads(inspect(f"{tiny}:two", "--graph", f"2.{name}", "--json"))[f"graph 2.{name}"]
         shown = page.split("<h2>stage 2 ")[1].split("<h2>")[0]
-        assert shown.count(f'class="op {name}"') == len(graph["operations"])
+        assert shown.count(f'class="op {name}"') == len(operations)
+        assert all(op["line"] or op["made_by"] for op in operations)
+
+
+def test_parts_do_not_exclude_each_other(tiny: Path, inspect: Callable[..., str]) -> None:
+    """Whatever is asked for is shown, one after the other."""
+    plan = (f"{tiny}:two", "--schedule", "1f1b", "--costs", "uniform")
+    asked = (("--graph", "0.W"), ("--explain-idle", 1), ("--critical-path",), ("--compare", "1f1b,zb-h1"))
+    shown = inspect(*plan, *(word for each in asked for word in each), "--passes", "--diff", "0.split", "accumulate")
+    for each in asked:
+        assert inspect(*plan, *each).rstrip("\n") in shown
 
 
 @pytest.mark.slow
@@ -275,59 +276,47 @@ def test_fake_tensors_show_the_same(inspect: Callable[..., str]) -> None:
 
 def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
     data = json.loads(inspect(f"{TARGETS}:unet", "--json", "--quick", "--microbatches", 4, "--schedule", "zbh1"))
-    assert data["schema"] == "zbcompile.inspect/1"
-    assert (data["schedule"], data["ranks"], data["microbatches"], len(data["stages"])) == ("zb-h1", 2, 4, 2)
-    assert sum(stage["parameters"] for stage in data["stages"]) == data["parameters"]
-    assert [stage["ranks"] for stage in data["stages"]] == [[0], [1]]
-    assert data["stages"][0]["send_bytes"] == data["stages"][1]["receive_bytes"] > 0
-    assert data["stages"][0]["cut"]["file"] == TARGETS
-    assert data["stages"][1]["cut"] is None
-    assert data["dropped_outputs"] == ["image"]
-    for rank, stage in zip(data["per_rank"], data["stages"], strict=True):
-        assert rank["flops"] == 4 * sum(stage["flops"][op] for op in "FBW")
-        assert stage["flops"]["BW"] == stage["flops"]["B"] + stage["flops"]["W"]
-        assert rank["peak_bytes"] >= stage["kept"]
-        assert rank["copies_bytes"] == 3 * stage["parameter_bytes"]  # with AdamW's two moments
-    sends = [action for program in data["programs"] for action in program if action.startswith("SEND")]
-    assert data["prediction"]["messages"]["count"] == len(sends) == 8
+    model, stages = data["model"], data["stages"]
+    assert data["schema"] == "zbcompile.inspect/2"
+    assert (model["schedule"], model["ranks"], model["microbatches"], len(stages)) == ("zb-h1", 2, 4, 2)
+    assert sum(stage["parameters"] for stage in stages) == model["parameters"]
+    assert [stage["rank"] for stage in stages] == [[0], [1]]
+    assert data["bytes"][0]["sends"] == data["bytes"][1]["receives"] > 0
+    assert stages[0]["cut after"].split()[1].startswith("targets.py:")
+    assert stages[1]["cut after"] == "(the loss)"
+    assert data["notes"]["notes"][0].startswith("- image: returned beside the loss")
+    assert data["units"]["bytes"]["sends"] == "B per microbatch"
+    for rank, stage, kept, memory in zip(data["ranks"], stages, data["bytes"], data["memory"], strict=True):
+        assert rank["FLOPs"] == 4 * sum(stage[op] for op in "FBW")
+        assert rank["peak waiting"] >= kept["kept F..B"]
+        assert memory["copies"] == 3 * 4 * stage["parameters"]  # with AdamW's two moments
+    sends = [action for order in data["orders"] for action in order["with messages"] if action.startswith("SEND")]
+    assert data["prediction"]["messages"] == len(sends) == 8
 
 
-def _fields(data: Any) -> set[str]:
-    """The names of all objects' members, but for those that are data themselves: input paths."""
-    if isinstance(data, list):
-        return {name for item in data for name in _fields(item)}
-    if not isinstance(data, dict):
-        return set()
-    return {
-        *data,
-        *(
-            name
-            for key, value in data.items()
-            if key not in ("inputs", "flops", "idle", "running")
-            for name in _fields(value)
-        ),
-    }
-
-
-def documented() -> set[str]:
-    """The words that docs/inspect.md has as names of fields."""
-    return set(re.findall(r"[`\"](\w+)[`\"]", (ROOT / "docs" / "inspect.md").read_text()))
+def columns(data: Any) -> set[str]:
+    """The names of all figures and tables."""
+    rows = (row for table in data.values() for row in (table if isinstance(table, list) else [table]))
+    return {*data, *(name for row in rows if isinstance(row, dict) for name in row)}
 
 
 @pytest.mark.slow
-def test_every_field_of_the_json_is_documented(tiny: Path, inspect: Callable[..., str]) -> None:
+def test_every_figure_is_explained(tiny: Path, inspect: Callable[..., str]) -> None:
     """Also what was tried, with a reason where that cannot be had: this model has no output layer."""
+    section = (ROOT / "docs" / "inspect.md").read_text().partition("## `--json`")[2].partition("\n## ")[0]
+    words = set(re.findall(r"`([^`]+)`", section))
     given = (f"{tiny}:two", "--schedule", "1f1b", "--json")
     data = json.loads(inspect(*given))
-    assert _fields(data) <= documented()
-    options = {each["option"]: each for each in data["alternatives"]}
+    assert columns(data) - words == {"schema"}
+    assert columns(json.loads(inspect(*given, "--compare", "1f1b", "--passes"))) <= {*words, "schema"}
+    options = {each["option"]: each for each in data["advice"]}
     assert {"--microbatches 8", "--recompute full"} <= set(options)
     assert any(option.startswith("--schedule") for option in options)
     full = options["--recompute full"]
-    assert full["time_ratio"] > 1
-    assert full["peak_ratio"] > 0.9  # two layers: what is alive while B rebuilds is about what F would have kept
-    assert [each["option"] for each in data["impossible"]] == ["--vocab 1"]
-    assert _fields(json.loads(inspect(*given, "--compare", "1f1b"))) <= documented()
+    assert full["time"] > 0
+    assert full["peak memory"] > -0.1  # two layers: what is alive while B rebuilds is about what F would have kept
+    assert [note.partition(":")[0] for note in data["notes"]["advice"][1:]] == ["Not tried"]
+    assert "--vocab 1" in data["notes"]["advice"][1]
 
 
 SPEAKING = """
@@ -373,20 +362,19 @@ def test_advice_is_what_inspect_predicts_with_that_option(
     def predicted(*options: str) -> tuple[dict[str, Any], float, int]:
         assert main([f"{file}:target", "--ranks", "2", "--json", *options]) == 0
         data = json.loads(capsys.readouterr().out)
-        most = max(rank["memory"]["peak"] for rank in data["per_rank"])
-        return data, data["prediction"]["step"] / data["microbatches"], most
+        return data, data["prediction"]["step"] / data["model"]["microbatches"], data["prediction"]["peak memory"]
 
     now, step, memory = predicted(*base)
     pairs = dict(zip(base[::2], base[1::2], strict=False)) if "--fused" not in base else {base[0]: base[1]}
     flags = ["--quick"] + ["--fused"] * ("--fused" in base)
-    advised = [each for each in now["alternatives"] if each["option"].startswith(limit)]
+    advised = [each for each in now["advice"] if each["option"].startswith(limit)]
     assert advised
     for each in advised:
         name, value = each["option"].split()
-        options = {"--microbatches": str(now["microbatches"]), **pairs, name: value}
+        options = {"--microbatches": str(now["model"]["microbatches"]), **pairs, name: value}
         _, after, most = predicted(*flags, *(word for pair in options.items() for word in pair))
-        assert each["time_ratio"] == pytest.approx(after / step), each["option"]
-        assert each["peak_ratio"] == pytest.approx(most / memory), each["option"]
+        assert each["time"] == pytest.approx(after / step - 1), each["option"]
+        assert each["peak memory"] == pytest.approx(most / memory - 1), each["option"]
 
 
 def test_uniform_costs_are_the_textbooks(tiny: Path, inspect: Callable[..., str]) -> None:
@@ -396,16 +384,6 @@ def test_uniform_costs_are_the_textbooks(tiny: Path, inspect: Callable[..., str]
     costs = tiny.with_name("costs.json")
     costs.write_text('{"forward": [2, 2], "backward": [2, 2], "weight": [2, 2]}')
     assert json.loads(inspect(*given, "--costs", costs))["prediction"]["step"] == (4 + 2 - 1) * 6
-
-
-def test_all_graphs_are_written(tiny: Path, inspect: Callable[..., str]) -> None:
-    directory = tiny.with_name("graphs") / "deep"
-    files = inspect(f"{tiny}:two", "--schedule", "1f1b", "--graphs", directory).split()
-    assert sorted(files) == sorted(
-        f"{directory}/stage{stage}_{name}.py" for stage in (0, 1) for name in ("F", "B", "W", "BW")
-    )
-    for file in files:
-        ast.parse(Path(file).read_text())
 
 
 @pytest.mark.parametrize("ending", ["txt", "svg", "html", "json"])
@@ -419,7 +397,7 @@ def test_a_schedule_from_a_file(tiny: Path, inspect: Callable[..., str]) -> None
     file = tiny.with_name("mine.csv")
     zbcompile.schedules.save(zbcompile.schedules.build("zb-h1", ranks=3, microbatches=6), file)
     data = json.loads(inspect(f"{tiny}:two", "--schedule", file, "--json", "--quick"))
-    assert (data["ranks"], data["microbatches"], len(data["stages"])) == (3, 6, 3)
+    assert (data["model"]["ranks"], data["model"]["microbatches"], len(data["stages"])) == (3, 6, 3)
 
 
 @pytest.mark.parametrize("name", ["two", "three", "example"])
@@ -455,8 +433,6 @@ def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: 
 @pytest.mark.parametrize(
     ("option", "value", "says"),
     [
-        ("--stage", "1", "which stage --diff shows"),
-        ("--format", "dot", "is for --graph or --graphs"),
         ("--graph", "7.B", "stage 7 does not exist: zb-v on 2 ranks has stages 0 to 3"),
         ("--graph", "1.X", "expected STAGE.PASS such as 1.B"),
         ("--graphs", "{tiny}/graphs", "Not a directory"),
@@ -479,7 +455,7 @@ def test_a_wrong_option_is_one_line(option: str, value: str, says: str, tiny: Pa
 def test_what_the_target_prints_is_no_part_of_the_report(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([f"{tiny}:example", "--ranks", "1", "--schedule", "1f1b", "--json", "--quick"]) == 0
     captured = capsys.readouterr()
-    assert json.loads(captured.out)["model"] == "Linear"
+    assert json.loads(captured.out)["model"]["model"] == "Linear"
     assert captured.err == "building\n"
 
 
@@ -495,7 +471,7 @@ def test_the_command_itself_piped(tiny: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert all(re.match(r" +\d+\.\d s  ", line) for line in done.stderr.splitlines()), done.stderr
     assert "\x1b" not in done.stdout
-    assert done.stdout.startswith("Net: 432 parameters")
+    assert done.stdout.startswith("model           Net\nparameters      432\n")
 
 
 def test_help_has_examples(capsys: pytest.CaptureFixture[str]) -> None:
@@ -528,10 +504,8 @@ def exchanging():
 
 def test_exchanges_beside_the_pipeline(tmp_path: Path, inspect: Callable[..., str]) -> None:
     (path := tmp_path / "exchanging.py").write_text(EXCHANGING)
-    try:
-        text = inspect(f"{path}:exchanging", "--schedule", "zb-h1", "--ranks", "2", "--quick")
-    finally:
-        torch.distributed.destroy_process_group()
+    text = inspect(f"{path}:exchanging", "--schedule", "zb-h1", "--ranks", "2", "--quick")
+    assert not torch.distributed.is_initialized()  # the group that the target made is gone
     rows = text.partition("Exchanges with ranks beside the pipeline")[2].split("\n\n")[1].splitlines()[2:]
     sent, found = ["group0", "all_reduce", "1", "64", "B"], [row.split() for row in rows]
     assert [row[:7] for row in found] == [[str(stage), name, *sent] for stage in (0, 1) for name in ("F", "B")]

@@ -26,7 +26,7 @@ from tests.support.oracle import PROBLEMS, Batch
 from tests.support.pool import FORKS, Pool
 from tests.support.replicated import REPLICAS, mesh_of_replicas
 from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of
-from zbcompile.inspection.summary import copies_bytes
+from zbcompile.inspection.report import copies_bytes
 from zbcompile.optimizer.post_validation import PostValidation
 
 
