@@ -27,7 +27,6 @@ from zbcompile.schedules.lowering.edges import Message
 from zbcompile.torch_private import gloo_link, nccl_link
 
 Pair = tuple[int, int]  # source rank, destination rank
-LINKS = {"gloo": gloo_link, gpu.BACKEND: nccl_link}
 SOURCE, DESTINATION = 0, 1  # the ranks of a link
 UNUSED_TAG = 1 << 30  # no message uses it
 
@@ -108,7 +107,8 @@ def open_channels(
         if rank in (source, destination):
             end = SOURCE if rank == source else DESTINATION
             place = dist.PrefixStore(f"{source}>{destination}", store)
-            link = LINKS[backend](place, end, patience(backend, timeout))
+            given = place, end, patience(backend, timeout)
+            link = nccl_link(*given, (source, destination)) if backend == gpu.BACKEND else gloo_link(*given)
             _greet(link, end, device)
             if end == SOURCE:
                 outward[destination] = link

@@ -12,7 +12,7 @@ import zlib
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -132,6 +132,7 @@ class GraphContext:
 
     def __enter__(self) -> None:
         torch.cuda.synchronize()
+        torch.cuda.empty_cache()
         self.context.__enter__()
         self.graph.capture_begin()
 
@@ -168,9 +169,13 @@ class ProcessGroupNCCL(metaclass=_AnyBackend):
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream, self._timeout = is_high_priority_stream, dist.default_pg_timeout
-            self.config = SimpleNamespace()
+            self.config = SimpleNamespace(max_ctas=None)
+            self.group_name, self.global_ranks_in_group = "", []
+
+    made: ClassVar[list[Any]] = []  # the options of all groups, as a flight recorder would name them
 
     def __new__(cls, store: dist.Store, rank: int, size: int, options: Any = None) -> Any:
+        cls.made.append(options)
         patience = getattr(options, "_timeout", timedelta(seconds=300))
         inner = dist.ProcessGroupGloo(store, rank, size, patience)
         host = zlib.crc32(HOST.encode())
@@ -231,11 +236,12 @@ def _install_memory(cuda: Any) -> None:
     for module in (cuda, cuda.memory):
         _put(module, memory_allocated=lambda given=None: device.memory(_index(given))[0])
         _put(module, max_memory_allocated=lambda given=None: device.memory(_index(given))[1])
-        _put(module, memory_reserved=lambda given=None: device.memory(_index(given))[0])
+        # torch's allocator keeps what was freed, until its cache is emptied
+        _put(module, memory_reserved=lambda given=None: device.memory(_index(given))[1])
         _put(module, max_memory_reserved=lambda given=None: device.memory(_index(given))[1])
         _put(module, reset_peak_memory_stats=lambda given=None: device.reset_peak(_index(given)))
-        _put(module, mem_get_info=lambda given=None: (TOTAL - device.memory(_index(given))[0], TOTAL))
-        _put(module, empty_cache=_nothing)
+        _put(module, mem_get_info=lambda given=None: (TOTAL - device.memory(_index(given))[1], TOTAL))
+        _put(module, empty_cache=lambda: [device.reset_peak(index) for index in range(DEVICES)])
 
 
 def _install_below(c: Any) -> None:

@@ -22,6 +22,9 @@ import zbcompile
 from tests.support.oracle import Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.pretended_gpu.build import ROOT, built, environment, why_not
+from zbcompile.backends.cuda_graphs import WARM_UP, Recorded
+from zbcompile.model.seeds import Relay
+from zbcompile.passes import gpu
 
 HERE = "pretended_gpu_in_torch" in sys.modules
 pretended = pytest.mark.skipif(not HERE, reason="runs on the pretended GPU, in a process of its own")
@@ -166,6 +169,59 @@ def test_messages_of_one_communicator_wait_for_each_other(pool: Pool, crossed: b
     assert pool.run(send_and_receive, crossed, backend="nccl") == [not crossed] * 2
 
 
+@pretended
+def test_free_memory_counts_what_the_allocator_holds_unused() -> None:
+    device = torch.device("cuda", 1)
+    before = gpu.free_memory(device)
+    torch.empty(1 << 20, device=device)  # freed at once, but not given back
+    assert torch.cuda.mem_get_info(device)[0] < before
+    assert gpu.free_memory(device) == before
+    assert gpu.peak_memory(device) >= 1 << 22
+
+
+@pretended
+def test_a_generators_state_is_copied_to_the_device_once() -> None:
+    """The seed is the microbatch's own, the offset depends on shapes alone."""
+    relay = Relay(torch.device("cuda", 1))
+    torch.cuda.set_rng_state(torch.tensor([5, 8]).view(torch.uint8), 1)
+    left = relay.leave()
+    assert left.view(torch.int64).tolist() == [5, 8]
+    torch.cuda.set_rng_state(torch.tensor([6, 8]).view(torch.uint8), 1)
+    assert relay.leave() is left
+
+
+@pretended
+def test_a_recording_copies_its_inputs_once_and_leaves_the_cache(device: ModuleType) -> None:
+    """At the first call too: into its buffers, warm-up, replay, and the result out of it."""
+
+    def double(values: list[Tensor]) -> list[Tensor]:
+        return [values.pop() * 2]
+
+    first, second = torch.ones(4, device="cuda"), torch.full((4,), 2.0, device="cuda")
+    torch.empty(1 << 20, device="cuda")  # held in the cache from here on
+    held, launches = torch.cuda.memory_reserved(), device.launches()
+    recorded = Recorded("double", double, (), frozenset(), gpu.graph_pool())
+    results = [recorded([first])[0]]
+    assert device.launches() - launches == 1 + WARM_UP + 1 + 1
+    assert torch.cuda.memory_reserved() >= held
+    results.append(recorded([second])[0])
+    assert [result.tolist() for result in results] == [[2.0] * 4, [4.0] * 4]
+
+
+@pretended
+def test_measuring_draws_from_no_generator_of_the_script() -> None:
+    """The model's GPU is not the current one."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 8)).to("cuda:1")
+    torch.cuda.set_rng_state(torch.tensor([5, 8]).view(torch.uint8), 1)
+    with torch.cuda.device(0):
+        options = {"schedule": "zb-h1", "ranks": 1, "microbatches": 2, "balance": "measured"}
+        pipe = zbcompile.pipeline(model, loss=squared, **options)
+        given = torch.ones(4, 8, device="cuda:1")
+        pipe.compile(given, target=given)
+    assert torch.cuda.get_rng_state(1).view(torch.int64).tolist() == [5, 8]
+    pipe.close()
+
+
 class Masked(nn.Module):
     """Its backward makes tensors: the graphs name the device."""
 
@@ -203,8 +259,9 @@ def steps_as_eager(rank: int | None) -> list[float]:
     return differences
 
 
-def with_another_current_device() -> tuple[list[float], set[int], int]:
-    """Differences from eager, devices that this process used, and how often the other GPU's generator was seeded."""
+def with_another_current_device() -> tuple[list[float], set[int], int, list[str]]:
+    """Differences from eager, devices that this process used, how often the other GPU's generator was seeded, and what
+    its groups are called in dumps of the flight recorder."""
     device = sys.modules["pretended_gpu_in_torch"].device  # type: ignore[attr-defined]
     torch.cuda.set_device(0)
     torch.cuda.synchronize()
@@ -213,17 +270,19 @@ def with_another_current_device() -> tuple[list[float], set[int], int]:
     before = device.times_seeded(1 - rank)
     found = steps_as_eager(rank)
     by_eager = 1 + 2 * 4  # torch.manual_seed: once, and before each of the microbatches
-    return found, device.contexts(), device.times_seeded(1 - rank) - before - by_eager
+    names = [str(options.group_name) for options in dist.ProcessGroupNCCL.made]
+    return found, device.contexts(), device.times_seeded(1 - rank) - before - by_eager, names
 
 
 @pretended
 def test_ranks_whose_scripts_only_moved_the_model(pool: Pool) -> None:
     """Nothing of theirs is on GPU 0 but what belongs there, whichever device was current; the other GPU's generator is
     left alone, and graphs that name their devices are one program."""
-    for rank, (differences, used, seeded) in enumerate(pool.run(with_another_current_device, backend="nccl")):
+    for rank, (differences, used, seeded, names) in enumerate(pool.run(with_another_current_device, backend="nccl")):
         assert max(differences) < 1e-5
         assert used == {rank}
         assert seeded == 0
+        assert {"zbcompile 0>1", "zbcompile 1>0"} <= set(names)
 
 
 @pretended
