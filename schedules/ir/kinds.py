@@ -1,8 +1,8 @@
 """Every kind of action, in one table that text, checks, simulation, memory, lowering and pictures read.
 
-A new kind is one entry in the table; to run it, `zbcompile.runtime.action_loop` needs a handler for it, an exchange
-`zbcompile.runtime.step_run`, and `zbcompile.schedules.visualization.svg` may give it a look of its own. Kinds that one
-stage runs once per step (those of the optimizer), or one rank (exchanges), are written with microbatch 0, the
+A new kind is one entry in the table; to run it, `zbcompile.runtime.action_loop` needs a handler for it, for what runs
+once `zbcompile.runtime.step_run`, and `zbcompile.schedules.visualization.svg` may give it a look of its own. Kinds that
+one stage runs once per step (those of the optimizer), or one rank (exchanges), are written with microbatch 0, the
 latter with the number of the rank in place of a stage.
 """
 

@@ -10,7 +10,6 @@ import torch
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.transport import Transport
 from zbcompile.program.program import Program
-from zbcompile.runtime.data_parallel import StageUpdates
 from zbcompile.runtime.rank_plan import Instruction, RankPlan
 from zbcompile.runtime.stage_plan import Tensors
 from zbcompile.runtime.stage_run import StageRun
@@ -36,19 +35,19 @@ class StepRecorder(Protocol):
     def end(self) -> None: ...
 
 
-class Meetings(Protocol):
-    """The exchanges of a step among the ranks of this process (`zbcompile.runtime.step_run`)."""
+class OnceActions(Protocol):
+    """The actions that a step has once per stage or rank (`zbcompile.runtime.step_run`)."""
 
     def arrive(self, op: str) -> None: ...
     def ready(self, op: str) -> bool: ...
-    def carry_out(self, op: str) -> None: ...
+    def carry_out(self, action: Action, rank: int) -> None: ...
 
 
 @dataclass
 class RankRun:
     """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` shows
     other threads how far the rank is. `vocabulary` is the rank's shard of the output layer, if that is sharded,
-    `updates` what the optimizer does within the step, `exchanges` what all ranks do together."""
+    `once` what is done once per stage or rank: by the optimizer within the step, and by all ranks together."""
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
@@ -56,8 +55,7 @@ class RankRun:
     position: Position
     observe: Observer | None = None
     vocabulary: VocabularyTransport | None = None
-    updates: StageUpdates | None = None
-    exchanges: Meetings | None = None
+    once: OnceActions | None = None
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 
     @property
@@ -67,9 +65,9 @@ class RankRun:
     def run(self) -> Iterator[Action]:
         """Carry out the rank's program. Yields an action for as long as its input has not arrived."""
         for step in self.plan.instructions:
-            if self.exchanges is not None and step[0].action.op in EXCHANGES:
-                self.exchanges.arrive(step[0].action.op)
-                while not self.exchanges.ready(step[0].action.op):
+            if self.once is not None and step[0].action.op in EXCHANGES:
+                self.once.arrive(step[0].action.op)
+                while not self.once.ready(step[0].action.op):
                     yield step[0].action
             for instruction in step:
                 self.position.action = instruction.action
@@ -152,13 +150,9 @@ class RankRun:
         assert self.vocabulary is not None
         self.vocabulary.announce(to.action.op, to.action.microbatch)
 
-    def _optimize(self, to: Instruction) -> None:
-        assert self.updates is not None
-        self.updates.carry_out(to.action.op, to.action.stage)
-
-    def _exchange(self, to: Instruction) -> None:
-        assert self.exchanges is not None
-        self.exchanges.carry_out(to.action.op)
+    def _once(self, to: Instruction) -> None:
+        assert self.once is not None
+        self.once.carry_out(to.action, self.rank)
 
     def losses(self) -> dict[int, torch.Tensor]:
         """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left."""
@@ -182,9 +176,8 @@ HANDLERS: Mapping[str, Callable[..., None]] = {
     **dict.fromkeys(("F", "B", "W", "BW"), RankRun._compute),
     "S": RankRun._scan,
     "T": RankRun._update,
-    **dict.fromkeys(ONCE, RankRun._optimize),
+    **dict.fromkeys((*ONCE, *EXCHANGES), RankRun._once),
     **dict.fromkeys(SENDS, RankRun._send),
     **dict.fromkeys(RECEIVES, RankRun._receive),
     **dict.fromkeys(COLLECTIVES, RankRun._announce),
-    **dict.fromkeys(EXCHANGES, RankRun._exchange),
 }

@@ -23,7 +23,6 @@ from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.schedules.ir.actions import GATHER, OPT, REDUCE, VALIDATE
 
 Observe = Callable[[str, torch.Tensor], None]
 LATE = -1  # in place of a stage: what is complete, and needed, outside of the program of a stage
@@ -228,41 +227,3 @@ def in_buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]
                 bucket = []
             bucket.append(gradient)
         yield bucket
-
-
-@dataclass
-class StageUpdates:
-    """What VALIDATE, GATHER, REDUCE and OPT do for a stage."""
-
-    program: Program
-    gradients: Gradients
-    reduction: Reduction
-    early: Sequence[Early] = ()
-    validating: Sequence[Early] = ()
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of actions that the step has."""
-        reduction = self.reduction
-        has = {VALIDATE: self.validating, GATHER: reduction.sharded, REDUCE: reduction.reduces, OPT: self.early}
-        return frozenset(kind for kind, found in has.items() if found)
-
-    def carry_out(self, op: str, stage: int) -> None:
-        """An action: VALIDATE corrects the updates of the last step that were made too early, GATHER waits for the
-        parameters of a stage, REDUCE begins to sum its gradients, and OPT, once that is done, updates it."""
-        if op == VALIDATE:
-            for each in self.validating:
-                each.settle()
-        elif op == GATHER:
-            for sharded in self.reduction.sharded:
-                sharded.arrive(stage)
-        elif op == REDUCE:
-            self.reduction.start(stage)
-        elif op == OPT:
-            self._update(stage)
-
-    def _update(self, stage: int) -> None:
-        self.reduction.finish_stage(stage)
-        self.gradients.settle(self.program.complete_with(stage))
-        for each in self.early:
-            each.update(stage)

@@ -11,7 +11,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import undisturbed
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.data_parallel import StageUpdates, start_reduction
+from zbcompile.runtime.data_parallel import Reduction, start_reduction
 from zbcompile.runtime.engine import Executable, StepInput, StepResult
 from zbcompile.runtime.equal_results import EqualResults
 from zbcompile.runtime.gradient_sums import Gradients
@@ -47,8 +47,8 @@ class Engine:
             each.begin(program)
         if program.output is None:
             self.equal.begin(program)
-        updates = [self._updates(executable, given, parameters, rank) for rank in ranks.local]
-        step = StepRun(executable, given, ranks, self.equal, updates)
+        reductions = [self._reduction(executable, given, parameters, rank) for rank in ranks.local]
+        step = StepRun(executable, given, ranks, self.equal, reductions)
         schedule, plans = executable.with_updates(step.kinds)
         step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)
         with undisturbed(ranks.device), torch.no_grad():
@@ -59,14 +59,13 @@ class Engine:
                 given.recorder.end()
         return StepResult(step.losses, step.made)
 
-    def _updates(
+    def _reduction(
         self, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter], rank: int
-    ) -> StageUpdates:
+    ) -> Reduction:
         program = executable.program
         gradients = Gradients(parameters, program.shared, program.choices)
         replicas, sums = self.ranks.replicas, executable.first.sums
-        reduction = start_reduction(replicas, program, rank, gradients, sums, given.sharded, self.equal.note)
-        return StageUpdates(program, gradients, reduction, given.early, given.validating)
+        return start_reduction(replicas, program, rank, gradients, sums, given.sharded, self.equal.note)
 
 
 def interleave(ranks: Sequence[RankRun]) -> None:

@@ -1,5 +1,6 @@
-"""One step on the ranks of this process: what their runs share, and the exchanges, which all ranks do together before
-or behind all other actions, one method for each kind.
+"""One step on the ranks of this process: what their runs share, and the actions that it has once, one method for each
+kind: those of the optimizer for every stage, and the exchanges, which all ranks do together before or behind all other
+actions.
 
 An exchange happens once all ranks have come to it; it is done once for all ranks of this process, which need no message
 among each other.
@@ -28,21 +29,22 @@ from zbcompile.model.seeds import microbatch_seed
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import Observer, RankRun
-from zbcompile.runtime.data_parallel import LATE, StageUpdates
+from zbcompile.runtime.data_parallel import LATE, Reduction
 from zbcompile.runtime.engine import Executable, Made, StepInput
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_sums import WHOLE, Gradients, add_uses
 from zbcompile.runtime.labels import Labels
 from zbcompile.runtime.rank_plan import RankPlan
 from zbcompile.runtime.stage_run import StageRun
+from zbcompile.schedules.ir.actions import EXCHANGES, Action
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.torch_private import profiler_is_on
 
 
 @dataclass
 class StepRun:
-    """`runs` are those of this process's ranks, `updates` what each of them does once per stage. `losses` are there
-    after LOSS; `made`, the leaves of the model's output by microbatch, after OUTPUT, on ranks that were to have them.
+    """`runs` are those of this process's ranks, `reductions` the sums of their gradients. `losses` are there after
+    LOSS; `made`, the leaves of the model's output by microbatch, after OUTPUT, on ranks that were to have them.
 
     Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch.
     """
@@ -51,7 +53,7 @@ class StepRun:
     given: StepInput
     ranks: Ranks
     equal: EqualResults
-    updates: Sequence[StageUpdates]
+    reductions: Sequence[Reduction]
     runs: list[RankRun] = field(default_factory=list)
     losses: Losses = field(default_factory=lambda: Losses(()))
     made: Made = field(default_factory=dict)
@@ -60,7 +62,7 @@ class StepRun:
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of actions that the step has once per stage or rank."""
-        return self.updates[0].kinds.union(op for op, exchange in EXCHANGE.items() if exchange.is_needed(self))
+        return frozenset(op for op, once in ONCE_ACTIONS.items() if once.is_needed(self))
 
     @property
     def program(self) -> Program:
@@ -80,17 +82,18 @@ class StepRun:
         observe = Labels(observer) if profiler_is_on() else observer
         vocabulary = self.executable.first.vocabulary
         collectives = vocabulary.collectives() if vocabulary is not None else None
-        for plan, updates in zip(plans, self.updates, strict=True):
-            run = RankRun(plan, self._stages(plan, updates), transport, self.ranks.watch.position, observe)
-            run.updates, run.exchanges = updates, self
+        for plan, reduction in zip(plans, self.reductions, strict=True):
+            gradients = reduction.gradients
+            run = RankRun(plan, self._stages(plan, gradients), transport, self.ranks.watch.position, observe)
+            run.once = self
             if vocabulary is not None and collectives is not None:
                 inputs, factor = self.given.microbatches, self._loss_factor
-                shard = vocabulary.begin(plan.rank, updates.gradients, inputs, factor, transport, collectives)
+                shard = vocabulary.begin(plan.rank, gradients, inputs, factor, transport, collectives)
                 run.transport = run.vocabulary = shard
             self.runs.append(run)
 
-    def _stages(self, plan: RankPlan, updates: StageUpdates) -> dict[int, StageRun]:
-        shared = updates.gradients, self.given.microbatches, self._loss_factor, self._seeds
+    def _stages(self, plan: RankPlan, gradients: Gradients) -> dict[int, StageRun]:
+        shared = gradients, self.given.microbatches, self._loss_factor, self._seeds
         own = self.program.stages_of(plan.rank)
         graphs = self.executable.graphs
         return {stage: StageRun([each.stages[stage] for each in graphs], *shared) for stage in own}
@@ -118,12 +121,37 @@ class StepRun:
         """Whether all ranks of this process have come; processes wait for each other inside of it."""
         return self.come[op] >= len(self.runs)
 
-    def carry_out(self, op: str) -> None:
-        """Do it, if no other rank of this process has."""
-        if self.come[op] == len(self.runs):
+    def carry_out(self, action: Action, rank: int) -> None:
+        """Do it: an exchange if no other rank of this process has."""
+        op = action.op
+        if op not in EXCHANGES:
+            ONCE_ACTIONS[op].run(self, self._reduction(rank), action.stage)
+        elif self.come[op] == len(self.runs):
             self.come[op] += 1
             with self.ranks.watch.position.waiting(KINDS[op].meaning):
-                EXCHANGE[op].run(self)
+                ONCE_ACTIONS[op].run(self)
+
+    def _reduction(self, rank: int) -> Reduction:
+        return self.reductions[self.ranks.local.index(rank)]
+
+    # For a stage
+
+    def _validate(self, reduction: Reduction, stage: int) -> None:
+        """Corrects the updates of the last step that were made too early."""
+        for each in self.given.validating:
+            each.settle()
+
+    def _await_parameters(self, reduction: Reduction, stage: int) -> None:
+        for each in reduction.sharded:
+            each.arrive(stage)
+
+    def _update_stage(self, reduction: Reduction, stage: int) -> None:
+        reduction.finish_stage(stage)
+        reduction.gradients.settle(self.program.complete_with(stage))
+        for each in self.given.early:
+            each.update(stage)
+
+    # For all ranks together
 
     def _gather_rows(self) -> None:
         assert self.executable.first.vocabulary is not None
@@ -146,7 +174,7 @@ class StepRun:
             self.executable.first.vocabulary.end_step(self._gradients(), self.program.tied)
 
     def _gradients(self, rank: int | None = None) -> Gradients:
-        return self.updates[0 if rank is None else self.ranks.local.index(rank)].gradients
+        return self._reduction(self.ranks.local[0] if rank is None else rank).gradients
 
     def _walk(self, name: str, walk: "Walk") -> list[torch.Tensor]:
         """The total, on the rank of the first use; other processes end with an empty list."""
@@ -185,9 +213,9 @@ class StepRun:
         return buffers
 
     def _end_sums(self) -> None:
-        for each in self.updates:
-            each.reduction.finish()
-            each.gradients.settle()
+        for reduction in self.reductions:
+            reduction.finish()
+            reduction.gradients.settle()
 
     def _share_buffers(self) -> None:
         """Replicas continue with the first one's, as under DistributedDataParallel."""
@@ -203,11 +231,14 @@ class StepRun:
         """Whoever waits for all losses does not end its step before all have run their passes, and so does not update
         its parameters although another rank has failed."""
         equal, found = self.equal, dict[str, torch.Tensor | None]()
-        for each in self.updates if equal.pending else ():
-            found |= each.reduction.results()
+        for reduction in self.reductions if equal.pending else ():
+            found |= reduction.results()
         own = {i: loss for run in self.runs for i, loss in run.losses().items()}
+        if self.ranks.group is None:
+            self.losses = Losses([own[i].detach() for i in range(self.program.schedule.microbatches)])
+            return
         shared, news, work = share_losses(self.program, own, self.ranks, equal.has_news(self.executable, found))
-        self.losses = Losses(shared[:, 0].unbind(), None if work is None else partial(_wait, self.ranks.watch, work))
+        self.losses = Losses(shared[:, 0].unbind(), partial(_wait, self.ranks.watch, work))
         if equal.pending or not self.given.ahead:
             self.losses.read()
         if equal.pending and news:
@@ -231,22 +262,26 @@ class StepRun:
                     ranks.broadcast(own[i], source)
 
 
-class Exchange(NamedTuple):
-    """Whether a step has an exchange of this kind, and what it does."""
+class OnceAction(NamedTuple):
+    """Whether a step has actions of this kind, and what they do: for a stage, or for all ranks of this process."""
 
     is_needed: Callable[[StepRun], object]
-    run: Callable[[StepRun], None]
+    run: Callable[..., None]
 
 
-EXCHANGE = {
-    "ROWS": Exchange(lambda step: step.looks_up_rows, StepRun._gather_rows),
-    "DRAIN": Exchange(lambda step: True, StepRun._drain),
-    "TIE": Exchange(lambda step: step.trains and (step.program.shared or step.looks_up_rows), StepRun._sum_tied),
-    "SYNC": Exchange(lambda step: step.trains, StepRun._end_sums),
-    "BUFFERS": Exchange(lambda step: step.trains and step.executable.first.sums, StepRun._share_buffers),
-    "FINAL": Exchange(lambda step: step.given.early, StepRun._update),
-    "LOSS": Exchange(lambda step: step.trains, StepRun._share_losses),
-    "OUTPUT": Exchange(lambda step: step.given.outputs, StepRun._collect_outputs),
+ONCE_ACTIONS = {
+    "VALIDATE": OnceAction(lambda step: step.given.validating, StepRun._validate),
+    "GATHER": OnceAction(lambda step: step.given.sharded, StepRun._await_parameters),
+    "REDUCE": OnceAction(lambda step: step.reductions[0].reduces, lambda step, reduction, at: reduction.start(at)),
+    "OPT": OnceAction(lambda step: step.given.early, StepRun._update_stage),
+    "ROWS": OnceAction(lambda step: step.looks_up_rows, StepRun._gather_rows),
+    "DRAIN": OnceAction(lambda step: True, StepRun._drain),
+    "TIE": OnceAction(lambda step: step.trains and (step.program.shared or step.looks_up_rows), StepRun._sum_tied),
+    "SYNC": OnceAction(lambda step: step.trains, StepRun._end_sums),
+    "BUFFERS": OnceAction(lambda step: step.trains and step.executable.first.sums, StepRun._share_buffers),
+    "FINAL": OnceAction(lambda step: step.given.early, StepRun._update),
+    "LOSS": OnceAction(lambda step: step.trains, StepRun._share_losses),
+    "OUTPUT": OnceAction(lambda step: step.given.outputs, StepRun._collect_outputs),
 }
 
 
@@ -279,7 +314,7 @@ def walks(program: Program, name: str) -> list[Walk]:
 
 def share_losses(
     program: Program, own: Mapping[int, torch.Tensor], ranks: Ranks, news: bool = False
-) -> tuple[torch.Tensor, torch.Tensor, dist.Work | None]:
+) -> tuple[torch.Tensor, torch.Tensor, dist.Work]:
     """Begin to give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a
     tensor [replicas x microbatches, tp]. Beside it, how many ranks have `news`, on the device.
 
@@ -291,5 +326,5 @@ def share_losses(
     for microbatch, loss in own.items():
         shared[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
     shared[-1] += news
-    work = None if ranks.everyone is None else dist.all_reduce(shared, group=ranks.everyone, async_op=True)
-    return shared[:-1], shared[-1, 0], None if work is None else outlives_its_step(work)
+    work = dist.all_reduce(shared, group=ranks.everyone, async_op=True)
+    return shared[:-1], shared[-1, 0], outlives_its_step(work)
