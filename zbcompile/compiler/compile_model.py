@@ -147,8 +147,6 @@ def compile_drawn(
     `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
     `observe` sees each pass that is left to do. `edges` are cuts that are already chosen, as numbers of nodes before.
     """
-    if like is not None:
-        _require_placed(drawn.captured, like)
     manager = make_manager(observe)
     captured, canonical, line, sharding = drawn.captured, drawn.canonical, drawn.line, drawn.sharding
     with without_autocast(microbatch):
@@ -180,7 +178,7 @@ def compile_drawn(
         choices=choices,
         loss_dtype=vocabulary.loss_dtype if vocabulary else _loss_dtype(stages[-1]),
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
-        canonical_targets=targets_of(line),
+        canonical_targets=targets_of(line) if like is None else like.canonical_targets,  # the line that `cuts` are of
         operations=_operations(drawn),
         guards=captured.guards,
         premises=captured.premises,
@@ -302,17 +300,6 @@ def place(
         if name not in homes:
             homes[name] = _relative(name, homes, len(stages) - 1)
     return homes
-
-
-def _require_placed(captured: Captured, like: Program) -> None:
-    new = [
-        slot.name for slot in captured.inputs if slot.kind in ("parameter", "buffer") and slot.name not in like.homes
-    ]
-    if new:
-        raise CompileError(
-            f"forward uses {', '.join(new)}, which the model did not have when its pipeline was made; every tensor of "
-            "a model gets its stage then. Make a new pipeline for the changed model."
-        )
 
 
 def _relative(name: str, homes: Mapping[str, tuple[int, ...]], last: int) -> tuple[int, ...]:

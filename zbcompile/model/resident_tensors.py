@@ -32,6 +32,11 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
         )
     for slot, (tensor, kind) in bound.items():
         now = current.get(slot)
+        if now is None:
+            raise PipelineError(
+                f"{slot} was there when the model was compiled and is gone. For fewer layers let forward skip some "
+                "(self.layers[: self.active]), or make a new pipeline."
+            )
         if now is not tensor:
             raise PipelineError(
                 f"{slot} was replaced by another tensor after compiling; the pipeline would keep using the old one. "
