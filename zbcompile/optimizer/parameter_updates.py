@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCALED, EarlyUpdate, writes_only_its_state
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.post_validation import PostValidation, Verdict
@@ -196,10 +195,6 @@ class ParameterUpdates(Optimizer):
             group["params"] = [member for member in own if member in wanted]
         try:
             step_without_hooks(self._inner)
-        except (RuntimeError, NotImplementedError) as error:
-            if not any(map(is_distributed, chosen)):
-                raise
-            raise PipelineError(_no_rule_for_dtensors(self.wanted, error)) from error
         finally:
             for group, own in zip(self.param_groups, members, strict=True):
                 group["params"] = own
@@ -272,11 +267,3 @@ class ParameterUpdates(Optimizer):
 
     def _members(self) -> list[nn.Parameter]:
         return [member for group in self.param_groups for member in group["params"]]
-
-
-def _no_rule_for_dtensors(wanted: Wanted, error: Exception) -> str:
-    said = str(error).partition("\n")[0].rstrip(".")
-    return (
-        f"{wanted.kind.__name__}.step() fails on parameters that are DTensors: {said}. Leave them out (params=) and "
-        "train them with AdamW, say, or use a mesh in which they are whole."
-    )

@@ -12,8 +12,16 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.parameter_updates import ParameterUpdates
 from zbcompile.optimizer.sharded_parameters import ShardedParameters
-from zbcompile.optimizer.trial_update import require_rule
-from zbcompile.optimizer.wanted import ELEMENTS, Wanted, divide_into_groups, read_groups, require_divisible, rule_of
+from zbcompile.optimizer.trial_update import require_rule, require_rule_for_dtensors
+from zbcompile.optimizer.wanted import (
+    ELEMENTS,
+    Wanted,
+    divide_into_groups,
+    is_known,
+    read_groups,
+    require_divisible,
+    rule_of,
+)
 from zbcompile.optimizer.whole_parameters import TrainedParameters, WholeParameters
 
 State = dict[str, Any]
@@ -79,6 +87,9 @@ class PipelineOptimizer(ParameterUpdates):
         for name in () if plain else self.numbers:
             trained.require_whole(name, wanted.kind.__name__, wanted.zero or wanted.updates_early)
         parts = plain or wanted.updates_early
+        if not (parts or wanted.zero or is_known(wanted.kind)):
+            shown = [trained.shown[name] for name in self.numbers if name in trained.shown]
+            require_rule_for_dtensors(wanted, read_groups(wanted.groups)[1], shown)
         update: WholeParameters | ShardedParameters = WholeParameters(trained, self.numbers, parts)
         if wanted.zero:
             assert self._rule is not None

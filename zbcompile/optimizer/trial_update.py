@@ -2,7 +2,7 @@
 class says, and whether a pipeline can call it at all. Otherwise wrong numbers would follow, or an error in the middle
 of a step."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
+from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.early_update import writes_only_its_state
 from zbcompile.optimizer.wanted import MATRICES, Rule, Wanted, is_known
 from zbcompile.passes import gpu
@@ -49,6 +50,39 @@ def require_rule(wanted: Wanted, rule: Rule | None, options: Options, device: to
         raise PipelineError(_other_numbers(wanted, rule))
 
 
+def require_rule_for_dtensors(wanted: Wanted, options: Options, parameters: Iterable[Any]) -> None:
+    """Raise PipelineError if DTensors get other values than whole tensors, or if the optimizer cannot update them, as
+    scratch ones like the smallest of the `parameters` of each kind show. Every rank of their meshes must call it."""
+    kinds: dict[Any, Any] = {}
+    for each in filter(is_distributed, parameters):
+        kind = (each.device_mesh, each.placements, each.ndim)
+        kinds[kind] = min(kinds.get(kind, each), each, key=lambda tensor: tensor.numel())
+    for like in kinds.values():
+        line = torch.linspace(-1, 1, like.numel(), device=like.device, dtype=like.dtype).view(like.shape)
+        wholes = [line * (1 + number) + number for number in range(1 + UPDATES)]
+        parts = [_distributed_as(like, each) for each in wholes]
+        with torch.random.fork_rng([]), torch.no_grad():
+            one = _updated(wanted, options, [wholes])
+            try:
+                two = _updated(wanted, options, [parts])
+            except Exception as error:
+                said = str(error).partition("\n")[0].rstrip(".")
+                text = f"{wanted.kind.__name__}.step() fails on parameters that are DTensors: {said}. {_LEAVE_OUT}"
+                raise PipelineError(text) from error
+        if (one - two).abs().max() > CLOSE * (one - wholes[0].flatten()).abs().max():
+            text = f"{wanted.kind.__name__} gives parameters that are DTensors other values than whole tensors"
+            raise PipelineError(f"{text}: scratch ones differ after {UPDATES} updates. {_LEAVE_OUT}")
+
+
+_LEAVE_OUT = "Leave them out (params=) and train them with AdamW, say, or use a mesh in which they are whole."
+
+
+def _distributed_as(like: Any, whole: torch.Tensor) -> Any:
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+
+
 def _scratch(rule: Rule | None, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Tensors that are updated together, and the parts that are updated apart: of each its values, then a gradient for
     every update. A part begins at a multiple of the rule's block, and of no larger one."""
@@ -62,7 +96,7 @@ def _scratch(rule: Rule | None, device: torch.device) -> tuple[list[torch.Tensor
     return [draws], [draws[:, :cut], draws[:, cut:]]
 
 
-def _updated(wanted: Wanted, options: Options, scratch: Sequence[torch.Tensor]) -> torch.Tensor:
+def _updated(wanted: Wanted, options: Options, scratch: Sequence[Any]) -> torch.Tensor:
     """The values of the scratch tensors after all updates, in one row for each group of options."""
     members = [[nn.Parameter(draws[0].clone()) for draws in scratch] for _ in options]
     optimizer = wanted.make([{**each, "params": own} for each, own in zip(options, members, strict=True)])
@@ -72,7 +106,11 @@ def _updated(wanted: Wanted, options: Options, scratch: Sequence[torch.Tensor]) 
                 parameter.grad = draws[update].clone()
         with writes_only_its_state(optimizer) if wanted.updates_early else nullcontext():
             step_without_hooks(optimizer)
-    return torch.stack([torch.cat([parameter.detach().flatten() for parameter in own]) for own in members])
+    return torch.stack([torch.cat([_whole(parameter.detach()).flatten() for parameter in own]) for own in members])
+
+
+def _whole(tensor: Any) -> torch.Tensor:
+    return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
 def _other_numbers(wanted: Wanted, rule: Rule) -> str:
