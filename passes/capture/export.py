@@ -43,6 +43,7 @@ from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.torch_private import numbered_checkpoints, pytree, set_stack_trace
 from zbcompile.passes.values.open_numbers import computes_with_them
 from zbcompile.passes.values.premises import Premises
+from zbcompile.passes.values.tokens import CONTAINERS
 
 Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) of one microbatch
 Traced = TrainingStep | Inference
@@ -232,14 +233,14 @@ def _export_once(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram
     """Export. What a first forward sets for good (a flag, hooks) stays set, if it then changes nothing."""
     program = _traced(wrapper, watch, example)
     first = watch.reads
-    if first is not None and first.unsettled:
-        first.settle()
+    if first is not None and first.changes.unsettled:
+        first.changes.settle()
         again = _traced(wrapper, watch, example)
         assert watch.reads is not None
-        if watch.reads.unsettled or _text(again) != _text(program):
-            watch.problem(first.unsettled[0])
-            watch.reads.undo()
-            first.undo()
+        if watch.reads.changes.unsettled or _text(again) != _text(program):
+            watch.problem(first.changes.unsettled[0])
+            watch.reads.changes.undo()
+            first.changes.undo()
         return again
     return program
 
@@ -255,7 +256,21 @@ def _traced(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
         around.enter_context(watch.functions(wrapper, regions))
         for each in (numbered_checkpoints, whole_regions, _without_torchs_warnings, unchecked_distributions):
             around.enter_context(each())
+        around.enter_context(_own_containers(wrapper.model))
         return torch.export.export(wrapper, example, strict=False)
+
+
+@contextlib.contextmanager
+def _own_containers(model: nn.Module) -> Iterator[None]:
+    """Let modules keep their own lists and mappings: torch.export leaves copies of them, which others do not share."""
+    before = [(vars(module), dict(vars(module))) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for own, stored in before:
+            for name, value in stored.items():
+                if isinstance(value, CONTAINERS) and own.get(name, value) is not value:
+                    own[name] = value
 
 
 def _device_of(example: Any) -> torch.device:

@@ -16,6 +16,7 @@ import torch
 
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import outside_of_trace, replaced
+from zbcompile.passes.values.tokens import state_of
 
 _REMEDY = (
     "capture runs forward once, so every step would use the same number. Draw it with torch (torch.rand), or pass it "
@@ -71,15 +72,6 @@ def _states(held: Mapping[str, Any]) -> dict[str, Any]:
     if numpy is not None:
         found["numpy.random"] = numpy.random.get_state(legacy=False)
     return found | {f"the generator {path}": state_of(value) for path, value in held.items()}
-
-
-def state_of(generator: Any) -> Any:
-    """The state of a generator of Python or numpy; None for any other, which torch.export refuses."""
-    if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
-    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
-        return generator.getstate()
-    return generator.get_state(legacy=False) if type(generator).__name__ == "RandomState" else None
 
 
 @contextlib.contextmanager

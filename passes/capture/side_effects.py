@@ -33,6 +33,7 @@ from zbcompile.passes.values.premises import attribute
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_STATE = ("grad", "_version")  # of a parameter, which nobody has while a step runs
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _PLAIN_COLLECTIVES = "torch.distributed.distributed_c10d"
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
@@ -71,7 +72,8 @@ class Watch:
         assert self._roots is not None
         self.reads = PythonReads(self._roots, self.problem, self.warning)
         buffers, modules = _buffers(model), _modules(model)
-        parameters = {id(parameter) for parameter in model.parameters()}
+        own = list(model.parameters())
+        parameters = {id(parameter) for parameter in own}
         reads = self.reads
         watches = [
             numbers_drawn_outside_torch(lambda: reads.generators, self.problem),
@@ -85,6 +87,11 @@ class Watch:
             with contextlib.ExitStack() as self._around:
                 yield
                 self._put_back(buffers)
+        if any(now is not before for now, before in zip(model.parameters(), own, strict=False)):
+            self.problem(
+                "forward replaces a parameter by another one, which no optimizer has. Change it outside of forward, or "
+                "compute with another tensor."
+            )
         for path, new in _modules(model).items():
             if modules.get(path, new) is not new:
                 self.problem(
@@ -173,6 +180,11 @@ class _Calls(TorchFunctionMode):
                 "not see it, so gradients would not pass through the exchange as they do through the graph. Use the "
                 "corresponding function of torch.distributed._functional_collectives, or call it under torch.no_grad()."
             )
+        if _accessed(func) in _STATE and id(args[0]) in self.parameters:
+            self.watch.problem(
+                f"forward asks about {_accessed(func)} of a parameter ({calling_line()}), which another microbatch may "
+                "have changed; a graph has none. Pass what it needs as an input."
+            )
         if func in _TRAINS and id(args[0]) in self.parameters:
             self.watch.problem(
                 f"forward changes requires_grad of a parameter ({calling_line()}); which parameters train must be "
@@ -215,6 +227,12 @@ class _Calls(TorchFunctionMode):
             "leave the choice to torch."
         )
         return func
+
+
+def _accessed(func: Any) -> str:
+    """The attribute of a tensor that is read or assigned, if `func` does that."""
+    owner = getattr(func, "__self__", None) if func.__name__ in ("__get__", "__set__", "__delete__") else None
+    return getattr(owner, "__name__", "")
 
 
 def _is_torchs(function: type) -> bool:

@@ -4,7 +4,7 @@ Each rule yields a sentence for every violation, so that `zbcompile.explain` can
 """
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -45,7 +45,7 @@ def raise_first(problems: Iterable[str]) -> None:
 def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
     """The reasons why `model` cannot be trained with `loss`."""
     yield from problems_of(model)
-    yield from _trained_loss(loss)
+    yield from _trained_loss(loss, {id(parameter) for parameter in model.parameters()})
     for name, module in model.named_modules():
         averages = isinstance(module, BATCH_NORMS) and module.training and module.running_mean is not None
         if averages and module.momentum is None:
@@ -137,14 +137,15 @@ def hook_problems(model: nn.Module) -> Iterator[str]:
             )
 
 
-def _trained_loss(loss: Any) -> Iterator[str]:
+def _trained_loss(loss: Any, own: Collection[int]) -> Iterator[str]:
     """A loss function that reads a tensor that requires a gradient: torch.export silently makes a constant of it."""
     if not inspect.isfunction(loss):
         return
     seen = inspect.getclosurevars(loss)
     for name, value in {**seen.globals, **seen.nonlocals}.items():
         tensors = value.parameters() if isinstance(value, nn.Module) else [value]
-        if any(isinstance(tensor, torch.Tensor) and tensor.requires_grad for tensor in tensors):
+        trained = [each for each in tensors if isinstance(each, torch.Tensor) and each.requires_grad]
+        if any(id(each) not in own for each in trained):
             yield (
                 f"the loss function {loss.__name__} reads {name}, which requires a gradient but is not a parameter of "
                 "the model; its gradient would be lost. Move it into the model and return the loss from forward."

@@ -118,6 +118,17 @@ def globals_read(code: CodeType) -> frozenset[str]:
     return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL)
 
 
+@functools.lru_cache(maxsize=4096)
+def modules_imported(code: CodeType) -> frozenset[str]:
+    """The names of the modules that code imports."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME")
+
+
+def text_constants(code: CodeType) -> list[str]:
+    """The short texts in code: names by which it may look something up."""
+    return [each for each in code.co_consts if isinstance(each, str) and len(each) < 100]
+
+
 def only_updates(codes: Iterable[CodeType], name: str) -> bool:
     """Whether code reads `name` (an attribute, a global, a variable of a closure) only to count or collect there:
     `self.count += 1`, `self.seen.append(x)`."""

@@ -5,38 +5,23 @@ the model, the loss or a module's globals to each value. Two models built alike 
 """
 
 import functools
+import gc
 import hashlib
-import logging
+import operator
 import sys
 import types
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextvars import ContextVar
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 import torch
 from torch import nn
 
-from zbcompile.passes.torch_private import OpOverload, children_of, forward_hook_functions, module_tables, storage_key
-from zbcompile.passes.values.executed_code import is_users_name
+from zbcompile.passes.torch_private import children_of, forward_hook_functions, module_tables, storage_key
+from zbcompile.passes.values.tokens import MISSING, PLAIN, Identity, Missing, has_contents, is_followed, is_users, token
 
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device)
-PLAIN = frozenset((*_PLAIN, torch.Size, torch.layout, torch.memory_format))
-CONTAINERS = (list, tuple, deque, dict)
 MOST = 64  # items of a container that are told apart
 _ERRORS = (LookupError, AttributeError, TypeError, ValueError)
-
-
-class Missing:
-    """What is not there."""
-
-    def __repr__(self) -> str:
-        return "nothing"
-
-
-MISSING = Missing()
 
 
 @dataclass(frozen=True)
@@ -49,108 +34,6 @@ class Read:
     step: str
     key: Any
     saw: Any
-
-
-@dataclass(frozen=True)
-class Identity:
-    """Stands for an object that only itself equals; of a tensor, as long as it keeps its memory."""
-
-    value: Any
-    memory: int = 0
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and self.value is other.value and self.memory == other.memory
-
-    def __hash__(self) -> int:
-        return id(self.value)
-
-    def __repr__(self) -> str:
-        value = self.value
-        if isinstance(value, torch.Tensor):
-            return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
-        return getattr(value, "__qualname__", "") or f"a {type(value).__name__}"
-
-
-@dataclass(frozen=True)
-class Name:
-    """Stands for an object by what it is called: what is read of it is read separately, or it never changes."""
-
-    text: str
-
-    def __repr__(self) -> str:
-        return self.text
-
-
-@dataclass(frozen=True)
-class Code:
-    """Stands for a function by its code; what surrounds it is read separately."""
-
-    name: str
-    line: int
-    digest: str
-
-    def __repr__(self) -> str:
-        return f"{self.name} of line {self.line}"
-
-
-@functools.lru_cache(maxsize=4096)
-def _code(code: types.CodeType) -> Code:
-    constants = [_code(each) if isinstance(each, types.CodeType) else _constant(each) for each in code.co_consts]
-    parts = code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants
-    return Code(code.co_qualname, code.co_firstlineno, hashlib.sha256(repr(parts).encode()).hexdigest())
-
-
-def _constant(value: Any) -> Any:
-    return sorted(map(repr, value)) if isinstance(value, frozenset) else value
-
-
-def token(value: Any) -> Any:
-    """What stands for a value in a record."""
-    if isinstance(value, Missing):
-        return value
-    if type(value) in PLAIN:
-        return type(value).__name__, repr(value)  # 1, 1.0 and True are equal, as 0.0 and -0.0 are, but not their graphs
-    if isinstance(value, torch.Tensor):
-        return Identity(value, storage_key(value))
-    if isinstance(value, types.FunctionType):
-        return _code(value.__code__)
-    if isinstance(value, set | frozenset):
-        return type(value).__name__, str(sorted(map(repr, value)))
-    if type(value).__module__ == "numpy" and hasattr(value, "tobytes"):
-        return type(value).__name__, f"{value.dtype}{list(value.shape)} {hashlib.sha256(value.tobytes()).hexdigest()}"
-    if isinstance(value, types.ModuleType):  # some import what they are asked for
-        return Name(f"module {vars(value).get('__name__')}")
-    if isinstance(value, _CONSTANT):
-        return Name(f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value)}")
-    if isinstance(value, ContextVar):
-        return Name(f"variable {value.name} of the context")
-    if isinstance(value, Enum):
-        return Name(repr(value))
-    return Name(f"{type(value).__module__}.{type(value).__qualname__}") if is_followed(value) else Identity(value)
-
-
-_DESCRIPTORS = (property, staticmethod, classmethod, types.GetSetDescriptorType, types.MemberDescriptorType)
-_CONSTANT = (type, types.BuiltinFunctionType, types.WrapperDescriptorType, logging.Logger, OpOverload)
-
-
-def is_followed(value: Any) -> bool:
-    """Whether an object counts by what is read of it, not as itself."""
-    if isinstance(value, (nn.Module, functools.partial, types.MethodType, *_DESCRIPTORS, *CONTAINERS)):
-        return True
-    return is_users(type(value)) and not isinstance(value, Enum | type | types.ModuleType) and not is_generator(value)
-
-
-def is_users(kind: Any) -> bool:
-    """Whether a class, function or module is none of Python's, torch's or ours."""
-    if isinstance(kind, types.ModuleType):
-        return is_users_name(vars(kind).get("__name__"))
-    return is_users_name(getattr(kind, "__module__", None))
-
-
-def is_generator(value: Any) -> bool:
-    """Whether a value draws random numbers."""
-    kind = type(value)  # an object that imports what it is asked for is asked for nothing
-    return hasattr(kind, "getstate") or hasattr(kind, "bit_generator") or issubclass(kind, torch.Generator)
 
 
 def attribute(value: Any, name: str) -> Any:
@@ -183,6 +66,13 @@ def _size(value: Any) -> Any:
     return ", ".join(map(repr, dict.keys(value))) if isinstance(value, dict) else len(value)
 
 
+def _rest(value: Any) -> str:
+    """The plain items of a long list or tuple that are not told apart, as a digest; of other ones their number."""
+    rest = list(value)[MOST:]
+    text = repr(rest) if all(type(each) in PLAIN for each in rest) else str(len(rest))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
     "attribute": attribute,
     "tensor": attribute,
@@ -194,6 +84,12 @@ STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
     "hook": lambda value, number: forward_hook_functions(value)[number],
     "cell": lambda value, number: value.__closure__[number].cell_contents,
     "part": getattr,  # of what Python's own classes hold: partials, methods, functions
+    "names": lambda value, _: ", ".join(vars_of(value)),
+    "rest": lambda value, _: _rest(value),
+    "mapping": lambda value, _: gc.get_referents(value)[0],  # behind a proxy
+    "referent": lambda value, _: value(),  # of a weak reference
+    "context": lambda value, _: value.get(),
+    "library": lambda value, name: vars(value).get(name, MISSING),
 }
 
 
@@ -224,6 +120,8 @@ class Premises:
         for read in self.reads:
             if read.step == "root":
                 found.append(roots[read.key])
+            elif read.step == "module":
+                found.append(sys.modules[read.key])
             elif read.step == "globals":
                 found.append(self.globals[read.key] if read.key in self.globals else vars(sys.modules[read.key]))
             else:
@@ -233,7 +131,7 @@ class Premises:
     def changes(self, roots: Mapping[str, Any]) -> Iterator[str]:
         """Every value that is another one now, in words."""
         for read, value in zip(self.reads, self.values(roots), strict=True):
-            if read.step != "globals" and (now := token(value)) != read.saw:
+            if read.step not in ("globals", "module") and (now := token(value)) != read.saw:
                 yield f"{read.path}, changed from {_text(read.saw)} to {_text(now)}"
 
     @property
@@ -302,15 +200,26 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
     key = read.key
     if isinstance(value, torch.Tensor) and isinstance(read.saw, Identity):
         yield storage_key, value, read.saw.memory
+    elif has_contents(value):
+        yield functools.partial(_has_token, read.saw), value, True
     if read.step in ("attribute", "tensor"):
         yield from _at_attribute(parent, key, value)
-    elif read.step == "own":
+    elif read.step in ("own", "library"):
         yield vars(parent).get, key, None if isinstance(value, Missing) else value
     elif read.step == "item" and not isinstance(parent, tuple):
-        get = functools.partial(dict.get, parent) if isinstance(parent, dict) else parent.__getitem__
-        yield (parent.get if type(parent) is dict else get), key, value
+        if isinstance(value, Missing):
+            yield parent.__contains__, key, False
+        else:
+            get = functools.partial(dict.get, parent) if isinstance(parent, dict) else parent.__getitem__
+            yield (parent.get if type(parent) is dict else get), key, value
     elif read.step == "size" and not isinstance(parent, tuple):
         yield len, parent, len(parent)
+        if isinstance(parent, dict) and 1 < len(parent) <= MOST:
+            yield functools.partial(_has_order, tuple(parent)), parent, True
+    elif read.step == "rest" and type(parent) is list and all(type(each) in PLAIN for each in parent):
+        yield functools.partial(operator.eq, list(parent)), parent, True
+    elif read.step == "names":
+        yield len, vars_of(parent), len(vars_of(parent))
     elif read.step == "children":
         yield len, children_of(parent), len(children_of(parent))
     elif read.step == "child":
@@ -319,8 +228,20 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
         yield functools.partial(getattr, parent.__closure__[key]), "cell_contents", value
     elif read.step == "part" and parent is not None:
         yield functools.partial(getattr, parent), key, value
+    elif read.step in ("referent", "context"):
+        yield functools.partial(step_from, parent, read.step), key, value
     if isinstance(value, nn.Module) or (is_followed(value) and is_users(type(value))):
         yield type, value, type(value)
+    elif isinstance(value, types.FunctionType):
+        yield functools.partial(getattr, value), "__code__", value.__code__
+
+
+def _has_token(saw: Any, value: Any) -> bool:
+    return bool(token(value) == saw)
+
+
+def _has_order(keys: tuple[Any, ...], value: dict[Any, Any]) -> bool:
+    return tuple(value) == keys
 
 
 def _at_attribute(parent: Any, name: str, value: Any) -> Iterator[Look]:
@@ -333,6 +254,9 @@ def _at_attribute(parent: Any, name: str, value: Any) -> Iterator[Look]:
         if name in table or isinstance(value, Missing):
             yield table.get, name, table.get(name)
     owner = owner_of(type(parent), name)
+    for kind in type(parent).__mro__[: None if owner is None else type(parent).__mro__.index(owner)]:
+        if is_users(kind):
+            yield vars(kind).get, name, None
     if owner is not None:
         raw = vars(owner)[name]
         if isinstance(raw, types.MemberDescriptorType):

@@ -1,0 +1,163 @@
+"""Python changes: what forward has changed of the values that it reached. A capture puts it back and leaves nothing
+behind, but what settles with a first call: a flag, a result that is looked up the next time."""
+
+import types
+from collections import deque
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.passes.values.executed_code import line_that_writes, only_updates
+from zbcompile.passes.values.premises import attribute, vars_of
+from zbcompile.passes.values.reached_values import Reached, slots_of
+from zbcompile.passes.values.tokens import MISSING, NAMESPACES, PLAIN, is_users, token
+
+_OPEN = (type, types.FunctionType, types.SimpleNamespace)  # namespaces to which code adds names
+_UNJUDGED = ("tensor", "library", "module", "globals", "names")
+
+
+class PythonChanges:
+    """The judge of one capture. `problem` and `warning` are told of changes; `codes` are the functions that ran, by
+    identity. `unsettled` says what forward has set and may not change again."""
+
+    def __init__(
+        self, codes: Mapping[int, types.CodeType], problem: Callable[[str], None], warning: Callable[[str], None]
+    ) -> None:
+        self._codes, self._problem, self._warning = codes, problem, warning
+        self._kept: set[Any] = set()
+        self._undo: list[tuple[Reached, Any]] = []
+        self.unsettled: list[str] = []
+
+    def restore(self, found: Collection[Reached], known: Collection[Reached]) -> None:
+        """Judge what forward has changed of what was `found`, and put back what it wrote into what is `known`."""
+        for each in found:
+            runs = each.code is None or id(each.code) in self._codes
+            if runs and each.parent is not None and each.step not in _UNJUDGED and token(each.now) != each.saw:
+                self._judge(each)
+        for each in [each for each in known if each.stored is not None and each.step != "module"]:
+            self._judge_new(each)
+            self._put_back(each)
+
+    def settle(self) -> None:
+        """Leave what is `unsettled` as forward has set it: torch.export puts attributes of modules back."""
+        for found, now in self._undo:
+            if found.step in ("attribute", "own") and found.parent is not None:
+                _store(found.parent.value, vars_of(found.parent.value), found.key, now)
+
+    def undo(self) -> None:
+        """Put back what was left `unsettled`, too."""
+        self._kept.clear()
+        for each, _ in self._undo:
+            if each.parent is not None and each.parent.stored is not None:
+                self._put_back(each.parent)
+
+    def _judge_new(self, found: Reached) -> None:
+        """Judge what nobody has noted as read: the mode of a module, and what a namespace did not have before."""
+        value, stored = found.value, found.stored
+        if isinstance(value, nn.Module) and value.training is not stored["training"]:
+            self._judge(Reached(f"{found.path}.training", found, "attribute", "training", stored["training"], None))
+        elif isinstance(value, _OPEN):
+            for name in filter(self._is_named, vars(value).keys() - stored.keys()):
+                self._judge(Reached(f"{found.path}.{name}", found, "own", name, MISSING, MISSING))
+
+    def _is_named(self, name: str) -> bool:
+        """Whether code that ran has this name."""
+        return any(name in code.co_names for code in self._codes.values())
+
+    def _judge(self, found: Reached) -> None:
+        parent, named = found.parent, _named(found)
+        name, codes = _name_of(named), list(self._codes.values())
+        if name and name != "training" and only_updates(codes, name):
+            self._warn_of_change(named.path, name)
+            return
+        problem = (
+            f"forward changes {named.path} ({line_that_writes(codes, name)}) and reads it; every microbatch would "
+            "compute with the value that it had at capture. Register it with register_buffer, or pass it as an input; "
+            "if it settles after a first call, call the model once before compiling."
+        )
+        settles = not (_has_tensor(found.now) or _has_tensor(found.value))
+        if parent is not None and (settles or (found.step == "size" and _remembers(parent))):
+            self.unsettled.append(problem)
+            self._undo.append((found, found.now))
+            self._kept.add((id(parent), str(found.key)) if found.step != "size" else id(parent))
+        else:
+            self._problem(problem)
+
+    def _put_back(self, found: Reached) -> None:
+        """Undo what was written into an object."""
+        value, stored = found.value, found.stored
+        if id(found) in self._kept:
+            return
+        if isinstance(stored, list):
+            if isinstance(value, list | deque) and not _is_same(list(value), stored):
+                value.clear()
+                value.extend(stored)
+            return
+        part = found.step == "globals" or isinstance(value, NAMESPACES)
+        own = value if isinstance(value, dict) else vars(value) if isinstance(value, _OPEN) else vars_of(value)
+        for name in stored.keys() & found.asked if part else stored:
+            now = own[name] if name in own else attribute(value, name) if not isinstance(value, dict) else MISSING
+            if now is not stored[name] and (id(found), str(name)) not in self._kept:
+                self._note_write(found, name, stored[name])
+                _store(value, own, name, stored[name])
+        for name in () if part and not isinstance(value, _OPEN) else set(own) - stored.keys():
+            if (id(found), str(name)) not in self._kept and (not part or self._is_named(name)):
+                _store(value, own, name, MISSING)
+
+    def _note_write(self, found: Reached, name: str, old: Any) -> None:
+        if name not in found.asked and type(old) in PLAIN and isinstance(found.value, nn.Module):
+            self._warn_of_change(f"{found.path}.{name}", name)
+
+    def _warn_of_change(self, path: str, name: str) -> None:
+        line = line_that_writes(self._codes.values(), name)
+        self._warning(
+            f"forward changes {path} ({line}), for others to read; a compiled step runs no Python, and never does it."
+        )
+
+
+def _remembers(found: Reached) -> bool:
+    """Whether a mapping has got more entries, none of them a tensor: results that are looked up next time."""
+    value, before = found.value, found.stored
+    if not isinstance(value, dict) or any(value.get(key, MISSING) is not each for key, each in before.items()):
+        return False
+    return not any(isinstance(each, torch.Tensor) for key, each in value.items() if key not in before)
+
+
+def _has_tensor(value: Any) -> bool:
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else (value,)
+    return any(isinstance(each, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) for each in items)
+
+
+def _named(found: Reached) -> Reached:
+    """The nearest value around this one that code can have a name for."""
+    while found.step in ("item", "size", "rest") and found.parent is not None and found.parent.step != "globals":
+        found = found.parent
+    return found
+
+
+def _name_of(found: Reached) -> str:
+    """The name by which code knows a value; "" if it has none, as the default of an argument."""
+    if found.step == "cell" and found.parent is not None:
+        return str(found.parent.value.__code__.co_freevars[found.key])
+    return "" if found.step in ("part", "children", "names") else str(found.key)
+
+
+def _is_same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
+
+
+def _store(value: Any, own: dict[str, Any], name: str, old: Any) -> None:
+    if isinstance(value, type):
+        delattr(value, name) if old is MISSING else setattr(value, name, old)
+    elif old is MISSING:
+        own.pop(name, None)
+    elif isinstance(value, dict) or name in own or not _is_slot(type(value), name):
+        own[name] = old
+    else:
+        object.__setattr__(value, name, old)
+
+
+def _is_slot(kind: type, name: str) -> bool:
+    return any(name in slots_of(each) for each in kind.__mro__ if is_users(each))

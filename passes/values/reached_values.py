@@ -1,0 +1,309 @@
+"""Reached values: what forward can reach in Python from the model, the loss and the globals of its functions.
+
+What is followed is looked into as it is found; an attribute counts once it is read, what a namespace holds (a Python
+module, a class, a function) once code that names it runs.
+"""
+
+import contextlib
+import functools
+import re
+import sys
+import threading
+import types
+import weakref
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.passes.graph.source_location import is_users_file
+from zbcompile.passes.torch_private import children_of, forward_hook_functions, module_tables
+from zbcompile.passes.values.executed_code import globals_read, modules_imported, text_constants
+from zbcompile.passes.values.premises import MOST, attribute, owner_of, step_from, vars_of
+from zbcompile.passes.values.tokens import (
+    CONTAINERS,
+    MISSING,
+    NAMESPACES,
+    PLAIN,
+    Missing,
+    is_followed,
+    is_generator,
+    is_users,
+    state_of,
+    token,
+)
+
+TABLES = frozenset(vars(nn.Module()))  # modes, hooks and tensors, which others compare
+_INDIRECT = frozenset(("globals", "eval", "vars", "modules", "attrgetter", "import_module", "__import__", "__dict__"))
+_PARTS: Mapping[Any, tuple[str, ...]] = {
+    functools.partial: ("func", "args", "keywords"),
+    functools.partialmethod: ("func", "args", "keywords"),
+    functools.cached_property: ("func",),
+    types.MethodType: ("__self__", "__func__"),
+    types.BuiltinMethodType: ("__self__",),
+    property: ("fget",),
+    staticmethod: ("__func__",),
+    classmethod: ("__func__",),
+}
+
+
+@dataclass(eq=False)
+class Reached:
+    """A value that forward can reach. `stored` is what it held when it was found, `asked` the names read since; `code`
+    that of the function whose closure it is in."""
+
+    path: str
+    parent: "Reached | None"
+    step: str
+    key: Any
+    value: Any
+    saw: Any
+    code: types.CodeType | None = None
+    stored: Any = None
+    asked: set[str] = field(default_factory=set)
+
+    @property
+    def now(self) -> Any:
+        return self.value if self.parent is None else step_from(self.parent.value, self.step, self.key)
+
+
+class Reach:
+    """All that was reached, in `found` each after what it was reached from. `patch` is called for every class whose
+    instances count by what is read of them; `own` are the modules of the model, by the identity of their attributes,
+    and `tensors` has those of other modules, where an export puts others in their places."""
+
+    def __init__(
+        self, own: frozenset[int], tensors: Mapping[int, Mapping[str, Any]], patch: Callable[[type], None]
+    ) -> None:
+        self._own, self._tensors, self._patch = own, tensors, patch
+        self.found: list[Reached] = []
+        self.known: dict[int, Reached] = {}
+        self.globals: dict[str, dict[str, Any]] = {}
+        self.generators: dict[str, tuple[Any, Any]] = {}  # with their states when they were found
+        self._namespaces: list[Reached] = []
+        self._names: set[str] = set()
+
+    def add(
+        self, path: str, parent: Reached | None, step: str, key: Any, value: Any, code: types.CodeType | None = None
+    ) -> Reached:
+        found = Reached(path, parent, step, key, value, token(value), code)
+        self.found.append(found)
+        self._follow(found)
+        return found
+
+    def read(self, value: Any, name: str) -> None:
+        """Somebody reads an attribute of a value."""
+        own = vars_of(value)
+        found = self.known.get(id(own)) or self.known.get(id(value))
+        if found is None or name in found.asked:
+            return
+        found.asked.add(name)
+        if isinstance(value, nn.Module) and (name in TABLES or _is_torchs(value, name, found.stored)):
+            return
+        before = found.stored.get(name, MISSING)
+        if before is not MISSING:
+            if own.get(name, before) is before:
+                self.add(f"{found.path}.{name}", found, "attribute", name, before)
+        elif name not in own and not any(table.get(name) is not None for table in module_tables(value)):
+            self.add(f"{found.path}.{name}", found, "attribute", name, attribute(value, name))
+
+    def read_all(self, value: Any) -> None:
+        """Somebody reads the mapping of all attributes."""
+        found = self.known.get(id(vars_of(value))) or self.known.get(id(value))
+        if found is None or "__dict__" in found.asked:
+            return
+        found.asked.add("__dict__")
+        self.add(f"the names of {found.path}", found, "names", None, step_from(value, "names", None))
+        for name in list(found.stored):
+            if name not in TABLES:
+                self.read(value, name)
+
+    def enter(self, code: types.CodeType, space: dict[str, Any]) -> None:
+        """A function begins: what it can name."""
+        indirect = not _INDIRECT.isdisjoint(code.co_names)
+        words = {word for text in text_constants(code) for word in re.findall(r"\w+", text)} if indirect else set()
+        names = {*code.co_names, *words}
+        new = names - self._names
+        self._names |= new
+        for each in list(self._namespaces):
+            self._name(each, new)
+        beside = words | (names & space.keys()) if indirect else set()
+        self.read_globals(space, {*globals_read(code), *beside})
+        for module in (*modules_imported(code), *(word for word in words if word in sys.modules)):
+            imported = sys.modules.get(module)
+            if imported is not None and is_users(imported) and vars(imported) is not space:
+                self.read_globals(vars(imported), names & vars(imported).keys())
+        if "vars" in code.co_names or "__dict__" in code.co_names:
+            for each in [each for each in self._namespaces if isinstance(each.value, type | types.SimpleNamespace)]:
+                self._name(each, set(each.stored))
+
+    def read_globals(self, space: dict[str, Any], names: set[str]) -> None:
+        """Code names globals of a Python module."""
+        key = str(space.get("__name__"))
+        root = self.known.get(id(space))
+        if root is None:
+            if vars(sys.modules.get(key, types)) is not space:
+                self.globals[key] = space
+            root = self.known[id(space)] = Reached(key, None, "globals", key, space, None, stored={})
+            self.found.append(root)
+        for name in names - root.asked:
+            root.asked.add(name)
+            value = space.get(name, MISSING)
+            if isinstance(value, types.ModuleType) and not is_users(value):
+                self._note_library(name, value)
+                continue
+            root.stored[name] = value
+            self.add(f"{key}.{name}", root, "item", name, value)
+
+    def _note_library(self, path: str, module: types.ModuleType) -> None:
+        """A Python module that is not the user's: what he names of it may be replaced by something else."""
+        name = vars(module).get("__name__")
+        if id(module) not in self.known and sys.modules.get(str(name)) is module:
+            found = Reached(path, None, "module", name, module, None, stored=vars(module))
+            self.known[id(module)] = found
+            self.found.append(found)
+            self._namespaces.append(found)
+            self._name(found, self._names)
+
+    def _name(self, space: Reached, names: set[str]) -> None:
+        """Code that runs has these names: those of the namespace among them may be read."""
+        library = space.step == "module"
+        for name in names & (space.stored.keys() - space.asked):
+            space.asked.add(name)
+            value = space.stored[name]
+            if library:
+                if isinstance(value, types.ModuleType):
+                    self._note_library(f"{space.path}.{name}", value)
+                elif isinstance(value, list) and all(type(each) in PLAIN for each in value):
+                    self.add(f"{space.path}.{name}", space, "own", name, value)
+                else:
+                    self.found.append(Reached(f"{space.path}.{name}", space, "library", name, value, None))
+            elif not isinstance(value, types.ModuleType) or is_users(value):
+                self.add(f"{space.path}.{name}", space, "own", name, value)
+
+    def _follow(self, found: Reached) -> None:
+        """Look into a value that forward can reach."""
+        value = found.value
+        if type(value) in PLAIN or isinstance(value, torch.Tensor | Missing):
+            return
+        place = id(vars_of(value)) if isinstance(value, nn.Module) else id(value)
+        if place in self.known:
+            return
+        self.known[place] = found
+        parts = next((names for kind, names in _PARTS.items() if isinstance(value, kind)), ())
+        if isinstance(value, nn.Module):
+            self._follow_module(found)
+        elif isinstance(value, CONTAINERS):
+            self._follow_items(found)
+        elif parts:
+            self._follow_parts(found, *parts)
+        elif isinstance(value, types.MappingProxyType):
+            self.add(found.path, found, "mapping", None, step_from(value, "mapping", None))
+        elif isinstance(value, weakref.ref):
+            self.add(f"{found.path}()", found, "referent", None, value())
+        elif isinstance(value, ContextVar):
+            content = step_from(value, "context", None)
+            if type(content) in PLAIN:
+                self.add(f"{found.path}.get()", found, "context", None, content)
+        elif is_generator(value):
+            self.generators[found.path] = value, state_of(value)
+        elif type(value).__name__ in ("cython_function_or_method", "_lru_cache_wrapper"):
+            self._follow_wrapper(found)
+        elif isinstance(value, NAMESPACES):
+            self._follow_namespace(found)
+        elif is_followed(value) or (isinstance(value, Enum) and is_users(type(value))):
+            found.stored = _attributes(value)
+            self._patch(type(value))
+
+    def _follow_wrapper(self, found: Reached) -> None:
+        """A function of an extension, and one that keeps its results: it may have computed them before."""
+        self._follow_parts(found, "__self__", "__wrapped__")
+        inner = getattr(found.value, "__wrapped__", None)
+        if isinstance(inner, types.FunctionType) and is_users(inner):
+            self.enter(inner.__code__, inner.__globals__)
+
+    def _follow_parts(self, found: Reached, *names: str) -> None:
+        for name in names:
+            part = getattr(found.value, name, None)
+            if part is not None and not isinstance(part, types.ModuleType):
+                self.add(f"{found.path}.{name}", found, "part", name, part)
+
+    def _follow_module(self, found: Reached) -> None:
+        module: nn.Module = found.value
+        found.stored = dict(vars(module))
+        self.add(f"the submodules of {found.path}", found, "children", None, ", ".join(children_of(module)))
+        if id(vars(module)) not in self._own:
+            self._follow_state(found)
+        for number, hook in enumerate(forward_hook_functions(module)):
+            self.add(f"a hook of {found.path}", found, "hook", number, hook)
+        for name, child in children_of(module).items():
+            self.add(f"{found.path}.{name}", found, "child", name, child)
+
+    def _follow_state(self, found: Reached) -> None:
+        """The mode and the tensors of a module outside of the model, which nobody else compares."""
+        self.add(f"{found.path}.training", found, "attribute", "training", found.value.training)
+        tensors = self._tensors.get(id(vars(found.value))) or tensors_of(found.value)
+        for name, tensor in tensors.items():
+            self.add(f"{found.path}.{name}", found, "tensor", name, tensor)
+
+    def _follow_items(self, found: Reached) -> None:
+        value = found.value
+        # no code of a subclass runs: some mappings import what they are asked for
+        found.stored = dict(dict.items(value)) if isinstance(value, dict) else list(value)
+        self.add(f"the size of {found.path}", found, "size", None, step_from(value, "size", None))
+        items = found.stored.items() if isinstance(value, dict) else enumerate(found.stored)
+        for key, item in list(items)[:MOST]:
+            self.add(f"{found.path}[{key!r}]", found, "item", key, item)
+        if len(found.stored) > MOST and isinstance(value, list | tuple):
+            self.add(f"{found.path}[{MOST}:]", found, "rest", None, step_from(value, "rest", None))
+
+    def _follow_namespace(self, found: Reached) -> None:
+        value = found.value
+        if not (isinstance(value, types.SimpleNamespace | threading.local) or is_users(value)):
+            return
+        found.stored = dict(vars(value))
+        self._namespaces.append(found)
+        self._name(found, self._names)
+        if isinstance(value, types.FunctionType):
+            self._follow_function(found)
+        elif isinstance(value, type):
+            self._follow_parts(found, "__mro__")
+
+    def _follow_function(self, found: Reached) -> None:
+        function: types.FunctionType = found.value
+        code = function.__code__ if is_users_file(function.__code__.co_filename) else None  # a decorator's of Python
+        for name in ("__defaults__", "__kwdefaults__"):
+            if getattr(function, name):
+                self.add(f"{found.path}.{name}", found, "part", name, getattr(function, name), code)
+        for number, cell in enumerate(function.__closure__ or ()):
+            name = function.__code__.co_freevars[number]
+            with contextlib.suppress(ValueError):  # empty
+                content = cell.cell_contents
+                if name != "__class__":
+                    self.add(f"{name} in the closure of {found.path}", found, "cell", number, content, code)
+
+
+def tensors_of(module: nn.Module) -> dict[str, Any]:
+    """The parameters and buffers of a module itself."""
+    return {name: tensor for table in module_tables(module)[:2] for name, tensor in table.items()}
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """What an object stores, in itself and in its slots."""
+    slots = (name for kind in type(value).__mro__ if is_users(kind) for name in slots_of(kind))
+    found = {name: attribute(value, name) for name in slots}
+    return {**{name: each for name, each in found.items() if each is not MISSING}, **vars_of(value)}
+
+
+def slots_of(kind: type) -> list[str]:
+    """The names of the slots that a class declares."""
+    return [name for name, each in vars(kind).items() if isinstance(each, types.MemberDescriptorType)]
+
+
+def _is_torchs(module: nn.Module, name: str, stored: dict[str, Any]) -> bool:
+    """Whether an attribute is what every module inherits."""
+    return name != "forward" and name not in stored and owner_of(type(module), name) is nn.Module
