@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export's own pytree; torch.utils.pytree is newer
 
 from zbcompile.passes.torch_private import backward_hooks, forward_hooks, is_in_place, make_fx, tensor_hooks
@@ -75,6 +76,23 @@ def replace_tensors(module: torch.nn.Module, parameter: Callable[[Any], Any], bu
     tables = [(module._parameters, parameter), (module._buffers, buffer)]
     for table, make in tables:
         table.update({name: make(value) for name, value in table.items() if value is not None})
+
+
+def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
+    """Let torch's clip_grad_norm_ call `check` with the parameters before it scales their gradients; once per `check`
+    (2.6-2.15: it finds the function that scales by this name, also where somebody has imported it long ago; who takes
+    `clip_grads_with_norm_` from torch.nn.utils brings a norm of his own and is not asked)."""
+    scale = clip_grad._clip_grads_with_norm_
+    if getattr(scale, "check", None) is check:
+        return
+
+    def checked(parameters: Any, *args: Any, **kwargs: Any) -> None:
+        given = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        check(given)
+        scale(given, *args, **kwargs)
+
+    checked.check = check  # type: ignore[attr-defined]
+    clip_grad._clip_grads_with_norm_ = checked
 
 
 def group_called(name: str) -> dist.ProcessGroup:

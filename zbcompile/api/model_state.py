@@ -10,8 +10,6 @@ from zbcompile.api.optimizers import Optimizers
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, is_distributed
-from zbcompile.model.held_elsewhere import OwnParameters
-from zbcompile.model.placements import SHARD, along
 from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
 from zbcompile.program_cache.state_dict import load_state, owned_parameters, share_state, stream_state
@@ -39,8 +37,7 @@ class ModelState:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters; of other processes' there may be more."""
-        found = [parameter for _, parameter in self.named()]
-        return OwnParameters(found) if self._is_part else iter(found)
+        return iter([parameter for _, parameter in self.named()])
 
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters by name, with the values of the last update."""
@@ -108,14 +105,6 @@ class ModelState:
     def _stream(self, frozen: bool = True) -> Iterator[tuple[str, Any]]:
         self._optimizers.arrive()
         return stream_state(self._model, self._ranks, self.program.holders, self._compiled.shards, frozen)
-
-    @property
-    def _is_part(self) -> bool:
-        """Whether other processes train what this one does not, so that a norm of plain parameters here is a part."""
-        ranks, hand = self._ranks, self.program.homes.keys() - self._parts.parts.keys()
-        split = (self.program.placement(name) for name in hand)
-        by_hand = any(ranks.mesh.size(*along(each, SHARD)) > 1 for each in split)
-        return ranks.group is not None and (ranks.count > 1 or by_hand)
 
     def _own_names(self) -> list[str]:
         return [name for name, _ in owned_parameters(self._model, self._ranks, self.program.holders)]

@@ -10,6 +10,7 @@ from torch import nn
 
 from zbcompile.api.model_state import ModelState
 from zbcompile.api.optimizers import Optimizers
+from zbcompile.api.partial_norms import PartialNorms
 from zbcompile.api.runs import Runs, without_words
 from zbcompile.api.same_batch import BatchComparison
 from zbcompile.backends.backend import Compilation
@@ -79,7 +80,8 @@ class Pipeline:
             layout = BatchLayout(model, options, self._compiled)
             programs = self._compiled, self._forwards, layout
             watching = self._observation, BatchComparison(self._ranks, options.compare_batches)
-            self._runs = Runs(options, engine, self._parts, *programs, self._optimizers, *watching)
+            self._norms = PartialNorms(self._compiled, self._parts)
+            self._runs = Runs(options, engine, self._parts, *programs, self._optimizers, self._norms, *watching)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
 
@@ -364,7 +366,7 @@ class Pipeline:
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters, for an optimizer. Tied parameters appear once.
 
-        `torch.nn.utils.clip_grad_norm_(pipe.parameters(), ...)` is refused where other processes have gradients too.
+        `torch.nn.utils.clip_grad_norm_` of them is refused where other processes have gradients too.
         """
         return self._state.parameters()
 
@@ -492,5 +494,6 @@ class Pipeline:
         with ExitStack() as closing:
             closing.callback(self._ended)
             closing.callback(self._ranks.disconnect)
+            closing.callback(self._norms.close)
             for each in self._attached.values():
                 closing.callback(each.close)

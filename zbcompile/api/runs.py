@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from zbcompile.api.optimizers import Optimizers
+from zbcompile.api.partial_norms import PartialNorms
 from zbcompile.api.same_batch import BatchComparison
 from zbcompile.compiler.inference import Computation
 from zbcompile.errors import PipelineError
@@ -35,6 +36,7 @@ class Runs:
     forwards: ForwardPrograms
     layout: BatchLayout
     optimizers: Optimizers
+    norms: PartialNorms
     observation: Observation
     comparison: BatchComparison
 
@@ -72,6 +74,7 @@ class Runs:
         found = self.compiled.get(step)
         self.parts.renew()
         self.optimizers.bind()
+        self.norms.note()
         return found
 
     def _named(

@@ -4,12 +4,10 @@ gets an error that says what to call.
 Such a tensor keeps its identity and its memory; its class becomes one that lets only questions about its form pass.
 """
 
-import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
-from types import FrameType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,7 +23,6 @@ _FORMS = {
     *("is_floating_point", "is_complex", "is_contiguous", "is_shared", "is_pinned", "requires_grad_"),
     *("data_ptr", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook"),
 }
-_CLIPPING = torch.nn.utils.clip_grad.__name__
 
 
 class HeldElsewhere:
@@ -39,8 +36,6 @@ class HeldElsewhere:
             found = next(each for each in pytree.tree_leaves((args, kwargs)) if is_held_elsewhere(each))
             if name != "copy_" or found is not args[0] or any(map(is_held_elsewhere, args[1:])):
                 raise PipelineError(_refusal(found))
-        elif name == "grad" and _clips(inspect.currentframe()):
-            raise PipelineError(CLIP)
         with without_overrides():
             result = func(*args, **(kwargs or {}))
         if name == "copy_":
@@ -51,22 +46,10 @@ class HeldElsewhere:
         return f"<{' of rank '.join(getattr(self, _WHERE))}>"
 
 
-CLIP = (
-    "torch's clip_grad_norm_ would clip by the norm of the gradients in this process, another one on every rank. Call "
-    "pipe.clip_grad_norm_(max_norm) on every rank, or pass clip= to pipe.optimizer."
-)
-
-
 def _tells_a_form(name: str, accessor: str) -> bool:
     if accessor:
         return name not in _VALUES and (accessor != "__set__" or name in ("grad", "requires_grad"))
     return name in _FORMS or name.endswith("_like") or name.startswith("new_")
-
-
-def _clips(frame: FrameType | None) -> bool:
-    """Whether the function of this frame is called by torch's clipping."""
-    caller = frame and frame.f_back
-    return caller is not None and caller.f_globals.get("__name__") == _CLIPPING
 
 
 def _refusal(tensor: torch.Tensor) -> str:
@@ -120,19 +103,3 @@ def state_in_process(model: nn.Module) -> dict[str, Any]:
     with readable(model):
         state = model.state_dict()
     return {key: value.to_local() if is_distributed(value) else value for key, value in state.items()}
-
-
-class OwnParameters(Iterator[nn.Parameter]):
-    """This process's parameters of several processes', for an optimizer. torch's clipping, which would take their norm
-    for that of all, is refused if it gets them."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._left = iter(parameters)
-
-    def __iter__(self) -> Self:
-        if _clips(inspect.currentframe()):
-            raise PipelineError(CLIP)
-        return self
-
-    def __next__(self) -> nn.Parameter:
-        return next(self._left)

@@ -24,7 +24,7 @@ from zbcompile.options import Options
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
-from zbcompile.passes.torch_private import global_hooks
+from zbcompile.passes.torch_private import accumulators, global_hooks, have_hooks
 from zbcompile.profiling.nan_check import inspected
 from zbcompile.program.program import Program
 from zbcompile.program_cache.state_dict import own_state, stream_state
@@ -56,6 +56,7 @@ class BoundPrograms:
         self.trained: set[str] = set()
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
         self._unchanged: tuple[Any, ...] = ()
+        self._accumulators: list[Any] = []
         self._compared = False
         self._saved: dict[str, torch.Tensor] = {}  # what a state dict holds; what of it lives here, and has old values
         self._own: dict[str, torch.Tensor] = {}
@@ -122,11 +123,17 @@ class BoundPrograms:
 
     def require_same_model(self) -> None:
         """Raise PipelineError or CaptureError for other tensors than were bound, or hooks that a stage would lose."""
-        now = tuple(fingerprint(self._model)), tuple(global_hooks())
+        now = self.form
         if now != self._unchanged:
             require_same_tensors(self._model, self._bound)
             raise_first(hook_problems(self._model))
+            self._accumulators = accumulators(self._model.parameters())  # kept: hooks that come later are theirs
             self._unchanged = now
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What bound programs take for granted of the model, to be compared in every step."""
+        return fingerprint(self._model), global_hooks(), have_hooks(self._accumulators)
 
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer lives in this process."""

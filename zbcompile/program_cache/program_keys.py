@@ -31,8 +31,11 @@ def key_of(model: nn.Module, microbatch: Microbatch, device: torch.device, kept:
 
 
 def torch_modes(device: torch.device) -> tuple[Any, ...]:
-    """The torch modes that capture freezes into the graphs: autocast, and the kernels that attention may take."""
-    return torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type), attention_kernels()
+    """The torch modes that capture freezes into the graphs: autocast, the kernels that attention may take, and what
+    forward may ask: the default dtype, deterministic algorithms, oneDNN, the precision of products."""
+    asked = torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
+    autocast = torch.is_autocast_enabled(device.type), torch.get_autocast_dtype(device.type)
+    return *autocast, attention_kernels(), torch.get_default_dtype(), (*asked, torch.get_float32_matmul_precision())
 
 
 def what_is_new(model: nn.Module, microbatch: Microbatch, key: ProgramKey, known: Collection[ProgramKey]) -> str:
@@ -45,10 +48,13 @@ def what_is_new(model: nn.Module, microbatch: Microbatch, key: ProgramKey, known
         other = [i for i, (now, before) in enumerate(zip(key.trains, near.trains, strict=False)) if now != before]
         found += [f"{names[i]}{_more(len(other))} {'train' if key.trains[i] else 'frozen'}" for i in other[:1]]
     if key.modes != near.modes:
-        (on, dtype, kernels), (was_on, was_dtype, was_kernels) = key.modes, near.modes
+        on, dtype, kernels, default, asked = key.modes
+        was_on, was_dtype, was_kernels, was_default, before = near.modes
         if on != was_on or (on and dtype != was_dtype):
             found.append(f"autocast to {str(dtype).removeprefix('torch.')}" if on else "no autocast")
         found += ["other attention kernels"] * (kernels != was_kernels)
+        found += [f"the default dtype {str(default).removeprefix('torch.')}"] * (default != was_default)
+        found += ["other modes of torch (deterministic algorithms, oneDNN, precision of products)"] * (asked != before)
     if key.kept != near.kept:
         found.append(f"return_{key.kept}=True" if key.kept else f"no {near.kept}")
     return " and ".join(found) or f"microbatches of {microbatch.summary()}"

@@ -30,7 +30,6 @@ from zbcompile.options import Options, is_searched
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.torch_private import global_hooks
 from zbcompile.passes.values.premises import Standing
 from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, OF_A_PLACE, Program, call_of, listed
@@ -44,7 +43,6 @@ from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
 from zbcompile.runtime.engine import BoundGraphs, Executable, plan_step
 from zbcompile.schedules import Schedule, lower
-from zbcompile.torch_private import fingerprint
 
 
 @dataclass(frozen=True)
@@ -173,9 +171,7 @@ class StepPrograms(BoundPrograms):
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """If it is that of the last step, the same entries are right."""
-        hooks = bool(global_hooks())
-        modes = kept_for(self.outputs), torch_modes(self.ranks.device)
-        return microbatch.signature, modes, hooks, fingerprint(self._model)
+        return microbatch.signature, kept_for(self.outputs), torch_modes(self.ranks.device), self.form
 
     @contextmanager
     def void_if_it_fails(self) -> Iterator[None]:

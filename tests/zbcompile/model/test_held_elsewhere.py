@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, clip_grads_with_norm_
 from torch.optim.swa_utils import AveragedModel
 
 import zbcompile
@@ -84,9 +84,12 @@ def refusals() -> tuple[dict[str, str], str, str]:
     model = Net()
     later = averaged_later(model)
     pipe, _ = trained(model)
+    pipe.step(ROWS, target=ROWS)
     found = {name: said_by(lambda read=read: read(model)) for name, read in READS.items()}  # type: ignore[misc]
-    own = said_by(lambda: clip_grad_norm_(pipe.parameters(), 1.0))
+    own = said_by(lambda: clip_grad_norm_([*pipe.parameters()], 1.0))
+    clip_grads_with_norm_(pipe.parameters(), 1.0, torch.ones(()))
     pipe.close()
+    clip_grad_norm_([each for each in model.parameters() if each.grad is not None], 1.0)
     return found, own, said_by(later)
 
 
@@ -229,6 +232,9 @@ def parallel_state() -> tuple[set[str], bool, bool, bool]:
     doubled = all(torch.equal(whole(found[name]), 2 * whole(expected[name])) for name in expected)
     model.load_state_dict(Llama(1).state_dict())
     again = all(torch.equal(whole(value), whole(expected[name])) for name, value in model.state_dict().items())
+    with pytest.raises(zbcompile.PipelineError, match=r"another one on every rank"):  # plain parts of DTensors
+        clip_grad_norm_(model.parameters(), 1.0)
+    clip_grad_norm_([each for each in pipe.parameters() if isinstance(each, DTensor)], 1.0)
     pipe.close()
     return unlike, same, doubled, again
 

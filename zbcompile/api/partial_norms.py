@@ -1,0 +1,59 @@
+"""Parameters whose gradients in this process are a part of all, so that torch's clipping by their norm is refused."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from zbcompile.errors import PipelineError
+from zbcompile.model.distributed_tensors import Parts
+from zbcompile.model.held_elsewhere import is_held_elsewhere
+from zbcompile.model.placements import SHARD, along
+from zbcompile.program.program import Program
+from zbcompile.program_cache.step_programs import StepPrograms
+from zbcompile.torch_private import before_clipping
+
+_PARTIAL = "pipelines_with_a_part_of_its_norm"  # the attribute of such a parameter: how many there are
+
+
+class PartialNorms:
+    """Those of one pipeline. torch's function that clips looks at them, however they reached it: in a list, say."""
+
+    def __init__(self, compiled: StepPrograms, parts: Parts) -> None:
+        self._compiled, self._parts = compiled, parts
+        self._program: Program | None = None
+        self._noted: list[torch.Tensor] = []
+
+    def note(self) -> None:
+        """Mark the parameters, after they have got their places or others."""
+        program = self._compiled.program
+        if program is None or program is self._program:
+            return
+        self.close()
+        before_clipping(_refuse_parts)
+        self._program, self._noted = program, list(self._found(program))
+        for each in self._noted:
+            setattr(each, _PARTIAL, getattr(each, _PARTIAL, 0) + 1)
+
+    def close(self) -> None:
+        """Let torch clip them again, but for those of another pipeline."""
+        for each in self._noted:
+            setattr(each, _PARTIAL, getattr(each, _PARTIAL) - 1)
+        self._noted = []
+
+    def _found(self, program: Program) -> Iterator[torch.Tensor]:
+        """Every parameter if there are several pipeline ranks, else what is sharded, as a plain tensor; torch's norm of
+        DTensors is that of the whole."""
+        ranks, wholes = self._compiled.ranks, self._parts.parameters
+        for name, parameter in self._compiled.parameters.items() if ranks.group is not None else ():
+            if ranks.count > 1 or ranks.mesh.size(*along(program.placement(name), SHARD)) > 1:
+                yield parameter
+            if ranks.count > 1 and name in wholes:
+                yield wholes[name]
+
+
+def _refuse_parts(parameters: Sequence[torch.Tensor]) -> None:
+    if any(getattr(each, _PARTIAL, 0) or is_held_elsewhere(each) for each in parameters):
+        raise PipelineError(
+            "torch's clip_grad_norm_ would clip by the norm of the gradients in this process, another one on every "
+            "rank. Call pipe.clip_grad_norm_(max_norm) on every rank, or pass clip= to pipe.optimizer."
+        )
