@@ -1,6 +1,6 @@
 """The state of a pipeline's model: the parameters that live in this process, and eager's state dict of all."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -77,6 +77,16 @@ class ModelState:
         """These tensors of this process's share have got their values."""
         self._compiled.share.filled(names)
         self._compiled.withhold()
+
+    def once_placed(self, load: Callable[[bool], None]) -> None:
+        """Call `load` when this process's share of the model is known, before anything runs: at once if it is. It is
+        called with False after an evaluation has decided it, and with True, the last time, after a step has."""
+        if self._compiled.trains:
+            load(True)
+            return
+        self._compiled.loads.append(load)
+        if self._compiled.program is not None:
+            self._compiled.fill()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip this process's gradients by the norm of all ranks', and return that."""

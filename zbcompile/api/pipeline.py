@@ -1,7 +1,7 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
 
@@ -195,6 +195,7 @@ class Pipeline:
             self._parts.take_gradients()
             kind = kind_of(return_outputs, return_metrics)
             self._runs.program_for(self._runs.split(args, kwargs, target, microbatches, kind))
+            self._compiled.fill()
         return self
 
     def microbatches_of(self, *args: Any, target: Any = None, **kwargs: Any) -> int:
@@ -402,6 +403,10 @@ class Pipeline:
         `zbcompile.load_checkpoint` writes them in place."""
         self.step_index = step
         self._state.loaded(filled)
+
+    def once_placed(self, load: Callable[[bool], None]) -> None:
+        """Call `load` once this process's share of the model is known; see `ModelState.once_placed`."""
+        self._state.once_placed(load)
 
     def optimizer(
         self,

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import shutil
 import sys
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field, replace
@@ -32,7 +33,7 @@ from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optim
 from zbcompile.persistence.safetensors_files import bytes_of
 from zbcompile.persistence.saved_averages import averages_to_write, counted, load_averages, require_averages
 from zbcompile.persistence.saved_state import SavedState, open_state, record_to_text
-from zbcompile.persistence.saved_values import blamed, first_cause, quiet, read_process, read_values
+from zbcompile.persistence.saved_values import ONE_PROCESS, blamed, first_cause, quiet, read_process, read_values
 from zbcompile.safe_files import cannot_write, write_whole
 from zbcompile.version import __version__
 
@@ -136,7 +137,9 @@ def load_checkpoint(
 
     Args:
         path: a checkpoint, or a folder of them, whose newest one is taken.
-        source: a compiled or loaded pipeline, whose `step_index` is set too; or a plain model in one process.
+        source: a pipeline, whose `step_index` is set too, or a plain model in one process. A pipeline that is not
+            compiled yet remembers the checkpoint: the first `compile`, `eval` or step fills the parameters, the first
+            `compile` or step the optimizer, which `pipe.optimizer` made, and raises if names or shapes differ.
         optimizer: gets the saved state and options; without it only the model is loaded.
         ema: averages of this pipeline, made by `zbcompile.ema`, which continue from the saved ones.
         required: whether to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
@@ -148,8 +151,7 @@ def load_checkpoint(
     >>> at = zbcompile.load_checkpoint("checkpoints", pipe, optimizer, required=False)      # doctest: +SKIP
     >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
     """
-    holding = holding_of(source)
-    ranks = holding.ranks
+    ranks = source.ranks if isinstance(source, Pipeline) else holding_of(source).ranks
     with ranks.watch.region(f"loading a checkpoint from {path}"):
         if isinstance(source, Pipeline):
             together(ranks, f"saving before loading {path}", source.attached(FolderWriter).finish)
@@ -158,10 +160,20 @@ def load_checkpoint(
             return Checkpoint(step=0)
         if found is None:
             raise ranks.refusal(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
-        more = optimizer, ema, random
-        at = together(ranks, f"loading {found}", lambda: _load(open_state(found), source, holding, *more))
-    if isinstance(source, Pipeline):
-        source.resume(at.step, source.state_dict())
+        load = CheckpointLoad(open_state(found), source, optimizer, ema)
+        at = together(ranks, f"loading {found}", load.begin)
+        if not isinstance(source, Pipeline):
+            load(True)
+        else:
+            before, source.step_index = source.step_index, at.step
+            try:
+                source.once_placed(load)
+            except BaseException:
+                source.step_index = before
+                raise
+        if random and at.random is not None:
+            with blamed(load.saved):
+                restore_random_state(at.random, ranks.device)
     return at
 
 
@@ -279,44 +291,63 @@ def _write(
 
     position, alone = ranks.watch.position, ranks.everyone is None
     storage = CheckpointWriter(part_of(partial, ranks.number), own, commit, nullcontext if later else position.working)
-    with quiet():
-        if later is not None:
-            group = later.group_of(ranks)
-            pending = dcp.async_save(tensors, storage_writer=storage, process_group=group, no_dist=alone)
-            later.start(partial, pending)
+    if later is not None:
+        group = later.group_of(ranks)
+        warnings.filterwarnings("ignore", message=ONE_PROCESS)  # the thread outlives any context
+        pending = dcp.async_save(tensors, storage_writer=storage, process_group=group, no_dist=alone)
+        later.start(partial, pending)
+        return
+    try:
+        with quiet(), position.waiting("the checkpoint of all ranks"):
+            dcp.save(tensors, storage_writer=storage, process_group=ranks.everyone, no_dist=alone)
+    except dcp.CheckpointException as error:  # not an Exception; raised on every rank
+        if ranks.number == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        raise ranks.refusal(f"{partial} was not finished: {first_cause(error)}") from None
+
+
+@dataclass
+class CheckpointLoad:
+    """What a checkpoint gives to `source`, once it is known where its parameters are, and to the optimizer, once a step
+    is compiled."""
+
+    saved: SavedState
+    source: Pipeline | nn.Module
+    optimizer: Optimizer | None
+    ema: Averages | None
+    filled: bool = False
+
+    def begin(self) -> Checkpoint:
+        """What does not depend on that. Raises PipelineError for another optimizer."""
+        _require_same_optimizer(self.saved, self.optimizer)
+        with blamed(self.saved):
+            random, extra = read_process(self.saved, "random"), read_process(self.saved, "extra")
+        return Checkpoint(self.saved.fields["step"], extra, self.saved.path, random)
+
+    def __call__(self, trains: bool) -> None:
+        """Fill what can be filled; every rank must call it."""
+        if self.filled and not (trains and self.optimizer is not None):
             return
-        try:
-            with position.waiting("the checkpoint of all ranks"):
-                dcp.save(tensors, storage_writer=storage, process_group=ranks.everyone, no_dist=alone)
-        except dcp.CheckpointException as error:  # not an Exception; raised on every rank
-            if ranks.number == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            raise ranks.refusal(f"{partial} was not finished: {first_cause(error)}") from None
+        holding = holding_of(self.source)
+        together(holding.ranks, f"loading {self.saved.path}", lambda: self._fill(holding, trains))
+        if isinstance(self.source, Pipeline):
+            self.source.resume(self.source.step_index, self.source.state_dict())
+        self.filled = True
 
-
-def _load(
-    saved: SavedState, source: Any, holding: Holding, optimizer: Optimizer | None, ema: Averages | None, random: bool
-) -> Checkpoint:
-    _require_same_names(saved, holding)
-    _require_same_optimizer(saved, optimizer)
-    require_averages(saved, ema, source, holding)
-    with blamed(saved):
-        generators, extra, left_out = (
-            read_process(saved, "random"),
-            read_process(saved, "extra"),
-            saved.fields["left_out"],
-        )
-        with torch.no_grad():
-            read_values(saved, {name: each for name, each in holding.tensors.items() if name not in left_out}, "model")
-            if ema is not None:
-                load_averages(saved, ema, holding)
-        if optimizer is not None:
-            load_optimizer(
-                optimizer, holding, saved.keys("optimizer"), lambda wanted: read_values(saved, wanted, "optimizer")
-            )
-        if random and generators is not None:
-            restore_random_state(generators, holding.ranks.device)
-    return Checkpoint(saved.fields["step"], extra, saved.path, generators)
+    def _fill(self, holding: Holding, trains: bool) -> None:
+        saved, left_out = self.saved, self.saved.fields["left_out"]
+        _require_same_names(saved, holding)
+        require_averages(saved, self.ema, self.source, holding)
+        with blamed(saved):
+            if not self.filled:
+                with torch.no_grad():
+                    wanted = {name: each for name, each in holding.tensors.items() if name not in left_out}
+                    read_values(saved, wanted, "model")
+                    if self.ema is not None:
+                        load_averages(saved, self.ema, holding)
+            if self.optimizer is not None and trains:
+                read = functools.partial(read_values, saved, section="optimizer")
+                load_optimizer(self.optimizer, holding, saved.keys("optimizer"), read)
 
 
 def _require_same_names(saved: SavedState, holding: Holding) -> None:

@@ -13,6 +13,7 @@ from zbcompile.persistence.checkpoint_values import from_data
 from zbcompile.persistence.saved_state import SavedState
 
 Values = dict[str, Any]
+ONE_PROCESS = "torch.distributed is disabled"  # how torch warns that one process reads or writes alone
 
 
 def read_values(saved: SavedState, wanted: Values, section: str) -> Values:
@@ -60,7 +61,7 @@ def blamed(saved: SavedState) -> Iterator[None]:
 def quiet() -> Iterator[None]:
     """Suppress torch's warning that one process reads or writes alone."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        warnings.filterwarnings("ignore", message=ONE_PROCESS)
         yield
 
 

@@ -1,6 +1,6 @@
 """Programs bound to the tensors of a model: which of these live here, and what runs on them."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -62,6 +62,7 @@ class BoundPrograms:
         self._own: dict[str, torch.Tensor] = {}
         self._others: dict[str, torch.Tensor] = {}
         self._withheld_for: Program | None = None
+        self.loads: list[Callable[[bool], None]] = []  # what waits for the parameters to have their places
         self.moves, self.given_out = 0, False  # how often parameters have moved; whether somebody has taken them
 
     @property
@@ -80,6 +81,13 @@ class BoundPrograms:
         rows = self.shards.own if self.shards else {}
         elsewhere = {name for name in rows if program.tied.get(name) != self.ranks.rank}
         self._own = {n: tensor for n, tensor in self._saved.items() if self.is_own(n) and n not in elsewhere}
+
+    def fill(self) -> None:
+        """Do the loads that have waited; they are told whether a step is compiled, which optimizers wait for."""
+        for load in self.loads:
+            load(self.trains)
+        if self.trains:
+            self.loads = []
 
     def move(self, program: Program) -> None:
         """Let the parameters live where `program`, a step, has them, and no longer where an evaluation placed them.
@@ -157,6 +165,7 @@ class BoundPrograms:
 
     def require_values(self) -> None:
         """Raise PipelineError unless this process's share has its values, and the same as other ranks that share it."""
+        self.fill()
         self.share.require_filled()
         for name, tensor in self._own.items():
             if is_held_elsewhere(tensor):

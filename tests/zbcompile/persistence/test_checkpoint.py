@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 import zbcompile
-from tests.support.checkpointing import PROBLEM, State, begin, state_of, train_eager, train_pipe
+from tests.support.checkpointing import PROBLEM, SIZE, State, begin, state_of, train_eager, train_pipe
 from tests.support.oracle import optimizer_of
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
@@ -66,6 +67,44 @@ def test_from_one_process_to_a_pipeline(small_program: Callable[[str, int], Path
     pipe = zbcompile.load(small_program("zb-h1", 2), checkpoint=tmp_path)
     assert pipe.step_index == 5
     assert_same_tensors(pipe.state_dict(), theirs.weights, "weight")
+
+
+@pytest.mark.parametrize("first", ["step", "eval", "compile"])
+def test_a_load_before_the_first_step_waits_for_it(first: str, tmp_path: Path) -> None:
+    """What is known of it is there at once; parameters, averages and optimizer once they have their places."""
+    batch = PROBLEM.batches(2, SIZE)
+    options = {"schedule": "zb-h1", "ranks": 2, "microbatches": 4, "loss": PROBLEM.loss, "exact": True}
+
+    def begun() -> Any:
+        pipe = zbcompile.pipeline(PROBLEM.model(), **options)
+        return pipe, pipe.optimizer(torch.optim.AdamW, lr=0.1), zbcompile.ema(pipe, decay=0.5)
+
+    def step(pipe: Any, optimizer: Any, ema: Any, number: int) -> Any:
+        loss = pipe.step(*batch[number].args, target=batch[number].target)
+        optimizer.step()
+        optimizer.zero_grad()
+        ema.update()
+        return loss
+
+    one, other = begun(), begun()
+    assert zbcompile.load_checkpoint(tmp_path, other[0], other[1], ema=other[2], required=False).path is None
+    step(*one, 0)
+    zbcompile.save_checkpoint(tmp_path, one[0], one[1], ema=one[2], extra="seen")
+    at = zbcompile.load_checkpoint(tmp_path, other[0], other[1], ema=other[2])
+    assert (at.step, at.extra, other[0].step_index) == (1, "seen", 1)
+    if first == "eval":
+        assert torch.equal(other[0].eval(*batch[1].args), one[0].eval(*batch[1].args))
+    if first == "compile":
+        other[0].compile(*batch[1].args, target=batch[1].target)
+        assert_same_tensors(other[0].state_dict(), one[0].state_dict(), "weight")
+    assert torch.equal(step(*other, 1), step(*one, 1))
+    for mine, theirs in zip(other[::2], one[::2], strict=True):
+        assert_same_tensors(mine.state_dict(full=True), theirs.state_dict(full=True), first)
+    wrong = zbcompile.pipeline(nn.Linear(2, 2), schedule="1f1b", ranks=1, microbatches=1, loss=nn.functional.mse_loss)
+    zbcompile.load_checkpoint(tmp_path, wrong)
+    for _ in range(2):
+        with pytest.raises(zbcompile.PipelineError, match="is of another model: missing"):
+            wrong.step(torch.ones(2, 2), target=torch.ones(2, 2))
 
 
 def test_torchs_own_functions_read_it(small_program: Callable[[str, int], Path], tmp_path: Path) -> None:
