@@ -92,12 +92,17 @@ def peak_memory(device: torch.device) -> int:
     return int(torch.cuda.max_memory_reserved(device))
 
 
-def current_stream(device: torch.device) -> Stream:
-    return torch.cuda.current_stream(device)
+def current_stream(device: torch.device) -> Any:
+    """A stream also of the CPU, where streams order nothing: code for two of them runs on both."""
+    return torch.get_device_module(device).current_stream(device)
 
 
-def on_stream(stream: Stream) -> contextlib.AbstractContextManager[Any]:
-    return torch.cuda.stream(stream)
+def new_stream(device: torch.device) -> Any:
+    return torch.get_device_module(device).Stream(device)
+
+
+def on_stream(stream: Any) -> contextlib.AbstractContextManager[Any]:
+    return torch.cpu.stream(stream) if isinstance(stream, torch.cpu.Stream) else torch.cuda.stream(stream)
 
 
 def seed(device: torch.device, value: int) -> None:

@@ -104,7 +104,7 @@ class Recorded:
     def _warm_up(self, inputs: list[torch.Tensor]) -> None:
         """Run on a separate stream; sums are added into copies."""
         device = inputs[0].device
-        current, aside = gpu.current_stream(device), gpu.Stream(device)
+        current, aside = gpu.current_stream(device), gpu.new_stream(device)
         aside.wait_stream(current)
         with gpu.on_stream(aside):
             for _ in range(WARM_UP):

@@ -37,7 +37,7 @@ def make_pairs(
     if not pairs:
         return {}
     device = stage_of(pairs[0].first).device
-    aside = torch.get_device_module(device).Stream(device) if PAIR_STREAMS.read() else None
+    aside = gpu.new_stream(device) if PAIR_STREAMS.read() else None
     made: dict[tuple[Action, Action], Run] = {}
     kinds: dict[tuple[str, int, str, int], Run] = {}
     for first, second in pairs:

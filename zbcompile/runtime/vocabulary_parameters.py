@@ -192,5 +192,5 @@ def make_executable_shards(
     for rank in ranks:
         rows = {Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}
         compiled[rank] = prepare_shard(program, rank, {**resident, **rows}, passes.of("shard", rank))
-    stream = gpu.Stream(device) if group is not None and gpu.is_gpu(device) else None
+    stream = gpu.new_stream(device) if group is not None and gpu.is_gpu(device) else None
     return VocabularyExecutable(program, compiled, roots, device, group, shards, stream)

@@ -1,7 +1,9 @@
 """Build of the pretended GPU, once per torch, Python and source, into the user's cache; and the environment of a
 process that has one.
 
-    python -m tests.support.pretended_gpu.build [--devices N] COMMAND...    runs a command where torch.cuda is there
+    python -m tests.support.pretended_gpu.build [--devices N] COMMAND...
+
+runs a command where torch.cuda is there, and prints what it does against CUDA's order.
 """
 
 import argparse
@@ -113,7 +115,12 @@ def main(arguments: list[str], given: Mapping[str, str]) -> int:
     reason = why_not()
     if reason is not None:
         raise SystemExit(reason)
-    return subprocess.run(options.command, env={**given, **environment(built(), options.devices)}).returncode
+    with tempfile.TemporaryDirectory() as faults:
+        added = environment(built(), options.devices, Path(faults))
+        code = subprocess.run(options.command, env={**given, **added}).returncode
+        found = faults_in(Path(faults))
+    print(*(f"against CUDA's order: {fault}" for fault in found), sep="\n", file=sys.stderr)
+    return code or bool(found)
 
 
 if __name__ == "__main__":
