@@ -87,17 +87,22 @@ class Watch:
             with contextlib.ExitStack() as self._around:
                 yield
                 self._put_back(buffers)
-        if any(now is not before for now, before in zip(model.parameters(), own, strict=False)):
+        self._refuse_replaced(model, modules, own)
+
+    def _refuse_replaced(self, model: nn.Module, modules: dict[str, Any], parameters: list[nn.Parameter]) -> None:
+        """Note modules that forward has replaced, or else parameters: a new module brings its own."""
+        replaced_modules = [path for path, new in _modules(model).items() if modules.get(path, new) is not new]
+        for path in replaced_modules:
+            self.problem(
+                f"forward replaces the module {path} by another one, so its first call is unlike the next. Call "
+                "the model once before compiling."
+            )
+        pairs = zip(model.parameters(), parameters, strict=False)
+        if not replaced_modules and any(now is not before for now, before in pairs):
             self.problem(
                 "forward replaces a parameter by another one, which no optimizer has. Change it outside of forward, or "
                 "compute with another tensor."
             )
-        for path, new in _modules(model).items():
-            if modules.get(path, new) is not new:
-                self.problem(
-                    f"forward replaces the module {path} by another one, so its first call is unlike the next. Call "
-                    "the model once before compiling."
-                )
 
     def problem(self, text: str) -> None:
         if text not in self.problems:

@@ -24,14 +24,15 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
     """
     if not bound:
         return
-    current = resident_tensors(model, {})
-    for slot in current.keys() - bound.keys():
+    for slot in resident_tensors(model, {}).keys() - bound.keys():
         raise PipelineError(
             f"{slot} is new since the model was compiled, so that no rank holds it. Add it before zbcompile.pipeline, "
             "or make a new pipeline."
         )
+    both = (model.named_parameters, model.named_buffers)  # with every name of a tied tensor
+    by_name = {name: each for named in both for name, each in named(remove_duplicate=False)}
     for slot, (tensor, kind) in bound.items():
-        now = current.get(slot)
+        now = by_name.get(slot.name)
         if now is None:
             raise PipelineError(
                 f"{slot} was there when the model was compiled and is gone. For fewer layers let forward skip some "

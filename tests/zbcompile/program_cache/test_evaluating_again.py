@@ -77,22 +77,28 @@ def test_hooks_that_come_and_go_are_seen(pipe: zbcompile.Pipeline) -> None:
 @contextmanager
 def replaced(layer: nn.Module, weight: nn.Parameter) -> Iterator[None]:
     before, layer.weight = layer.weight, weight
-    yield
-    layer.weight = before
+    try:
+        yield
+    finally:
+        layer.weight = before
 
 
 @contextmanager
 def another_module(layers: nn.ModuleList) -> Iterator[None]:
     before, layers[3] = layers[3], nn.Linear(WIDTH, WIDTH, bias=False)
-    yield
-    layers[3] = before
+    try:
+        yield
+    finally:
+        layers[3] = before
 
 
 @contextmanager
 def converted(layers: nn.ModuleList) -> Iterator[None]:
     layers.double()
-    yield
-    layers.float()
+    try:
+        yield
+    finally:
+        layers.float()
 
 
 CHANGES: dict[str, tuple[Callable[[nn.ModuleList], Any], str]] = {
