@@ -1,0 +1,31 @@
+"""The script that has everything: trained in one process, then resumed by two."""
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+
+import train_everything
+from tests.support.pool import Pool
+
+
+def trained(folder: Path, steps: int) -> str:
+    """What the script prints."""
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train_everything.train(train_everything.parse(["--folder", str(folder), "--steps", str(steps)]))
+    return printed.getvalue()
+
+
+@pytest.mark.slow
+def test_trained_in_one_process_and_resumed_in_two(pool: Pool, tmp_path: Path) -> None:
+    begun = trained(tmp_path, 10)
+    assert "perplexity before update 0:" in begun
+    assert "update 10: loss" in begun
+    resumed = pool.run(trained, tmp_path, 20, ranks=2)[0]
+    assert "update 10: loss" not in resumed
+    assert "update 20: loss" in resumed
+    assert "b'def " in resumed
+    start, end = (float(re.findall(r"perplexity .*: ([\d.]+)", printed)[0]) for printed in (begun, resumed))
+    assert end < start / 2
