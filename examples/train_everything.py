@@ -12,6 +12,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -26,8 +27,8 @@ CONFIG = LlamaConfig(
 )
 
 
-def loss_and_metrics(output: object, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    logits = output.logits  # type: ignore[attr-defined]
+def loss_and_metrics(output: Any, labels: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    logits = output.logits
     loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
     return loss / CALLS, {"accuracy": (logits.argmax(-1) == labels).float().mean()}
 
@@ -74,7 +75,7 @@ def train(options: argparse.Namespace) -> None:
         zbcompile.save_weights(options.folder / "trained", pipe)  # what from_pretrained reads
     pipe.close()
     if say is print:
-        trained = AutoModelForCausalLM.from_pretrained(options.folder / "trained")
+        trained: Any = AutoModelForCausalLM.from_pretrained(options.folder / "trained")
         tokens = trained.generate(torch.tensor([list(b"def ")]), max_new_tokens=40, do_sample=False)
         say(bytes(tokens[0].tolist()))
 

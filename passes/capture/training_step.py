@@ -13,7 +13,7 @@ from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import pytree
 
-LossFunction = Callable[[Any, Any], torch.Tensor]
+LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]  # of (output, target); with metrics a pair
 Kept = Literal["", "outputs", "metrics"]  # of a step beside its loss
 Read = Callable[[Any, Any], Any]  # what to compute of the model's output and the target, in place of a loss
 
