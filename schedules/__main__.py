@@ -222,7 +222,8 @@ def _show(options: argparse.Namespace) -> None:
     if options.weight_order:
         orders = ((stage, " ".join(map(str, schedule.weight_order(stage)))) for stage in range(schedule.stages))
         print("\n" + grid([[Figure("stage", stage), Figure("weight gradients accumulate", o)] for stage, o in orders]))
-    _write(timeline, lowered if options.lowered else schedule, options)
+    limits = () if options.memory_limit is None else (options.memory_limit,) * schedule.ranks
+    _write(replace(timeline, memory_limits=limits), lowered if options.lowered else schedule, options)
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -261,7 +262,9 @@ def _search(options: argparse.Namespace) -> None:
         found = _certified(found, problem, options.seconds)
     step, buffers = found.simulation, check(lower(found.schedule)).receive_buffers or ()
     print(f"\n{grid(rank_table(step, receive_buffers=buffers).rows)}\n\n{to_text([slack_table(step)])}", end="")
-    _write(found.simulation, found.schedule, options)
+    limits = options.memory if isinstance(options.memory, Sequence) else [options.memory] * options.ranks
+    drawn = () if options.memory is None else tuple(map(float, limits))
+    _write(replace(found.simulation, memory_limits=drawn), found.schedule, options)
 
 
 def _placement_table(found: Found) -> str:

@@ -38,6 +38,7 @@ class Timeline(Shown):
     * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan, `cost_bubble` =
       1 - work/cost.
     * `peak_memory[rank]`, in the unit of `costs.activation`.
+    * `memory_limits[rank]`, in that unit, if the order was asked to keep within some: pictures draw them.
     * `noise`, `drawn`: what `simulate` was given, and one timeline for each draw; see `quantile`.
     * `spans`: every step, rank by rank in order of time; `idle`: every gap, with its cause.
     """
@@ -48,6 +49,7 @@ class Timeline(Shown):
     peak_memory: tuple[float, ...]
     noise: Noise | None = None
     drawn: tuple["Timeline", ...] = ()
+    memory_limits: tuple[float, ...] = ()
 
     def quantile(self, barrier: bool = True) -> float:
         """The makespan (without `barrier` the cost) that the share `noise.quantile` of the drawn steps stays within."""

@@ -18,7 +18,10 @@ _STYLE = """
 .zb-figure { font: 14px sans-serif; color: #111; background: #fff; position: relative }
 .zb-figure .zb-saving { font-size: 26px; font-weight: bold; padding: 2px 0 }
 .zb-figure .zb-tools { display: flex; flex-wrap: wrap; gap: 4px 16px; align-items: center; padding: 4px 0 }
-.zb-figure .zb-scroll { overflow-x: auto; border: 1px solid #8888 }
+.zb-figure .zb-scroll { overflow-x: auto; border: 1px solid #8888; position: relative }
+.zb-figure .zb-cursor { position: absolute; top: 0; bottom: 0; width: 0; border-left: 1px dashed #d00;
+  display: none; pointer-events: none; z-index: 1 }
+.zb-figure .zb-cursor span { position: sticky; top: 0; padding: 0 4px; font-size: 12px; background: #fff }
 .zb-figure .zb-head { position: sticky; left: 0; width: min(100%, 100vw - 60px);
   padding: 6px 8px 0; box-sizing: border-box }
 .zb-figure .zb-head b { font-size: 13px }
@@ -38,7 +41,7 @@ _STYLE = """
 @media print { .zb-figure .zb-saving { font-size: 26px; font-weight: bold; padding: 2px 0 }
 .zb-figure .zb-tools { display: none } .zb-figure .zb-scroll { overflow: hidden } }
 """
-_PAPERS = ("", " .zb-row > svg:first-child", " .zb-tip")
+_PAPERS = ("", " .zb-row > svg:first-child", " .zb-tip", " .zb-cursor span")
 _DARK = tuple((f".zb-figure{part}", "color: #ddd; background: #1c1c1f") for part in _PAPERS)
 
 # Every box moves by itself, so that hatching and letters keep their shape; long paths are stretched.
@@ -47,6 +50,7 @@ for (const figure of document.querySelectorAll(".zb-figure:not([data-ready])")) 
   figure.dataset.ready = "1";
   const find = selector => [...figure.querySelectorAll(selector)];
   const scroll = find(".zb-scroll")[0], slider = find("[type=range]")[0], tip = find(".zb-tip")[0];
+  const cursor = find(".zb-cursor")[0], perUnit = +figure.dataset.scale, unit = figure.dataset.unit;
   const plots = find(".zb-row").map(row => {
     const svg = row.lastElementChild, box = svg.viewBox.baseVal, get = (e, name) => +e.getAttribute(name);
     return {
@@ -106,8 +110,13 @@ for (const figure of document.querySelectorAll(".zb-figure:not([data-ready])")) 
     tip.textContent = shape.dataset.tip || "";
     tip.style.left = Math.min(event.clientX + 12, innerWidth - tip.offsetWidth - 8) + "px";
     tip.style.top = event.clientY + 14 + "px";
+    const x = event.clientX - scroll.getBoundingClientRect().left - scroll.clientLeft + scroll.scrollLeft;
+    const time = (x - plots[0].names) / (now * perUnit);  // one line through all steps, which share the axis
+    cursor.style.display = time >= 0 ? "block" : "none";
+    cursor.style.left = x + "px";
+    cursor.firstElementChild.textContent = +time.toPrecision(3) + unit;
   });
-  scroll.addEventListener("mouseleave", () => tip.style.display = "none");
+  scroll.addEventListener("mouseleave", () => { tip.style.display = cursor.style.display = "none"; });
 }
 """
 
@@ -138,10 +147,10 @@ def figure(timelines: Sequence[Timeline], width: int | None = None) -> str:
     boxes = "".join(f'<label><input type="checkbox" value="{name}"> {text}</label>' for name, text in ALSO.items())
     zoom = '<label>zoom <input type="range" min="0" max="7" step="0.1" value="0"></label>'
     rows = [line for t in timelines for line in _row(t, round(Drawing.MARGINS + t.finish * scale))]
-    told = saving(timelines)
+    told, unit = saving(timelines), timelines[0].costs.time_unit and f" {timelines[0].costs.time_unit}"
     return "\n".join(
         (
-            '<div class="zb-figure">',
+            f'<div class="zb-figure" data-scale="{scale:g}" data-unit="{escape(unit)}">',
             f"<style>{STYLE}{_STYLE}{in_the_dark(*DARK, *_DARK)}</style>",
             f'<svg width="0" height="0" style="position: absolute">{"".join(patterns())}</svg>',
             f'<div class="zb-saving">{escape(told)}</div>' * bool(told),
@@ -149,7 +158,7 @@ def figure(timelines: Sequence[Timeline], width: int | None = None) -> str:
             f'<div class="zb-legend">{"".join(_legend(timelines))}</div>',
             '<div class="zb-scroll">',
             *rows,
-            '</div><div class="zb-tip"></div>',
+            '<div class="zb-cursor"><span></span></div></div><div class="zb-tip"></div>',
             to_tables(rank_table(t) for t in timelines),
             f"<script>{_SCRIPT}</script>",
             "</div>",

@@ -263,20 +263,25 @@ class Drawing:
             yield f'<rect class="idle" fill="url(#idle-{gap.cause})" {box}><title>{escape(str(gap))}</title></rect>'
 
     def memory(self, rank: int) -> Iterator[str]:
-        """The curve on a scale common to all ranks, so that they can be compared; the peak at its end."""
-        top = max(self.timeline.peak_memory) or 1
+        """The curve on a scale common to all ranks, so that they can be compared; the peak at its end, and the limit
+        as a line."""
+        top = max(*self.timeline.peak_memory, *self.timeline.memory_limits, 0) or 1
         base = self.y(rank) + self.bar + self.curve + 1
         path = [f"M{self.LEFT},{base:g}"]
         for time, amount in self.timeline.memory_curve(rank):
             path.append(f"H{self.x(time):g}V{base - self.curve * amount / top:.2f}")
         peak = format_amount(self.timeline.peak_memory[rank], self.timeline.costs.memory_unit)
         yield f'<path class="memory wide" d="{"".join(path)}Z"><title>memory of rank {rank}, peak {peak}</title></path>'
+        for limit in self.timeline.memory_limits[rank : rank + 1]:
+            title = f"<title>memory limit {format_amount(limit, self.timeline.costs.memory_unit)}</title>"
+            line = f"M{self.LEFT},{base - self.curve * limit / top:.2f}H{self.x(self.timeline.finish):g}"
+            yield f'<path class="limit wide" d="{line}">{title}</path>'
         x, label = self.x(self.timeline.finish) + 6, peak if self.timeline.costs.memory_unit else f"peak {peak}"
         yield f'<text x="{x:g}" y="{base - 2:g}" style="font-size:{min(11, self.curve + 1):g}px">{label}</text>'
 
     def axis(self) -> Iterator[str]:
         bottom = self.height - 20
-        step = _round_step(self.timeline.finish / 12)
+        step = round_step(self.timeline.finish / 12)
         tenths = 10 if self.zooms else 1  # for those who zoom
         for tick in range(int(self.timeline.finish / step * tenths) + 1):
             time = tick * step / tenths
@@ -298,7 +303,7 @@ class Drawing:
             x += 36 + 6.2 * len(text)
 
 
-def _round_step(least: float) -> float:
+def round_step(least: float) -> float:
     """The next of 1, 2 or 5 times a power of ten."""
     power = 10.0 ** floor(log10(least)) if least > 0 else 1.0
     return next(factor * power for factor in (1, 2, 5, 10) if factor * power >= least)

@@ -51,5 +51,5 @@ def _scaled(timeline: Timeline, time: float, size: float, time_unit: str, memory
         memory_unit=memory_unit,
     )
     begin, end = ([[moment / time for moment in rank] for rank in ranks] for ranks in (run.begin, run.end))
-    peaks = tuple(amount / size for amount in timeline.peak_memory)
-    return Timeline(timeline.program, scaled, run._replace(begin=begin, end=end), peaks)
+    peaks, limits = (tuple(amount / size for amount in each) for each in (timeline.peak_memory, timeline.memory_limits))
+    return Timeline(timeline.program, scaled, run._replace(begin=begin, end=end), peaks, memory_limits=limits)

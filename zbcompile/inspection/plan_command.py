@@ -9,7 +9,6 @@ from xml.sax.saxutils import escape
 
 import torch
 
-from zbcompile.amounts import format_bytes
 from zbcompile.cli.command_line import Command, flag_of, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, example_of, quiet, with_options
 from zbcompile.cli.mesh_parts import DIMENSIONS, Labels, part_of, why_whole
@@ -25,9 +24,12 @@ from zbcompile.passes.option import options_of
 from zbcompile.planning.factorisations import SLOW, Captured, Row, factorisations, ranked
 from zbcompile.progress import Say
 from zbcompile.safe_files import write_whole
+from zbcompile.schedules.visualization.svg import round_step
+from zbcompile.schedules.visualization.units import SIZES
 from zbcompile.tables import Figure, grid, wrap, written
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 70
+NAMES = 220  # pixels beside the axes
 STYLE = (
     "text { font: 11px sans-serif; fill: #111 } .best { fill: #0072b2 } .other { fill: #bbb } "
     ".front { fill: none; stroke: #0072b2 } .axis { stroke: #999 } rect { fill: #fff }"
@@ -72,35 +74,60 @@ def _figures(row: Row, rate: str) -> list[Figure]:
 def to_picture(rows: Sequence[Row]) -> str:
     """Rate against memory as a self-contained SVG; what nothing beats in both is joined by a line.
 
-    Every point tells its row on hover.
+    Points of that line are numbered and named; every point tells its row on hover.
     """
     most_bytes, most = max(row.peak for row in rows), max(row.rate for row in rows)
-    places = [
-        (
-            MARGIN + row.peak / most_bytes * (WIDTH - 2 * MARGIN),
-            HEIGHT - MARGIN - row.rate / most * (HEIGHT - 2 * MARGIN),
-        )
-        for row in rows
-    ]
+    low, left, wide, high = HEIGHT - MARGIN, MARGIN, WIDTH - 2 * MARGIN, HEIGHT - 2 * MARGIN
+    places = [(left + row.peak / most_bytes * wide, low - row.rate / most * high) for row in rows]
     front = " ".join(f"{x:.1f},{y:.1f}" for row, (x, y) in zip(rows, places, strict=True) if row.best)
+    best = [(row, place) for row, place in zip(rows, places, strict=True) if row.best]
+    names = [
+        f'<text x="{x:.1f}" y="{y + (18 if number % 2 else -8):.1f}" text-anchor="middle">{number}</text>'
+        f'<text x="{WIDTH}" y="{MARGIN + 16 * number}">{number}  {escape(_name(row))}</text>'
+        for number, (row, (x, y)) in enumerate(best, 1)
+    ]
+    ticks = [
+        f'<path class="axis" d="M{left - 4} {low - y:.1f}h4"/>'
+        f'<text x="{left - 7}" y="{low - y + 4:.1f}" text-anchor="end">{amount:,.12g}</text>'
+        for amount, y in _ticks(most, high)
+    ]
+    unit, word = next((each, word) for each, word in SIZES if most_bytes >= each)
+    ticks += [
+        f'<path class="axis" d="M{left + x:.1f} {low}v4"/>'
+        f'<text x="{left + x:.1f}" y="{low + 16}" text-anchor="middle">{amount:,.12g} {word}</text>'
+        for amount, x in _ticks(most_bytes / unit, wide)
+    ]
     points = [
         f'<circle class="{"best" if row.best else "other"}" cx="{x:.1f}" cy="{y:.1f}" r="4">'
         f"<title>{escape(', '.join(filter(None, map(written, _figures(row, _unit(rows))))))}</title></circle>"
         for row, (x, y) in zip(rows, places, strict=True)
     ]
-    low, left = HEIGHT - MARGIN, MARGIN
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{HEIGHT}"><style>{STYLE}</style>',
-            f'<rect width="{WIDTH}" height="{HEIGHT}"/>',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + NAMES}" height="{HEIGHT}"><style>{STYLE}</style>',
+            f'<rect width="{WIDTH + NAMES}" height="{HEIGHT}"/>',
             f'<path class="axis" d="M{left} {MARGIN}V{low}H{WIDTH - MARGIN}" fill="none"/>',
-            f'<text x="{left}" y="{MARGIN - 10}">{_unit(rows)}, up to {most:,.4g}</text>',
-            f'<text x="{WIDTH - 2 * MARGIN}" y="{low + 20}">peak memory, up to {format_bytes(most_bytes)}</text>',
+            f'<text x="{left}" y="{MARGIN - 10}">{_unit(rows)}</text>',
+            f'<text x="{left + wide}" y="{low + 34}" text-anchor="end">peak memory of a rank</text>',
+            *ticks,
             f'<polyline class="front" points="{front}"/>',
             *points,
+            *names,
             "</svg>",
         ]
     )
+
+
+def _name(row: Row) -> str:
+    """What tells a row from its neighbours: how the ranks are divided, the placement, the microbatches."""
+    divided = " ".join(f"{name}{size}" for name, size in zip(DIMENSIONS, row.mesh, strict=True) if size > 1)
+    return f"{divided} {row.layout.placement} m{row.layout.microbatches}".strip()
+
+
+def _ticks(most: float, pixels: float) -> list[tuple[float, float]]:
+    """Round amounts from 0 to `most`, and how far along an axis of so many `pixels` each is."""
+    step = round_step(most / 5)
+    return [(number * step, number * step / most * pixels) for number in range(int(most / step) + 1)]
 
 
 ASSUMED = (

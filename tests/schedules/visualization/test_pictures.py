@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -50,6 +51,13 @@ def test_operations_differ_in_colour_hatching_and_letter() -> None:
     assert {">F0<", ">B0<", ">W0<"} <= {
         f">{text}<" for text in ("F0", "B0", "W0") if f">{text}<" in to_svg(timeline(), 3000)
     }
+
+
+def test_a_limit_of_memory_is_a_line_above_the_curve_of_every_rank() -> None:
+    t = replace(timeline(), memory_limits=(5.0, 5.0, 6.0, 6.0))
+    root = ElementTree.fromstring(to_svg(t))
+    lines = [path for path in root.iter(f"{SVG}path") if path.get("class") == "limit wide"]
+    assert [line.findtext(f"{SVG}title") for line in lines] == [f"memory limit {n}" for n in (5, 5, 6, 6)]
 
 
 @pytest.mark.slow

@@ -42,6 +42,9 @@ window.addEventListener("load", () => {
     const size = selector => document.querySelector(selector).getBoundingClientRect();
     slider.oninput();
     report.fits = scroll.scrollWidth <= scroll.clientWidth;
+    const last = [...document.querySelectorAll(".zb-row .span")].pop(), clientX = last.getBoundingClientRect().left;
+    last.dispatchEvent(new MouseEvent("mousemove", { bubbles: true, clientX }));
+    report.cursor = parseFloat(document.querySelector(".zb-cursor").textContent);
     const before = size(".zb-row .span");
     slider.value = 3; slider.oninput(); scroll.scrollLeft = 700;
     const after = size(".zb-row .span");
@@ -84,6 +87,7 @@ def test_a_timeline(ranks: int, width: int, tmp_path: Path) -> None:
     assert min(seen["heights"]) >= 9
     assert seen["boxes"] >= len(timeline.spans) + len(timeline.idle)
     assert seen["fits"]
+    assert seen["cursor"] == pytest.approx(timeline.spans[-1].start, rel=0.01)  # three digits
     assert seen["zoomed"] == pytest.approx([8, 1], rel=0.02)
     assert seen["moved"] == pytest.approx(1)  # the names stay where they were, inside of the border
     assert (seen["hidden"], seen["shown"]) == ("none", "inline")

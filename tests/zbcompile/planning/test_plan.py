@@ -47,7 +47,10 @@ def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture
     divided = {tuple(re.findall(r"\d+", line)[:3]) for line in shown.splitlines()}
     assert {("1", "1", "2"), ("2", "1", "1")} <= divided
     assert re.search(f"zbcompile.compile {TARGET} --ranks . --schedule auto.* --balance flops --boundary-bytes", shown)
-    assert len(ElementTree.parse(picture).findall(".//{*}circle")) >= len(table)
+    drawn = ElementTree.parse(picture)
+    assert len(drawn.findall(".//{*}circle")) >= len(table)
+    texts = [each.text or "" for each in drawn.findall(".//{*}text")]
+    assert all(any(text.startswith(f"{number}  ") for text in texts) for number in range(1, len(table) + 1))
 
 
 @pytest.mark.parametrize(
