@@ -33,6 +33,7 @@ settings.load_profile("zbcompile")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="write the files in tests/golden anew")
+    parser.addoption("--every-case", action="store_true", help="also the cases beyond the samples of `mostly_slow`")
     parser.addoption("--cpu-times", metavar="FILE", help="append the CPU seconds of every test to a CSV file")
 
 
@@ -52,6 +53,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before pytest and xdist read the marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _mark_slow_cases(items)
+    if not config.getoption("--every-case") and not any("::" in argument for argument in config.args):
+        _leave_out_cases(config, items)
     if config.pluginmanager.hasplugin("xdist"):
         _group_for_workers(items)
 
@@ -61,9 +64,21 @@ def _mark_slow_cases(items: list[pytest.Item]) -> None:
     for item in items:
         mark = item.get_closest_marker("mostly_slow")
         test = item.nodeid.partition("[")[0]
-        if mark is not None and seen[test] % mark.kwargs["every"]:
-            item.add_marker(pytest.mark.slow)
+        if mark is not None:
+            daily, suite = mark.kwargs["every"], mark.kwargs.get("suite", 1)
+            assert daily % suite == 0, f"{test}: daily work takes a part of the suite's cases"
+            if seen[test] % daily:
+                item.add_marker(pytest.mark.slow)
+            if seen[test] % suite:
+                item.add_marker(pytest.mark.beyond_sample)
         seen[test] += 1
+
+
+def _leave_out_cases(config: pytest.Config, items: list[pytest.Item]) -> None:
+    left_out = [item for item in items if item.get_closest_marker("beyond_sample")]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if not item.get_closest_marker("beyond_sample")]
 
 
 def _group_for_workers(items: list[pytest.Item]) -> None:

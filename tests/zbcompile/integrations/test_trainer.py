@@ -125,13 +125,13 @@ def found_on_both(found: list[Found]) -> Found:
 
 
 @pytest.mark.slow
-def test_thirty_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
-    """The losses of the plain Trainer in one process; what is resumed at step 10 has the bits of what is not."""
-    plain = trained(tmp_path / "plain", None, max_steps=30, evaluated=20)
-    saving = {"save_strategy": "steps", "save_steps": 10, "save_total_limit": 3}
-    resuming = {"resume": str(tmp_path / "checkpoint-10")}
+def test_twelve_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
+    """The losses of the plain Trainer in one process; what is resumed at step 4 has the bits of what is not."""
+    plain = trained(tmp_path / "plain", None, max_steps=12, evaluated=20)
+    saving = {"save_strategy": "steps", "save_steps": 4, "save_total_limit": 3}
+    resuming = {"resume": str(tmp_path / "checkpoint-4")}
     (whole, evaluated), (resumed, _) = (
-        found_on_both(pool.run(on_a_rank, str(tmp_path), {"max_steps": 30, "evaluated": 20, **each}, timeout=240))
+        found_on_both(pool.run(on_a_rank, str(tmp_path), {"max_steps": 12, "evaluated": 20, **each}, timeout=240))
         for each in (saving, resuming)
     )
     for key in ("loss", "grad_norm"):
@@ -139,22 +139,21 @@ def test_thirty_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
         assert logged(resumed, key) == logged(whole, key)
     assert abs(evaluated - plain.evaluate()["eval_loss"]) <= 1e-6
     assert logged(whole, "total_flos") == logged(plain.state.log_history, "total_flos")
-    plain.model.load_state_dict(GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-30").state_dict())
+    plain.model.load_state_dict(GPT2LMHeadModel.from_pretrained(tmp_path / "checkpoint-12").state_dict())
     assert abs(plain.evaluate()["eval_loss"] - evaluated) <= 1e-6
 
 
 @pytest.mark.slow
 def test_two_replicas(tmp_path: Path, pool: Pool) -> None:
     """Of two ranks each; a replica takes the samples that DistributedDataParallel would give it: together they train on
-    batches of twice the size. The same with an optimizer whose state is sharded over replicas."""
+    batches of twice the size, with an optimizer whose state is sharded over replicas."""
     options = {"data_seed": 7, "gradient_accumulation_steps": 2, "max_steps": 3}
     twice = {"per_device_train_batch_size": 16, "per_device_eval_batch_size": 16}
     plain = trained(tmp_path / "plain", None, **options, **twice)
     wanted = plain.evaluate()["eval_loss"]
-    for stage in (0, 1):
-        for log, evaluated in pool.run(on_a_rank, str(tmp_path), {"zero": stage, **options}, ranks=4, timeout=240):
-            assert largest_difference(logged(log), logged(plain.state.log_history)) <= 2e-6, stage
-            assert abs(evaluated - wanted) <= 2e-6, stage
+    for log, evaluated in pool.run(on_a_rank, str(tmp_path), {"zero": 1, **options}, ranks=4, timeout=240):
+        assert largest_difference(logged(log), logged(plain.state.log_history)) <= 2e-6
+        assert abs(evaluated - wanted) <= 2e-6
 
 
 @pytest.mark.slow

@@ -85,14 +85,16 @@ def in_one_process(folder: Path) -> State:
     return found
 
 
-MESHES: tuple[Sizes, ...] = ({"pp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"tp": 4}, {"pp": 2})
+FEW: tuple[Sizes, ...] = ({"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2})
+MORE: tuple[Sizes, ...] = ({"pp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"tp": 4}, {"pp": 2})
 
 
 @pytest.mark.slow
-def test_parameters_and_moments_of_another_mesh(pool: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("meshes", [FEW, pytest.param(MORE, marks=pytest.mark.beyond_sample)], ids=["few", "more"])
+def test_parameters_and_moments_of_another_mesh(meshes: tuple[Sizes, ...], pool: Pool, tmp_path: Path) -> None:
     """From mesh to mesh, and from each to one process. The rows of embedding and head are uneven along "tp"."""
     earlier, expected = None, State()
-    for number, sizes in enumerate(MESHES):
+    for number, sizes in enumerate(meshes):
         folder = tmp_path / str(number)
         parts = pool.run(trained, sizes, earlier, folder, ranks=math.prod(sizes.values()))
         for read, _ in parts:

@@ -1,7 +1,7 @@
 """Twenty classes of transformers, one step each under zb-h1 or zb-v, against eager: losses, gradients and buffers.
 
-The number is a promise: what is tested of other people's models in every run. All classes, under both schedules:
-`examples/benchmarks/transformers_sweep.py`. Those of the zoo train for two steps in `test_zoo.py`.
+A run takes seven of them, of other kinds each; `pytest --every-case` takes all. All classes of transformers, under both
+schedules: `examples/benchmarks/transformers_sweep.py`. Those of the zoo train for two steps in `test_zoo.py`.
 """
 
 import pytest
@@ -19,6 +19,7 @@ SAMPLE = (
 
 
 @pytest.mark.slow
+@pytest.mark.mostly_slow(every=3, suite=3)
 @pytest.mark.parametrize(("name", "schedule"), zip(SAMPLE, ("zb-h1", "zb-v") * 10, strict=True))
 def test_bitwise(name: str, schedule: str) -> None:
     (entry,) = (each for each in entries() if each.name == name)
