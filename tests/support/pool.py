@@ -283,7 +283,8 @@ def nurse(orders: Connection, pipes: socket.socket) -> None:
     """The nursery's life: rehearse, or start a worker."""
     with prepared(), contextlib.suppress(EOFError):
         training = importlib.import_module("tests.support.training")
-        training.pipelined(training.Case("mlp", "1f1b", 1, 1, steps=1))  # torch imports much when it first compiles
+        if FORKS:
+            training.pipelined(training.Case("mlp", "1f1b", 1, 1, steps=1))  # torch imports much when it first compiles
         while True:
             order: Task | Start = pickle.loads(orders.recv_bytes())
             if isinstance(order, Start):

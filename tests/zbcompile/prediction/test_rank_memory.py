@@ -44,8 +44,9 @@ def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
     return min(lived), memory.peak - memory.parameters - memory.optimizer_state
 
 
-@pytest.mark.mostly_slow(every=3)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h2", "zb-v"])
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=3, suite=3)
+@pytest.mark.parametrize("schedule", ["zb-v", "1f1b", "zb-h2"])
 def test_storages_that_live_in_a_step_are_predicted(pool: Pool, schedule: str) -> None:
     """Under zb-v one rank has both stages of a tied parameter, and keeps a sum for each."""
     for lived, predicted in pool.run(counted_and_predicted, schedule, 4):

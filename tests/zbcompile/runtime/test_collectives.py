@@ -110,7 +110,9 @@ def oracle() -> tuple[list[Tensor], list[MoE], list[Tensor]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 2), ("dualpipe-v", 4)])
+@pytest.mark.parametrize(
+    ("schedule", "ranks"), [pytest.param("zb-h1", 2, marks=pytest.mark.beyond_sample), ("dualpipe-v", 4)]
+)
 def test_experts_on_other_ranks(schedule: str, ranks: int, pool: Pool, tmp_path: Path) -> None:
     """The gradients are those of one process that has all experts: of an expert the sum over all tokens that reached
     it, of the rest the sum over both batches. Under dualpipe-v pairs interleave the exchanges."""
