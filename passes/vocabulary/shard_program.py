@@ -16,7 +16,7 @@ from zbcompile.passes.graph.fx import drop_unused_inputs, like, output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place
-from zbcompile.passes.stage.stage_program import tensor_spec
+from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 from zbcompile.passes.vocabulary.embedding import VocabularyLookup, look_up, spread
@@ -27,7 +27,7 @@ from zbcompile.passes.vocabulary.shard import Parameters, Shard
 from zbcompile.passes.vocabulary.t_pass import combine, gather_statistics, update
 
 HIDDEN, GRADIENT = Slot("activation", "hidden"), Slot("input_gradient", "hidden")
-STATISTICS, GATHERED = Slot("saved", "statistics"), Slot("saved", "gathered")
+STATISTICS, GATHERED = Slot("activation", "statistics"), Slot("tangent", "gathered")
 COEFFICIENTS, TANGENT = Slot("saved", "coefficients"), Slot("tangent", "loss")
 LOOKED_UP, OF_LOOKUP = Slot("activation", "lookup"), Slot("tangent", "lookup")
 RAW = "raw"  # the name of the kept tiles
@@ -90,6 +90,33 @@ class VocabularyProgram:
         """The parameters and buffers that every rank reads."""
         slots = [slot for pieces in self.pieces for piece in pieces.values() for slot in piece.inputs]
         return (*self.parameters, *dict.fromkeys(slot.name for slot in slots if slot.kind == "buffer"))
+
+    def stages_of(self, rank: int) -> list[StageProgram]:
+        """A rank's shard as a stage: S runs forward and sends statistics, STATS gets those of all shards, T follows.
+        Behind it, with a lookup, that of the input layer, with LOOKUP and SPREAD. Both have the number -1."""
+        one = self.statistics
+        gathered = one._replace(shape=(len(self.bounds), *one.shape), stride=(math.prod(one.shape), *one.stride))
+        found = [
+            StageProgram(
+                **self._common(rank, "S", "STATS", "T"),
+                receives={HIDDEN.name: self.hidden},
+                sends={STATISTICS.name: self.statistics},
+                gradients_in={GATHERED.name: gathered},
+                gradients_out={GRADIENT.name: self.gradient},
+            )
+        ]
+        if self.lookup is not None:
+            rows = {LOOKED_UP.name: self.lookup.rows}
+            found.append(
+                StageProgram(**self._common(rank, "LOOKUP", "SPREAD"), receives={}, sends=rows, gradients_in=rows)
+            )
+        return found
+
+    def _common(self, rank: int, *passes: str) -> dict[str, Any]:
+        """The fields of both stages."""
+        pieces = {name: piece for name, piece in self.pieces[rank].items() if name in passes}
+        fields = {"stage": -1, "original": -1, "pieces": pieces, "flops": self.flops[rank], "random": False}
+        return {**fields, "parameters": self.parameters, "buffers": ()}
 
     def state_bytes(self, rank: int) -> int:
         """What a shard holds of a microbatch between S and T."""
@@ -238,7 +265,8 @@ class _Tracer:
     def _scan(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         found = scan(self.shard, self._tokens(values), self._own(values), values)
         tiles = {Slot("saved", f"{RAW}{i}"): tile for i, tile in enumerate(found.raw)}
-        return tiles | {Slot("saved", name): value for name, value in found._asdict().items() if name != RAW}
+        others = {name: value for name, value in found._asdict().items() if name not in (RAW, STATISTICS.name)}
+        return {STATISTICS: found.statistics} | tiles | {Slot("saved", name): value for name, value in others.items()}
 
     def _read(self, values: Mapping[Slot, Any]) -> dict[Slot, Any]:
         statistics, _ = gather_statistics(self.shard, values[GATHERED], values)

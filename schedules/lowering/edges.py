@@ -3,18 +3,19 @@
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from zbcompile.schedules.ir.actions import RECEIVES, SENDS, Action, B, F, flatten
+from zbcompile.schedules.ir.actions import RECEIVES, SENDS, Action, B, F, S, T, flatten
 from zbcompile.schedules.ir.dependencies import awaited, source, target, travels_as
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
-HIDDEN_MESSAGE = "HIDDEN"  # the last stage's output, on its way to the vocabulary shards
-ROWS_MESSAGE = "ROWS"  # the gradient of what these have looked up for the first stage
+# Messages between stages and vocabulary shards: the last stage's output and its gradient, the gradient of what the
+# shards have looked up for the first stage.
+HIDDEN_MESSAGE, GRADIENT_MESSAGE, ROWS_MESSAGE = "HIDDEN", "GRADIENT", "ROWS"
 
 
 class Message(NamedTuple):
-    """The `F` or `B` values that arrive at `stage` for `microbatch`, or what a collective of the vocabulary passes
-    brings there."""
+    """The `F` or `B` values that arrive at `stage` for `microbatch`; or what a collective of the vocabulary passes
+    takes from there or brings there."""
 
     kind: str
     stage: int
@@ -54,17 +55,21 @@ def _edge(schedule: Schedule, action: Action, collectives: Mapping[tuple[str, in
     if op in SENDS and behind is not None:
         return Edge(carries=leaves, peer=schedule.rank_of(behind, microbatch))
     if (op, stage) in collectives:
-        arrives = Message(collectives[op, stage], stage, microbatch)
+        kind = GRADIENT_MESSAGE if KINDS[op].event == B else collectives[op, stage]
+        arrives = Message(kind, stage, microbatch)
     leaves = leaves or (_handed_over(schedule, action) if schedule.shards else None)
     peer = schedule.rank_of(leaves.stage, microbatch) if leaves else -1
     return Edge(arrives, leaves, peer=peer)
 
 
 def _handed_over(schedule: Schedule, action: Action) -> Message | None:
-    """The message with which the last stage's forward, or the first one's backward, serves the vocabulary shards."""
+    """What a collective of the vocabulary passes takes: results of the last stage's forward, of the first one's
+    backward, of S, and with two barriers of T."""
     op, stage, microbatch = action
     if op == F and stage == schedule.stages - 1:
         return Message(HIDDEN_MESSAGE, stage, microbatch)
     if KINDS[op].event == B and stage == 0 and schedule.lookups:
         return Message(ROWS_MESSAGE, stage, microbatch)
+    if op == S or (op == T and schedule.barriers == 2):
+        return Message(op, stage, microbatch)
     return None

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.runtime.vocabulary_shard_run import ShardRun
+from zbcompile.runtime.action_loop import HANDLERS, RankRun
+from zbcompile.runtime.rank_plan import Instruction
 
 WIDTH = 8
 LAYERS = 4
@@ -173,17 +174,13 @@ def failing_shard(order: Order) -> Ended | None:
     pipe.step(rows(), target=targets)
     _drop_gradients(pipe)
     INJECT.order, INJECT.calls = order, 0
-    scan, update = _injected(ShardRun.scan, "S"), _injected(ShardRun.update, "T")
-    with patch.multiple(ShardRun, scan=scan, update=update):
+    with patch.dict(HANDLERS, dict.fromkeys("ST", _injected)):
         return attempt(pipe, lambda: pipe.step(rows(), target=targets))
 
 
-def _injected(run: Callable[[ShardRun, int], None], pass_: str) -> Callable[[ShardRun, int], None]:
-    def call(shard: ShardRun, microbatch: int) -> None:
-        INJECT(pass_)
-        run(shard, microbatch)
-
-    return call
+def _injected(run: RankRun, to: Instruction) -> None:
+    INJECT(to.action.op)
+    run._shard(to)
 
 
 def never_comes(rank: int, timeout: float) -> Ended | None:

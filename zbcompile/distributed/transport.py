@@ -132,15 +132,23 @@ def _greet(link: Any, end: int, device: torch.device) -> None:
 Tensors = list[torch.Tensor]
 
 
+class Arrival(Protocol):
+    """What is waited for before a message is taken."""
+
+    def wait(self) -> object: ...
+
+
 @dataclass
 class Transport:
     """Moves messages between stages; as it is, in one process, where a message is in its box as soon as it is sent.
 
     `deliver` is for a stage on the same rank; `post` announces a receive into buffers; `ready` says whether `wait` may
     be called, which returns once the message has arrived; `complete` releases sends that are known to have arrived.
+    What else brings messages, such as a collective, puts them into `boxes`, and into `receives` what to wait for.
     """
 
     boxes: dict[Message, Tensors] = field(default_factory=dict)
+    receives: dict[Message, list[Arrival]] = field(default_factory=dict)
 
     def deliver(self, message: Message, tensors: Tensors) -> None:
         self.boxes[message] = tensors
@@ -155,7 +163,8 @@ class Transport:
         return message in self.boxes
 
     def wait(self, message: Message) -> None:
-        pass
+        for work in self.receives.pop(message, ()):
+            work.wait()
 
     def take(self, message: Message) -> Tensors:
         return self.boxes.pop(message)
@@ -200,7 +209,6 @@ class PointToPoint(Transport):
 
     channels: Channels
     buffers: ReceiveBuffers
-    receives: dict[Message, list[dist.Work]] = field(default_factory=dict)
     sends: dict[Message, list[tuple[torch.Tensor, dist.Work]]] = field(default_factory=dict)
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
@@ -217,10 +225,6 @@ class PointToPoint(Transport):
 
     def ready(self, message: Message) -> bool:
         return True
-
-    def wait(self, message: Message) -> None:
-        for work in self.receives.pop(message, ()):
-            work.wait()
 
     def complete(self, messages: Sequence[Message]) -> None:
         for message in messages:

@@ -55,7 +55,6 @@ class ActionTimes:
     def _note(self, action: Action, run: RankRun, half: int) -> None:
         self.marks.setdefault(run.rank, []).append((action, self.opened[run.rank][-1][half], self.clock.mark()))
         live = sum(stage.live_bytes() for stage in run.runs.values())
-        live += run.vocabulary.shard.live_bytes() if run.vocabulary is not None else 0
         self.held.setdefault(run.rank, []).append(live)
 
     def _bytes(self, action: Action, run: RankRun) -> int:

@@ -33,7 +33,7 @@ from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered
 from zbcompile.untrusted_text import MORE_VALUES, parse_json
 
-FORMAT, VERSION = "zbcompile program", 4
+FORMAT, VERSION = "zbcompile program", 5
 LONGEST = 600  # characters of a message
 AGAIN = "Compile and save the program again"
 

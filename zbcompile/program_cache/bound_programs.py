@@ -32,7 +32,7 @@ from zbcompile.runtime.data_parallel import sums_of
 from zbcompile.runtime.engine import BoundGraphs
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.unannounced_draws import with_draws_refused
-from zbcompile.runtime.vocabulary_collectives import Roots
+from zbcompile.runtime.vocabulary_collectives import Ends
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable, VocabularyShards, make_executable_shards
 from zbcompile.torch_private import fingerprint
 
@@ -269,5 +269,6 @@ class BoundPrograms:
         if program.vocabulary is None or self.shards is None:
             return None
         group, device = self.ranks.collective_group(), self.ranks.device
-        roots = Roots(program.rank_of(0), program.rank_of(program.schedule.stages - 1))
-        return make_executable_shards(program.vocabulary, self.shards, roots, resident, device, group, passes)
+        last = program.schedule.stages - 1
+        ends = Ends(program.rank_of(0), program.rank_of(last), last)
+        return make_executable_shards(program.vocabulary, self.shards, ends, resident, device, group, passes)

@@ -11,9 +11,9 @@ from zbcompile.distributed.faults import Position
 from zbcompile.distributed.transport import Transport
 from zbcompile.program.program import Program
 from zbcompile.runtime.rank_plan import Instruction, RankPlan
-from zbcompile.runtime.stage_plan import Tensors
+from zbcompile.runtime.stage_plan import SHARD, Tensors
 from zbcompile.runtime.stage_run import StageRun
-from zbcompile.runtime.vocabulary_collectives import VocabularyTransport
+from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import COLLECTIVES, EXCHANGES, ONCE, RECEIVES, SENDS, Action
 from zbcompile.schedules.lowering.edges import Message
@@ -46,15 +46,16 @@ class OnceActions(Protocol):
 @dataclass
 class RankRun:
     """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` shows
-    other threads how far the rank is. `vocabulary` is the rank's shard of the output layer, if that is sharded,
-    `once` what is done once per stage or rank: by the optimizer within the step, and by all ranks together."""
+    other threads how far the rank is. If the output layer is sharded, the rank's shards are stages as well, with
+    `collectives` between them. `once` is what is done once per stage or rank: by the optimizer within the step, and by
+    all ranks together."""
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
-    transport: Transport | VocabularyTransport
+    transport: Transport
     position: Position
     observe: Observer | None = None
-    vocabulary: VocabularyTransport | None = None
+    collectives: Collectives | None = None
     once: OnceActions | None = None
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 
@@ -119,6 +120,9 @@ class RankRun:
         op, stage, microbatch = to.action
         self._pass_on(to, self.runs[stage].run(op, microbatch, self._taken(to)))
 
+    def _shard(self, to: Instruction) -> None:
+        self._pass_on(to, self.runs[SHARD].run(to.action.op, to.action.microbatch, self._taken(to)))
+
     def _taken(self, to: Instruction) -> Tensors:
         return self.transport.take(to.needs) if to.needs is not None else []
 
@@ -138,17 +142,9 @@ class RankRun:
         assert to.carries is not None
         self.transport.post(to.carries, to.buffers, to.peer)
 
-    def _scan(self, to: Instruction) -> None:
-        assert self.vocabulary is not None
-        self.vocabulary.shard.scan(to.action.microbatch)
-
-    def _update(self, to: Instruction) -> None:
-        assert self.vocabulary is not None
-        self.vocabulary.shard.update(to.action.microbatch)
-
     def _announce(self, to: Instruction) -> None:
-        assert self.vocabulary is not None
-        self.vocabulary.announce(to.action.op, to.action.microbatch)
+        assert self.collectives is not None
+        self.collectives.post(to.action.op, self.rank, to.action.microbatch)
 
     def _once(self, to: Instruction) -> None:
         assert self.once is not None
@@ -158,24 +154,17 @@ class RankRun:
         """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left."""
         for stage in self.runs.values():
             stage.check_empty()
-        if self.vocabulary is not None:
-            self.vocabulary.shard.check_empty()
-            if self.vocabulary.is_root:
-                return self.vocabulary.shard.losses
         return {i: loss for stage in self.runs.values() for i, loss in stage.losses.items()}
 
     def outputs(self) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
         """The leaves of the model's output that this rank has made, each by microbatch."""
         for stage in self.runs.values():
             yield from stage.outputs.items()
-        if self.vocabulary is not None:
-            yield from self.vocabulary.shard.outputs.items()
 
 
-HANDLERS: Mapping[str, Callable[..., None]] = {
+HANDLERS: dict[str, Callable[..., None]] = {
     **dict.fromkeys(("F", "B", "W", "BW"), RankRun._compute),
-    "S": RankRun._scan,
-    "T": RankRun._update,
+    **dict.fromkeys(("S", "T"), RankRun._shard),
     **dict.fromkeys((*ONCE, *EXCHANGES), RankRun._once),
     **dict.fromkeys(SENDS, RankRun._send),
     **dict.fromkeys(RECEIVES, RankRun._receive),

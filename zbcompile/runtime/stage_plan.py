@@ -12,7 +12,7 @@ import torch
 from zbcompile.backends.types import Run
 from zbcompile.model.seeds import Relay
 from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed, storage_key
@@ -20,6 +20,10 @@ from zbcompile.passes.torch_private import boxed, storage_key
 RESIDENT = ("parameter", "buffer", "constant")
 LOSS_FACTOR = Slot("tangent", "loss")
 AFTER = {"F": ("B", "W", "BW"), "B": ("W",), "W": (), "BW": ()}  # the passes that may follow each
+_FOLLOWS = {**AFTER, "S": ("STATS", "T"), "STATS": ("T",), "T": (), "LOOKUP": ("SPREAD",), "SPREAD": ()}
+_OPEN = ("F", "S", "LOOKUP")  # passes that begin with a microbatch, and receive activations
+_RETURN = ("B", "BW", "STATS", "SPREAD")  # passes that receive gradients
+SHARD, LOOKUPS = -1, -2  # in place of a stage: a rank's shard of the output layer, and of the embedding
 Tensors = list[torch.Tensor]
 
 
@@ -27,13 +31,17 @@ Tensors = list[torch.Tensor]
 class Call:
     """One piece as a call: which registers it takes, which of them it frees, and where its results go.
 
-    `run` takes a list, which it empties. `saves` are (result, register), `sends` (result, spec) in the order in which
-    boundary tensors travel, `gradients` (parameter, results: one per use, see
+    `run` takes a list, which it empties. `arrives` are (register, spec) and `sends` (result, spec) in the order in
+    which boundary tensors travel, `saves` (result, register), `gradients` (parameter, results: one per use, see
     `zbcompile.passes.partition.shared_parameters`), `mutations` (result, buffer), `outputs` (result, leaf of the
-    model's output), `checks` (result, assertion of forward); `loss` is a result or None.
+    model's output), `checks` (result, assertion of forward); `loss` is a result or None. `opens` says that a microbatch
+    begins with this pass, `closes` that none follows.
     """
 
     run: Run
+    opens: bool
+    closes: bool
+    arrives: tuple[tuple[int, TensorSpec], ...]
     takes: tuple[int, ...]
     frees: tuple[int, ...]
     accumulators: tuple[tuple[int, str], ...]
@@ -51,10 +59,9 @@ class CompiledStage:
     """A stage ready to run.
 
     `template` is a microbatch before its F: resident values are in their registers, the other registers are None.
-    `inputs` are the registers of user inputs by path, `arrivals` those of what arrives in F, `tangents` in B.
-    `passing` names the registers that hold values of one microbatch only. `generator_arrives` and `generator_leaves`
-    say whether generator state travels with F, which `relay` continues; `mergeable` that its calls run its graphs as
-    they are, so that a pair can be one graph.
+    `inputs` are the registers of user inputs by path, `passing` those that hold values of one microbatch only.
+    `generator_arrives` and `generator_leaves` say whether generator state travels with F, which `relay` continues;
+    `mergeable` that its calls run its graphs as they are, so that a pair can be one graph.
     """
 
     program: StageProgram
@@ -63,8 +70,6 @@ class CompiledStage:
     template: tuple[torch.Tensor | None, ...]
     calls: Mapping[str, Call]
     inputs: tuple[tuple[int, str], ...]
-    arrivals: tuple[int, ...]
-    tangents: tuple[int, ...]
     loss_factor: int | None
     passing: tuple[int, ...]
     generator_arrives: bool
@@ -75,11 +80,6 @@ class CompiledStage:
     @property
     def index(self) -> int:
         return self.program.stage
-
-    @property
-    def forward_only(self) -> bool:
-        """Whether no pass follows F."""
-        return len(self.calls) == 1
 
 
 def prepare_stage(
@@ -101,8 +101,6 @@ def prepare_stage(
         template=_template(registers, resident),
         calls={name: _call(program, name, code[name], registers) for name in program.pieces},
         inputs=tuple((place, slot.name) for slot, place in registers.items() if slot.kind == "input"),
-        arrivals=tuple(registers[Slot("activation", name)] for name in program.receives),
-        tangents=tuple(registers[Slot("tangent", name)] for name in program.gradients_in),
         loss_factor=registers.get(LOSS_FACTOR),
         passing=tuple(place for slot, place in registers.items() if _passes(slot)),
         generator_arrives=0 < index <= random_until,
@@ -135,26 +133,36 @@ def _passes(slot: Slot) -> bool:
 
 def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, int]) -> Call:
     piece = program.pieces[name]
-    kept = {slot for later in AFTER[name] if later in program.pieces for slot in program.pieces[later].inputs}
+    follow = [program.pieces[later] for later in _FOLLOWS[name] if later in program.pieces]
+    kept = {slot for later in follow for slot in later.inputs}
     places = {slot: place for place, slot in enumerate(piece.outputs)}
-    sent = {"F": ("activation", program.sends), "B": ("input_gradient", program.gradients_out)}
-    kind, specs = sent.get("B" if name == "BW" else name, ("", {}))
+    arrives = _travelling("activation", program.receives) if name in _OPEN else {}
+    arrives |= _travelling("tangent", program.gradients_in) if name in _RETURN else {}
+    sends = _travelling("activation", program.sends) if name in _OPEN else {}
+    sends |= _travelling("input_gradient", program.gradients_out)
     by_name: dict[str, list[int]] = {}
     for at, parameter in _named(piece, "gradient"):
         by_name.setdefault(parameter, []).append(at)
     return Call(
         run=run,
+        opens=name in _OPEN,
+        closes=not follow,
+        arrives=tuple((registers[slot], spec) for slot, spec in arrives.items()),
         takes=tuple(registers[slot] for slot in piece.inputs),
         frees=tuple(place for slot, place in registers.items() if _passes(slot) and slot not in kept),
         accumulators=tuple((registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"),
         saves=tuple((at, registers[slot]) for slot, at in places.items() if slot.kind == "saved" and slot in kept),
-        sends=tuple((places[Slot(kind, name)], spec) for name, spec in specs.items()),  # type: ignore[arg-type]
+        sends=tuple((places[slot], spec) for slot, spec in sends.items() if slot in places),
         gradients=tuple((name, tuple(places)) for name, places in by_name.items()),
         mutations=_named(piece, "mutation"),
         outputs=_named(piece, "output"),
         checks=_named(piece, "check"),
         loss=next((place for slot, place in places.items() if slot.kind == "loss"), None),
     )
+
+
+def _travelling(kind: Kind, specs: Mapping[str, TensorSpec]) -> dict[Slot, TensorSpec]:
+    return {Slot(kind, name): spec for name, spec in specs.items()}
 
 
 def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:

@@ -23,7 +23,7 @@ Frame = list[torch.Tensor | None]
 class StageRun:
     """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W, `outputs[leaf]`
     the parts of the model's output that this stage makes, by microbatch. `stages[i]` is the stage as microbatch i runs
-    it.
+    it. Of the parameters of a vocabulary shard it has these `rows` of their sums, None: all.
 
     Its methods are called without gradient recording (`torch.no_grad`).
     """
@@ -33,6 +33,7 @@ class StageRun:
     inputs: list[dict[str, torch.Tensor]]
     loss_factor: torch.Tensor
     seeds: list[int]
+    rows: slice | None = None
     frames: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
@@ -55,15 +56,16 @@ class StageRun:
 
     def begin(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         """The inputs of a pass, in the order of its graph."""
-        if name == "W":
-            return self._take(self.of(microbatch).calls[name], self.frames.pop(microbatch))
-        return self._forward(microbatch, arrived) if name == "F" else self._backward(name, microbatch, arrived)
+        call = self.of(microbatch).calls[name]
+        if call.opens:
+            self._open(microbatch, arrived)
+        frame = self.frames.pop(microbatch) if call.closes else self.frames[microbatch]
+        for (place, spec), value in zip(call.arrives, arrived, strict=True):
+            frame[place] = laid_out(value, spec)
+        arrived.clear()
+        return self._take(call, frame)
 
-    def end(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
-        """Store the results of a pass; the tensors to pass on."""
-        return self._end_forward(microbatch, results) if name == "F" else self._end_backward(name, microbatch, results)
-
-    def _forward(self, microbatch: int, arrived: Tensors) -> Tensors:
+    def _open(self, microbatch: int, arrived: Tensors) -> None:
         stage = self.of(microbatch)
         frame = self.frames[microbatch] = list(stage.template)
         if stage.loss_factor is not None:
@@ -71,64 +73,38 @@ class StageRun:
         inputs = self.inputs[microbatch]
         for place, path in stage.inputs:
             frame[place] = inputs[path]
-        self._position_generator(microbatch, arrived)
-        specs = stage.program.receives.values()
-        for place, value, spec in zip(stage.arrivals, arrived, specs, strict=True):
-            frame[place] = laid_out(value, spec)
-        arrived.clear()
-        return self._take(stage.calls["F"], frame)
+        if stage.generator_arrives:
+            stage.relay.continue_from(arrived.pop(), self.seeds[microbatch])
+        elif stage.program.random or stage.generator_leaves:
+            seed_generators(self.seeds[microbatch], stage.device)
 
-    def _end_forward(self, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
+    def end(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
+        """Store the results of a pass; the tensors to pass on."""
         stage = self.of(microbatch)
-        call = stage.calls["F"]
-        frame = self.frames[microbatch]
+        call = stage.calls[name]
         for at, _ in call.checks:
             if not results[at]:
                 raise AssertionError(self._violation(at, microbatch))
-        for at, place in call.saves:
-            frame[place] = results[at]
+        if call.saves:
+            frame = self.frames[microbatch]
+            for at, place in call.saves:
+                frame[place] = results[at]
         if call.loss is not None:
             self.losses[microbatch] = results[call.loss]
-        for at, name in call.outputs:
-            self.outputs.setdefault(name, {})[microbatch] = results[at]
-        for at, name in call.mutations:
-            stage.resident[Slot("buffer", name)].copy_(results[at])
+        for at, leaf in call.outputs:
+            self.outputs.setdefault(leaf, {})[microbatch] = results[at]
+        for at, buffer in call.mutations:
+            stage.resident[Slot("buffer", buffer)].copy_(results[at])
+        for parameter, places in call.gradients:
+            self.gradients[parameter].add(self.index, microbatch, [results[at] for at in places])
         sends = [laid_out(results[at], spec) for at, spec in call.sends]
-        if stage.generator_leaves:
+        if call.opens and stage.generator_leaves:
             sends.append(stage.relay.leave())
-        if stage.forward_only:
-            del self.frames[microbatch]
         return sends
 
     def _violation(self, at: int, microbatch: int) -> str:
         check = output_values(self.of(microbatch).program.pieces["F"].module.graph)[at]
         return f"microbatch {microbatch} violates what forward requires on stage {self.index}: {source_line(check)}"
-
-    def _backward(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
-        frame = self.frames[microbatch] if name == "B" else self.frames.pop(microbatch)
-        stage = self.of(microbatch)
-        specs = stage.program.gradients_in.values()
-        for place, value, spec in zip(stage.tangents, arrived, specs, strict=True):
-            frame[place] = laid_out(value, spec)
-        arrived.clear()
-        return self._take(stage.calls[name], frame)
-
-    def _end_backward(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
-        call = self.of(microbatch).calls[name]
-        if call.saves:
-            frame = self.frames[microbatch]
-            for at, place in call.saves:
-                frame[place] = results[at]
-        for parameter, places in call.gradients:
-            self.gradients[parameter].add(self.index, microbatch, [results[at] for at in places])
-        return [laid_out(results[at], spec) for at, spec in call.sends]
-
-    def _position_generator(self, microbatch: int, arrived: Tensors) -> None:
-        stage = self.of(microbatch)
-        if stage.generator_arrives:
-            stage.relay.continue_from(arrived.pop(), self.seeds[microbatch])
-        elif stage.program.random or stage.generator_leaves:
-            seed_generators(self.seeds[microbatch], stage.device)
 
     def _take(self, call: Call, frame: Frame) -> Tensors:
         """The inputs of a piece. What no later pass reads leaves the frame: the graph frees it at its last use."""
@@ -140,10 +116,11 @@ class StageRun:
         return values  # type: ignore[return-value]
 
     def _add_accumulators(self, call: Call, frame: Frame) -> None:
-        """W and BW add into the same buffers, which exist from the first of them on."""
+        """Passes add into the same buffers, which exist from the first of them on."""
         index, wanted = self.index, id(call.accumulators)  # hashing all names takes longer than a small pass
         if wanted not in self.accumulators:
-            self.accumulators[wanted] = [(at, self.gradients[name].buffer(index)) for at, name in call.accumulators]
+            sums = [(at, self.gradients[name].buffer(index)) for at, name in call.accumulators]
+            self.accumulators[wanted] = [(at, each if self.rows is None else each[self.rows]) for at, each in sums]
         for place, buffer in self.accumulators[wanted]:
             frame[place] = buffer
 
@@ -157,7 +134,8 @@ class StageRun:
     def check_empty(self) -> None:
         """Require that no value waits after a step; one that does is a bug of the schedule or of this runtime."""
         if self.frames:
+            what = f"stage {self.index}" if self.index >= 0 else "a vocabulary shard"
             raise PipelineError(
-                f"stage {self.index} ended the step with microbatches {sorted(self.frames)} still waiting for "
-                "their weight gradients; the schedule must give every F its B and W."
+                f"{what} ended the step with microbatches {sorted(self.frames)} still waiting for their weight "
+                "gradients; the schedule must give every F its B and W, and every S its T."
             )

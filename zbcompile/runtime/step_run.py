@@ -35,7 +35,10 @@ from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_sums import WHOLE, Gradients, add_uses
 from zbcompile.runtime.labels import Labels
 from zbcompile.runtime.rank_plan import RankPlan
+from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
 from zbcompile.runtime.stage_run import StageRun
+from zbcompile.runtime.vocabulary_collectives import Shard
+from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules.ir.actions import EXCHANGES, Action
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.torch_private import profiler_is_on
@@ -81,22 +84,29 @@ class StepRun:
         """Make the runs of the ranks that have these plans."""
         observe = Labels(observer) if profiler_is_on() else observer
         vocabulary = self.executable.first.vocabulary
-        collectives = vocabulary.collectives() if vocabulary is not None else None
+        collectives = None if vocabulary is None else vocabulary.collectives(transport)
         for plan, reduction in zip(plans, self.reductions, strict=True):
-            gradients = reduction.gradients
-            run = RankRun(plan, self._stages(plan, gradients), transport, self.ranks.watch.position, observe)
-            run.once = self
+            runs = self._stages(plan.rank, reduction.gradients)
             if vocabulary is not None and collectives is not None:
-                inputs, factor = self.given.microbatches, self._loss_factor
-                shard = vocabulary.begin(plan.rank, gradients, inputs, factor, transport, collectives)
-                run.transport = run.vocabulary = shard
-            self.runs.append(run)
+                runs |= self._shards(vocabulary, plan.rank, reduction.gradients)
+                number = self.program.stages_of(plan.rank)[0]
+                collectives.shards[plan.rank] = Shard(number, runs[SHARD], runs.get(LOOKUPS))
+            self.runs.append(RankRun(plan, runs, transport, self.ranks.watch.position, observe, collectives, once=self))
 
-    def _stages(self, plan: RankPlan, gradients: Gradients) -> dict[int, StageRun]:
-        shared = gradients, self.given.microbatches, self._loss_factor, self._seeds
-        own = self.program.stages_of(plan.rank)
+    def _stages(self, rank: int, gradients: Gradients) -> dict[int, StageRun]:
         graphs = self.executable.graphs
-        return {stage: StageRun([each.stages[stage] for each in graphs], *shared) for stage in own}
+        return {
+            stage: self._run_of([each.stages[stage] for each in graphs], gradients)
+            for stage in self.program.stages_of(rank)
+        }
+
+    def _shards(self, vocabulary: VocabularyExecutable, rank: int, gradients: Gradients) -> dict[int, StageRun]:
+        shards, count = vocabulary.shards[rank], len(self.executable.graphs)
+        rows = vocabulary.rows.within_sums(rank)
+        return {number: self._run_of([shard] * count, gradients, rows) for number, shard in shards.items()}
+
+    def _run_of(self, stages: Sequence[CompiledStage], gradients: Gradients, rows: slice | None = None) -> StageRun:
+        return StageRun(stages, gradients, self.given.microbatches, self._loss_factor, self._seeds, rows)
 
     @cached_property
     def _seeds(self) -> list[int]:
@@ -159,6 +169,8 @@ class StepRun:
 
     def _drain(self) -> None:
         for run in self.runs:
+            if run.collectives is not None:
+                run.collectives.finish(run.rank)
             run.transport.finish()
 
     def _sum_tied(self) -> None:

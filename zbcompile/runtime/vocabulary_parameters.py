@@ -5,8 +5,7 @@ rank of a group it sees a separate parameter that holds this rank's rows.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,14 +19,8 @@ from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.runtime.gradient_sums import WHOLE, Gradients
-from zbcompile.runtime.vocabulary_collectives import (
-    Collectives,
-    GroupCollectives,
-    Roots,
-    SharedCollectives,
-    VocabularyTransport,
-)
-from zbcompile.runtime.vocabulary_shard_run import CompiledShard, ShardRun, prepare_shard
+from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage, prepare_stage
+from zbcompile.runtime.vocabulary_collectives import Collectives, Ends, InProcess, OverGroup
 from zbcompile.torch_private import with_offset, without_overrides
 
 
@@ -71,11 +64,9 @@ class VocabularyShards:
         for name, own in self.own.items():
             own.detach().copy_(state[name][low:high])
 
-    def accumulator(self, rank: int, gradients: Gradients, name: str) -> torch.Tensor:
-        """What T of a rank adds the gradient of its rows into."""
-        whole = gradients[name].buffer(WHOLE)
-        low, high = self.bounds[rank]
-        return whole if name in self.own else whole[low:high]
+    def within_sums(self, rank: int) -> slice | None:
+        """The rows of a rank within the gradients' sums; None if these are of its rows alone."""
+        return slice(*self.bounds[rank]) if self.rank is None else None
 
     def gathered(self, name: str, group: dist.ProcessGroup) -> torch.Tensor:
         """A whole parameter with the rows of all ranks: the model's own if that has memory."""
@@ -134,11 +125,12 @@ class VocabularyShards:
 
 @dataclass(frozen=True)
 class VocabularyExecutable:
-    """A program's shards here. `group` is the collectives' own, None in one process, and `stream` theirs on CUDA."""
+    """A program's shards here, those of a rank by SHARD and LOOKUPS. `group` is the collectives' own, None in one
+    process, and `stream` theirs on CUDA."""
 
     program: VocabularyProgram
-    shards: Mapping[int, CompiledShard]
-    roots: Roots
+    shards: Mapping[int, Mapping[int, CompiledStage]]
+    ends: Ends
     device: torch.device
     group: dist.ProcessGroup | None
     rows: VocabularyShards
@@ -156,41 +148,30 @@ class VocabularyExecutable:
         if self.group is not None and tied:
             self.rows.share_lookups(gradients, tied, self.group)
 
-    def collectives(self) -> Collectives:
-        """The collectives of one step."""
-        if self.group is None:
-            return SharedCollectives(len(self.shards), self.roots, self.program.barriers)
-        return GroupCollectives(self.group, self.roots, self.device, self.stream)
-
-    def begin(
-        self,
-        rank: int,
-        gradients: Gradients,
-        inputs: list[dict[str, torch.Tensor]],
-        factor: torch.Tensor,
-        messages: Transport,
-        collectives: Collectives,
-    ) -> VocabularyTransport:
-        """The shard of `rank` in a step, and its way to the others."""
-        run = ShardRun(self.shards[rank], partial(self.rows.accumulator, rank, gradients), inputs, factor)
-        collectives.join(rank, run)
-        return VocabularyTransport(rank, messages, run, collectives)
+    def collectives(self, transport: Transport) -> Collectives:
+        """The collectives of one step, which knows no shards yet."""
+        carrier = OverGroup(self.group, self.device, self.stream) if self.group else InProcess(len(self.shards))
+        return Collectives(self.program, self.ends, carrier, transport)
 
 
 def make_executable_shards(
     program: VocabularyProgram,
     shards: VocabularyShards,
-    roots: Roots,
+    ends: Ends,
     resident: Mapping[Slot, torch.Tensor],
     device: torch.device,
     group: dist.ProcessGroup | None,
     passes: CompiledPasses,
 ) -> VocabularyExecutable:
     """Bind the graphs of this process's shards, as `passes` has them, to their rows."""
-    ranks = range(len(shards.bounds)) if shards.rank is None else [shards.rank]
     compiled = {}
-    for rank in ranks:
-        rows = {Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}
-        compiled[rank] = prepare_shard(program, rank, {**resident, **rows}, passes.of("shard", rank))
+    for rank in range(len(shards.bounds)) if shards.rank is None else [shards.rank]:
+        own = {**resident, **{Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}}
+        stages = zip((SHARD, LOOKUPS), program.stages_of(rank), strict=False)
+        runs = passes.of("shard", rank)
+        compiled[rank] = {number: prepare_stage(stage, own, device, SHARD, runs) for number, stage in stages}
+        if rank != ends.last:  # every shard knows the loss, which has one owner
+            shard = compiled[rank][SHARD]
+            compiled[rank][SHARD] = replace(shard, calls={n: replace(c, loss=None) for n, c in shard.calls.items()})
     stream = gpu.new_stream(device) if group is not None and gpu.is_gpu(device) else None
-    return VocabularyExecutable(program, compiled, roots, device, group, shards, stream)
+    return VocabularyExecutable(program, compiled, ends, device, group, shards, stream)

@@ -235,7 +235,7 @@ DAMAGES: dict[str, Damage] = {
         lambda d: rewrite(d, "manifest.json", lambda data: data["step"].update(seed=1), digest=False),
         "was changed after it was written",
     ),
-    "another format": (lambda d: rewrite(d, "manifest.json", lambda data: data.update(version=99)), "reads version 4"),
+    "another format": (lambda d: rewrite(d, "manifest.json", lambda data: data.update(version=99)), "reads version 5"),
     "another torch": (
         lambda d: rewrite(d, "manifest.json", lambda data: data.update(torch="1.0.0")),
         "compiled with torch 1.0.0 and this is torch",
