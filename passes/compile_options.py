@@ -7,12 +7,14 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from zbcompile.passes.errors import CompileError
 from zbcompile.passes.hardware.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.layout_strings import cuts_of_layout
 from zbcompile.passes.option import BYTES, DTYPE, SIZES, SWITCH, Kind, number, one_of, option, read_bytes
 
-Recompute = Literal["none", "hints", "selective", "full"] | int
-RECOMPUTE_POLICIES = ("none", "hints", "selective", "full")
+Policy = Literal["off", "hints", "selective", "full"] | int | float  # bytes, or a share of what is kept otherwise
+POLICIES = ("off", "hints", "selective", "full")
+Recompute = Policy | tuple[Policy, ...]  # of all stages alike, or of each
 
 Balance = str | tuple[str, ...]
 BALANCES = ("flops", "measured", "parameters", "makespan")
@@ -23,10 +25,22 @@ VocabLogits = Literal["auto", "keep", "remake"]
 HALF = (torch.bfloat16, torch.float16)  # dtypes of parameters that have float32 masters
 
 
-def _read_recompute(given: Any) -> Any:
-    if isinstance(given, float):  # of bytes that a stage keeps, unlike those of a device, nobody has fractions
-        raise ValueError
-    return given if given in RECOMPUTE_POLICIES else read_bytes(given)
+def _read_recompute(given: Any) -> Recompute:
+    if not isinstance(given, list | tuple):
+        return _read_policy(given)
+    return tuple(map(_read_policy, given)) if len(given) > 1 else _read_policy(*given)
+
+
+def _read_policy(given: Any) -> Policy:
+    if given == "none":
+        return "off"
+    if isinstance(given, str) and re.fullmatch(r"[01]?\.\d*", given):
+        given = float(given)
+    if isinstance(given, float):
+        if not 0 <= given <= 1:
+            raise ValueError
+        return given
+    return given if given in POLICIES else read_bytes(given)
 
 
 def _read_balance(given: Any) -> Balance:
@@ -44,8 +58,12 @@ HARDWARE = Kind(
 )
 RECOMPUTE = Kind(
     _read_recompute,
-    f'"none", "hints", "selective", "full", or for each microbatch and stage {SIZES}',
-    {"metavar": "none|hints|selective|full|BYTES"},
+    f'"off", "hints", "selective", "full", a share of what is kept otherwise such as 0.5, for each microbatch and '
+    f"stage {SIZES}; or a list of these with an entry for each stage",
+    {
+        "metavar": "off|hints|selective|full|SHARE|BYTES|POLICY,POLICY",
+        "type": lambda text: tuple(text.split(",")) if "," in text else text,
+    },
 )
 BALANCE = Kind(
     _read_balance,
@@ -101,10 +119,12 @@ class Choices:
         exact: Gradients bitwise equal to eager gradient accumulation (fp32). Else weight gradients are added inside the
             GEMM, equal within 1e-6 of the largest gradient entry.
         recompute: What each backward recomputes instead of keeping it from the forward (docs/memory.md). "hints":
-            `torch.utils.checkpoint` regions; "none": nothing, not even these; "selective": also what is cheap
+            `torch.utils.checkpoint` regions; "off": nothing, not even these; "selective": also what is cheap
             (everything but products with parameters); "full": whatever can be, so that a stage keeps its inputs; bytes
             (an int, or a text such as "64MiB"): as little as possible, such that a stage keeps at most that many per
-            microbatch between its F and B. Gradients keep their bits; random numbers are not drawn again.
+            microbatch between its F and B; a float from 0 to 1: the same with that share of what it would keep
+            without, or with what it has to keep if that is more. A list has an entry for each stage. Gradients keep
+            their bits; random numbers are not drawn again.
         balance: The measure by which stages are made equal (docs/partitioning.md). "flops" (with bytes, at nominal
             speeds), "measured" (every kind of operation is run on this device), "parameters"; "makespan" (the cuts of
             "flops", moved to where the simulated step is shortest, within the limit of memory); or the cuts themselves,
@@ -152,6 +172,18 @@ class Choices:
     vocab_logits: VocabLogits = option("auto", one_of("auto", "keep", "remake"))
     pairs: Literal["auto", "given"] = option("auto", one_of("auto", "given"))
     channels: str | None = option(None, CHANNELS.or_none())
+
+    def recompute_of(self, stage: int) -> Policy:
+        """What the backward of one stage recomputes."""
+        return self.recompute[stage] if isinstance(self.recompute, tuple) else self.recompute
+
+    def require_stages(self, stages: int) -> None:
+        """Raise CompileError if the entries of a list are not those of so many stages."""
+        if isinstance(self.recompute, tuple) and len(self.recompute) != stages:
+            raise CompileError(
+                f"recompute={list(self.recompute)} has {len(self.recompute)} entries, but the schedule has {stages} "
+                "stages. Give one entry for all stages, or one for each in the order of the model."
+            )
 
     def dtype_of_sum(self, parameter: torch.dtype) -> torch.dtype:
         """In which dtype the gradients of a parameter of dtype `parameter` are summed over the microbatches."""

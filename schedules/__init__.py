@@ -47,7 +47,8 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.lowering.lower import lower as lower
     from zbcompile.schedules.lowering.updates import with_updates as with_updates
     from zbcompile.schedules.searching.by_name import build as build
-    from zbcompile.schedules.searching.order_search import Found as Found, bound as bound, search as search
+    from zbcompile.schedules.searching.hunt import Found as Found
+    from zbcompile.schedules.searching.order_search import bound as bound, search as search
     from zbcompile.schedules.simulation.closed_forms import ClosedForm as ClosedForm, closed_form as closed_form
     from zbcompile.schedules.simulation.critical_path import Leg as Leg, chain as chain, critical_path as critical_path
     from zbcompile.schedules.simulation.idle_causes import Idle as Idle
@@ -78,7 +79,8 @@ _HOME = {
     "lowering.lower": "lower",
     "lowering.updates": "with_updates",
     "searching.by_name": "build",
-    "searching.order_search": "Found bound search",
+    "searching.hunt": "Found",
+    "searching.order_search": "bound search",
     "simulation.closed_forms": "ClosedForm closed_form",
     "simulation.critical_path": "Leg chain critical_path",
     "simulation.idle_causes": "Idle",

@@ -21,7 +21,8 @@ from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, 
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build
 from zbcompile.schedules.searching.certificate import certify
-from zbcompile.schedules.searching.order_search import Found, search
+from zbcompile.schedules.searching.hunt import Found
+from zbcompile.schedules.searching.order_search import search
 from zbcompile.schedules.searching.problem import Problem
 from zbcompile.schedules.searching.question import problems_of
 from zbcompile.schedules.simulation.timeline import Timeline, simulate

@@ -90,7 +90,7 @@ def rows(options: argparse.Namespace, ranks: int, head: int) -> Iterator[list[ob
     for name, costs in (("whole", between_layers(inside, LAYERS * ranks)), ("inside", inside)):
         free = Question({"off": costs}, ranks, 2 * ranks, CHOICES, chunks=options.chunks)
         for share in options.memory:
-            choices = replace(CHOICES, memory=limit(free, share), recompute="none")
+            choices = replace(CHOICES, memory=limit(free, share), recompute="off")
             question = replace(free, choices=choices)
             try:
                 equal = with_equal_cuts(question, options.seconds)

@@ -109,7 +109,7 @@ def cut(case: Case, asked: argparse.Namespace, **options: Any) -> Cut:
         model,
         microbatches=asked.microbatches,
         loss=lambda y, t: (y - t).mean(),
-        recompute="none",
+        recompute="off",
         hardware=Hardware("sleeps", {"float32": 5e10}, 1e15, within=Connection(comm, 1e15)),  # FLOP/s as in promise.py
         search_seconds=asked.seconds,
         **options,

@@ -69,7 +69,7 @@ def main() -> None:
     print("estimate / graphs - 1:   F         B         W   kept for B     for W  peaks of ranks")
     for tensor in (1, 2, 4):
         for placement in ("linear", "v"):
-            for recompute in ("none", "full"):
+            for recompute in ("off", "full"):
                 compare(tensor, placement, recompute)  # type: ignore[arg-type]
 
 

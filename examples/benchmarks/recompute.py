@@ -53,7 +53,7 @@ def main() -> None:
     tokens = torch.randint(VOCABULARY, (given.microbatches * given.rows, given.length + 1))
     inputs, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     make = partial(_pipeline, given, inputs, targets)
-    base = make("none", "none")
+    base = make("off", "off")
     smallest = max(stage.crossing.kept for stage in make("full", "full").pipe.program.stages)
     budgets = [max(smallest, int(base.kept * share)) for share in SHARES]
     runs = [

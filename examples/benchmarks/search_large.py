@@ -20,7 +20,7 @@ from tabulate import tabulate
 from tqdm import tqdm
 
 from zbcompile.schedules import Costs, check, search
-from zbcompile.schedules.searching import order_search
+from zbcompile.schedules.searching import search_budget
 
 SIZES = ("8x32", "64x256")
 KINDS = ("noise", "hops", "bytes")
@@ -87,7 +87,7 @@ def main(arguments: list[str] | None = None) -> str:
     cases = [(size, kind) for size in options.sizes for kind in options.kinds]
     with options.output.open("a", encoding="utf-8") as file:
         for size, kind in tqdm([each for each in cases if " ".join(each) not in rows], disable=None):
-            with mock.patch.object(order_search.time, "monotonic", clock):
+            with mock.patch.object(search_budget.time, "monotonic", clock):
                 row = rows[f"{size} {kind}"] = run(size, kind, options.core_seconds or options.seconds, options.moves)
             print(json.dumps(row), file=file, flush=True)
     text = report([rows[" ".join(case)] for case in cases])

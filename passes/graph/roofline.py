@@ -36,13 +36,19 @@ class Shape(NamedTuple):
 def seconds_of(module: GraphModule, hardware: Hardware, fused: bool = False) -> float:
     """The seconds of one run of a graph; with `fused`, chains of elementwise operations and reductions are one kernel
     that keeps its values, as inductor makes them."""
+    return sum(seconds for _, seconds in kernel_seconds(module, hardware, fused))
+
+
+def kernel_seconds(module: GraphModule, hardware: Hardware, fused: bool = False) -> list[tuple[Node, float]]:
+    """The seconds of each kernel of a graph, with the first of its operations."""
     flops = count_flops(module, FakeTensorMode(allow_non_fake_inputs=True))
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     joined = set(nodes) if fused else _dropouts(nodes) if hardware.units else set()
     apart = {node for node in nodes if flops[node] or is_collective(node) or node not in joined}
     kernels, others = fused_kernels(nodes, apart)
-    single = sum(node_seconds(node, flops[node], hardware) for node in others)
-    return single + sum(_kernel_seconds(kernel_bytes(kernel), _random_numbers(kernel), hardware) for kernel in kernels)
+    found = [(node, node_seconds(node, flops[node], hardware)) for node in others]
+    priced = ((each[0], _kernel_seconds(kernel_bytes(each), _random_numbers(each), hardware)) for each in kernels)
+    return [*found, *priced]
 
 
 def _dropouts(nodes: Iterable[Node]) -> set[Node]:

@@ -1,6 +1,6 @@
 """The storages behind the values of a graph: which values alias, how many bytes they take and an operation moves."""
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Sequence, Set
 from typing import Any
 
 import torch
@@ -39,22 +39,28 @@ def most_alive(nodes: Iterable[Node], arriving: Set[int], staying: Set[int], unc
     """The most bytes alive at once while `nodes` run in turn: of storages that are `arriving` before the first one or
     made on the way, each until its last use, or to the end if `staying`; never those in `uncounted`."""
     order = list(nodes)
+    return max(alive_bytes(order, arriving, staying, uncounted), default=0)
+
+
+def alive_bytes(order: Sequence[Node], arriving: Set[int], staying: Set[int], uncounted: Set[int]) -> list[int]:
+    """The same while each of the nodes runs."""
     touched = [storages_behind((node, *node.all_input_nodes)) for node in order]
     values = (t for node in order for each in (node, *node.all_input_nodes) for t in tensors_of(each.meta.get("val")))
     sizes = {storage_key(t): t.untyped_storage().nbytes() for t in values}
     last_use = {key: i for i, keys in enumerate(touched) for key in keys}
     alive = set(arriving - uncounted)
-    most = now = sum(sizes.get(key, 0) for key in alive)
+    now = sum(sizes.get(key, 0) for key in alive)
+    found = []
     for index, node in enumerate(order):
         makes = node.op == "call_function" and not is_in_place(node.target)
         made = (storages_behind([node]) if makes else set()) - uncounted - alive
         alive |= made
         now += sum(sizes[key] for key in made)
-        most = max(most, now)
+        found.append(now)
         dead = {key for key in touched[index] & alive if last_use[key] == index} - staying
         alive -= dead
         now -= sum(sizes[key] for key in dead)
-    return most
+    return found
 
 
 def storages_read(node: Node) -> dict[int, torch.Tensor]:

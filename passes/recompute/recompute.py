@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from zbcompile.passes.compile_options import Recompute
+from zbcompile.passes.compile_options import Policy
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import with_graph
@@ -24,22 +24,24 @@ from zbcompile.passes.split.joint_graph import Joint, Recomputed
 from zbcompile.passes.torch_private import FakeTensorMode
 
 
-def recompute(joint: Joint, policy: Recompute = "hints") -> Joint:
+def recompute(joint: Joint, policy: Policy = "hints") -> Joint:
     """Rewrite `joint` so that its backward recomputes what `policy` says.
 
-    "none": nothing. "hints": the operations of `torch.utils.checkpoint` regions, if that keeps fewer bytes.
+    "off": nothing. "hints": the operations of `torch.utils.checkpoint` regions, if that keeps fewer bytes.
     "selective": also everything but products with parameters (Korthikanti et al. 2022, section 5: attention and what is
     elementwise is much memory for little time). "full": whatever can be, which leaves the stage's inputs. An int: the
-    least time that keeps at most that many bytes per microbatch on this stage between F and B.
+    least time that keeps at most that many bytes per microbatch on this stage between F and B. A float: the same with
+    that share of the bytes that are kept without recomputation or, if that cannot be met, with the fewest possible.
 
-    Raises CompileError for a budget that cannot be met, naming the smallest that can.
+    Raises CompileError for bytes that cannot be met, naming the smallest number that can.
     """
     forward = Forward.of(joint)
-    if policy == "none" or (policy == "hints" and not has_hints(forward)):
+    if policy == "off" or (policy == "hints" and not has_hints(forward)):
         return joint
     flops = count_flops(joint.module, FakeTensorMode(allow_non_fake_inputs=True))
-    values = list_values(forward, flops, "full" if isinstance(policy, int) else policy)
-    rewritten, again = _Rewriter(forward, _choose(values, policy, joint.stage.index)).run()
+    values = list_values(forward, flops, policy if isinstance(policy, str) else "full")
+    saving = _share(values, int(policy * forward.kept_bytes)) if isinstance(policy, float) else None
+    rewritten, again = _Rewriter(forward, saving or _choose(values, policy, joint.stage.index)).run()
     report = Recomputed(
         operations=sum(not is_view(node) for node in again),
         flops=sum(flops[node] for node in again),
@@ -49,7 +51,12 @@ def recompute(joint: Joint, policy: Recompute = "hints") -> Joint:
     return replace(rewritten, recomputed=report)
 
 
-def _choose(values: Values, policy: Recompute, stage: int) -> Saving:
+def _share(values: Values, budget: int) -> Saving:
+    found = fit(values, budget)
+    return smallest(values) if found is None else found.saving
+
+
+def _choose(values: Values, policy: Policy, stage: int) -> Saving:
     if not isinstance(policy, int):
         return smallest(values)
     found = fit(values, policy)

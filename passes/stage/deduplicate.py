@@ -48,20 +48,22 @@ def compile_distinct(
     behind: Tangents | None = None,
     rename: "Callable[[StageProgram, Renaming], StageProgram] | None" = None,
     apart: frozenset[str] = frozenset(),
+    also: Callable[[Stage], object] = lambda stage: None,
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages, made from the last to the first: a stage's tangents are the gradients of the next.
 
     `behind` are the gradients that arrive at the last stage; None if it makes the loss.
     `compile_stage(stage, tangents)` gives a program and the fake gradient of each activation that the stage receives;
     it is called once per distinct graph; `rename` (default: `renamed`) makes the program of a stage that has the graph
-    of another one. A stage shares graphs only with those that have parameters of `apart` in the same places.
+    of another one. A stage shares graphs only with those that have parameters of `apart` in the same places, and for
+    which `also` says the same.
     """
-    made: dict[str, tuple[Stage, Tangents, Compiled]] = {}
+    made: dict[tuple[str, object], tuple[Stage, Tangents, Compiled]] = {}
     programs: list[StageProgram] = []
     gradients = behind
     for stage in reversed(stages):
         tangents = tangents_of(stage, gradients)
-        key = same_work(stage, trainable, tangents, apart)
+        key = same_work(stage, trainable, tangents, apart), also(stage)
         if key not in made:
             made[key] = (stage, tangents, compile_stage(stage, tangents))
         first, of_first, (program, leaving) = made[key]

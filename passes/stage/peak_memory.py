@@ -2,9 +2,11 @@
 
 from collections.abc import Set
 
+from torch.fx import Node
+
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import most_alive, storages_behind
+from zbcompile.passes.graph.storage import alive_bytes, storages_behind
 from zbcompile.passes.split.saved_bytes import LOSS, RESIDENT, is_resident
 from zbcompile.passes.split.subgraphs import LATER, Piece
 from zbcompile.passes.stage.stage_program import StageProgram
@@ -22,21 +24,33 @@ def transient_bytes(stage: StageProgram, name: str, buffered: bool = False, view
     not before the pass ends. Saved views of a parameter count only with `views`: graphs that were read from files share
     no storages, so that nobody knows what these are.
     """
+    alive = alive_while(stage, name, buffered, views)
+    return max((size for _, size in alive), default=0)
+
+
+def alive_while(stage: StageProgram, name: str, buffered: bool = False, views: bool = False) -> list[tuple[Node, int]]:
+    """The same while each node of the graph runs."""
     piece = stage.pieces[name]
     kept = {slot for later in LATER[name] if later in stage.pieces for slot in stage.pieces[later].inputs}
     if buffered:
         kept |= {slot for slot in piece.inputs if slot.kind in ARRIVING}
-    return peak_bytes(piece, kept, frozenset() if views else _resident(stage))
+    return _alive(piece, kept, frozenset() if views else _resident(stage))
 
 
 def peak_bytes(piece: Piece, kept: Set[Slot] = frozenset(), resident: Set[int] = frozenset()) -> int:
     """The same of a graph alone; `kept` are inputs that a later pass reads, `resident` storages that do not count."""
+    return max((size for _, size in _alive(piece, kept, resident)), default=0)
+
+
+def _alive(piece: Piece, kept: Set[Slot], resident: Set[int]) -> list[tuple[Node, int]]:
     graph = piece.module.graph
     holders = dict(zip(graph.find_nodes(op="placeholder"), piece.inputs, strict=True))
     fixed = [node for node, slot in holders.items() if slot.kind in ALIVE or slot == LOSS]
     uncounted = resident | storages_behind([*fixed, *graph.find_nodes(op="get_attr")])
     staying = [*(node for node, slot in holders.items() if slot in kept), *output_values(graph)]
-    return most_alive(graph.nodes, storages_behind(holders), storages_behind(staying), uncounted)
+    nodes = list(graph.nodes)
+    sizes = alive_bytes(nodes, storages_behind(holders), storages_behind(staying), uncounted)
+    return list(zip(nodes, sizes, strict=True))
 
 
 def _resident(stage: StageProgram) -> set[int]:

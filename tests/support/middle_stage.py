@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import zbcompile
-from zbcompile.compiler.compile_model import compile_stage
+from zbcompile.compiler.compile_stage import compile_stage
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot

@@ -19,7 +19,7 @@ from zbcompile.model.materialize import Init
 from zbcompile.model.placements import Placements
 from zbcompile.options import OPTIONS, Memory, Options, Vocab, document, options_from
 from zbcompile.passes.capture.training_step import LossFunction
-from zbcompile.passes.compile_options import Barriers, Recompute
+from zbcompile.passes.compile_options import Barriers, Policy, Recompute
 from zbcompile.passes.hardware.hardware import Hardware
 from zbcompile.runtime.engines import Engine
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
@@ -35,7 +35,7 @@ class Keywords(TypedDict, total=False):
     loss: LossFunction | None
     loss_reduction: str
     exact: bool
-    recompute: Recompute | str
+    recompute: Recompute | str | Sequence[Policy | str]
     weight_recompute: bool
     balance: str | Sequence[str]
     hardware: Hardware | str | None

@@ -6,17 +6,16 @@ import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 
 import torch
 from torch import nn
 from torch.fx import Node
 
+from zbcompile.compiler.compile_stage import compile_stage, labels_of, make_manager
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import Sharding, choose_sharding, shard
-from zbcompile.env import CHECK
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
@@ -39,8 +38,6 @@ from zbcompile.passes.pass_list.passes_in_order import (
     CUT,
     DEDUPLICATE,
     SEPARATE_USES,
-    STAGE_PASSES,
-    StageTask,
     canonicalise,
 )
 from zbcompile.passes.pass_list.run_passes import Observer, PassManager
@@ -97,11 +94,6 @@ def on_mesh(captured: Captured, dimensions: Mapping[str, str]) -> Captured:
     return replace(captured, dimensions=dimensions) if dimensions else captured
 
 
-def make_manager(observe: Observer | None = None) -> PassManager:
-    """The manager that runs the passes; with ZBCOMPILE_CHECK=1 it checks the result of each."""
-    return PassManager(observe, CHECK.read())
-
-
 def whole_of(drawn: Drawn) -> Drawn:
     """The same captured step with its output layer whole."""
     if drawn.sharding is None:
@@ -149,6 +141,7 @@ def compile_drawn(
     """
     manager = make_manager(observe)
     captured, canonical, line, sharding = drawn.captured, drawn.canonical, drawn.line, drawn.sharding
+    choices.require_stages(schedule.stages)
     with without_autocast(microbatch):
         if like is None:
             cuts = plan_cuts(canonical, line, schedule, choices, seconds, edges)
@@ -210,17 +203,13 @@ def _compile_stages(
     )
     try:
         apart = several if set(labels.values()) - {"pp", "dp"} else frozenset()  # they defer no sums over ranks
-        return compile_distinct(stages, trainable, make, behind, rename, apart)
+        return compile_distinct(
+            stages, trainable, make, behind, rename, apart, lambda stage: choices.recompute_of(stage.index)
+        )
     except CompileError:
         raise
     except Exception as error:  # torch's own words name neither the operation nor its line
         raise CaptureError(backward_failure(canonical, error)) from error
-
-
-def labels_of(canonical: Canonical) -> dict[str, str]:
-    """What the graphs call each process group, by this process's name of it."""
-    captured = canonical.captured
-    return {**captured.dimensions, **{name: label for label, name in captured.groups.items()}}
 
 
 def groups_of(canonical: Canonical, programs: Sequence[StageProgram]) -> dict[str, str]:
@@ -228,23 +217,6 @@ def groups_of(canonical: Canonical, programs: Sequence[StageProgram]) -> dict[st
     names = {label: name for name, label in labels_of(canonical).items()}
     used = {each.dimension for program in programs for each in collectives_of(program)}
     return {label: name for label, name in names.items() if label in used}
-
-
-def compile_stage(
-    trainable: frozenset[str],
-    choices: Choices,
-    stage: Stage,
-    tangents: Mapping[str, torch.Tensor],
-    manager: PassManager | None = None,
-    labels: Mapping[str, str] = MappingProxyType({}),
-    several: frozenset[str] = frozenset(),
-) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
-    """One stage's program, and the fake gradient of each activation that it receives. `labels`: what the graphs call
-    each process group of this process; `several`: the parameters of several stages."""
-    task = StageTask(trainable, choices, tangents, labels, several)
-    made = (manager or make_manager()).run_all(STAGE_PASSES, stage, task, stage=stage.index)
-    *_, pieces, program = made
-    return program, pieces.joint.gradient_of_input
 
 
 def is_drawn_as(program: Program, drawn: Drawn) -> bool:

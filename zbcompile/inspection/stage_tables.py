@@ -1,13 +1,15 @@
 """The tables of a summary that have a row per stage: where it ends, what it keeps, needs, recomputes and exchanges."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 from zbcompile.compiler.paired_schedule import seen
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.prediction.predict import hardware_of, recomputed_seconds
 from zbcompile.program.program import Program
 from zbcompile.tables import Figure, Table
 
@@ -47,10 +49,10 @@ def place_of(stage: StageProgram) -> tuple[str, str]:
 
 def stage_tables(program: Program) -> Iterator[Table]:
     """Bytes, recomputation, what the split changed, exchanges; those without rows have nothing to show."""
-    tables = {
+    tables: dict[str, tuple[str, Callable[[StageProgram], Iterator[list[Figure]]]]] = {
         "bytes": ("Bytes per microbatch kept between the passes, and sent", _bytes),
         "running": ("Bytes of a microbatch that a pass needs while it runs, including those kept for it", _running),
-        "recomputed": (f"Recomputed in B ({_policy(program)}), per microbatch", _recomputed),
+        "recomputed": ("Recomputed in B, per microbatch", partial(_recomputed, program)),
         "improvements": ("What the split changed, and the bytes that this adds or saves", _improvements),
     }
     for name, (title, rows_of) in tables.items():
@@ -78,19 +80,18 @@ def _running(stage: StageProgram) -> Iterator[list[Figure]]:
     yield [Figure(op, size, "B", "microbatch") for op, size in needs.items()]
 
 
-def _policy(program: Program) -> str:
-    recompute = program.choices.recompute
-    return f"recompute={recompute:,} bytes" if isinstance(recompute, int) else f'recompute="{recompute}"'
-
-
-def _recomputed(stage: StageProgram) -> Iterator[list[Figure]]:
+def _recomputed(program: Program, stage: StageProgram) -> Iterator[list[Figure]]:
     if (again := stage.recomputed) is not None:
+        policy = program.choices.recompute_of(stage.stage)
         yield [
+            Figure("recompute", f"{policy:,} bytes" if isinstance(policy, int) else str(policy)),
             Figure("operations", again.operations),
             Figure("FLOPs", again.flops, "FLOP", "microbatch"),
             Figure("of F", again.flops / (stage.flops["F"] or 1), "share"),
+            Figure("takes", recomputed_seconds(stage, hardware_of(program)), "s", "microbatch"),
             Figure("kept F..B without", again.kept_before, "B", "microbatch"),
             Figure("with", again.kept_after, "B", "microbatch"),
+            Figure("saves", again.kept_before - again.kept_after, "B", "microbatch"),
         ]
 
 

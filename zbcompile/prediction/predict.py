@@ -8,10 +8,12 @@ from typing import Any
 from zbcompile.compiler.paired_schedule import with_exchanges
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
-from zbcompile.passes.graph.roofline import seconds_of
+from zbcompile.passes.graph.flops import count_flops
+from zbcompile.passes.graph.roofline import node_seconds, seconds_of
 from zbcompile.passes.hardware.hardware import Hardware, hardware_for
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import is_record, record_from
@@ -98,6 +100,14 @@ def _pass_seconds(
         op: 0.0 if p.empty else factors.get(op, 1.0) * (hardware.start + seconds_of(p.module, hardware, fused))
         for op, p in pieces.items()
     }
+
+
+def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:
+    """What B takes for the operations of the forward that it runs again."""
+    module = stage.pieces["B"].module
+    again = [node for node in module.graph.nodes if node.meta.get("pass") == "recompute"]
+    flops = count_flops(module, FakeTensorMode(allow_non_fake_inputs=True))
+    return sum(node_seconds(node, flops[node], hardware) for node in again)
 
 
 def _links(program: Program, hardware: Hardware) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def _trials(program: Program) -> Iterator[Trial]:
         more = replace(choices, recompute="full")
         yield Trial("B recomputes everything of F", "--recompute full", here, more)
     if any(stage.recomputed for stage in program.stages):
-        yield Trial("B recomputes nothing of F", "--recompute none", here, replace(choices, recompute="none"))
+        yield Trial("B recomputes nothing of F", "--recompute off", here, replace(choices, recompute="off"))
     if choices.vocab == "off" and not choices.exact:
         yield Trial("output layer sharded over all ranks", "--vocab 1", here, replace(choices, vocab=1))
     if choices.balance != "flops":
@@ -109,6 +109,7 @@ def _other_placements(schedule: Schedule, choices: Choices) -> Iterator[Trial]:
     for placement, others in by_placement.items():
         cut = f"{placement.stages} stages, {_KINDS[placement.kind]}"
         given = choices if isinstance(choices.balance, str) else replace(choices, balance="flops")
+        given = replace(given, recompute="hints") if isinstance(given.recompute, tuple) else given
         yield Trial(cut, f"schedules of {cut}", tuple(others), given)
 
 

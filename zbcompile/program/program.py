@@ -185,7 +185,7 @@ class Program:
             "stages": self.schedule.stages,
             "microbatches": self.schedule.microbatches,
             "exact": self.exact,
-            "recompute": self.choices.recompute,
+            "recompute": str(self.choices.recompute),
             "weight_recompute": self.choices.weight_recompute,
             "accumulate_dtype": str(self.choices.accumulate_dtype),
             "threads": torch.get_num_threads(),

@@ -17,7 +17,7 @@ import torch
 
 from zbcompile.backends.cuda_graphs import Recorded
 from zbcompile.backends.types import Run
-from zbcompile.compiler.compile_model import make_manager
+from zbcompile.compiler.compile_stage import make_manager
 from zbcompile.env import PAIR_STREAMS
 from zbcompile.passes import gpu
 from zbcompile.passes.pass_list.passes_in_order import OVERLAP

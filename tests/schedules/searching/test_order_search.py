@@ -24,7 +24,7 @@ from zbcompile.schedules import (
 )
 from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.execution.memory import peak_memory
-from zbcompile.schedules.searching import order_search
+from zbcompile.schedules.searching import hunt
 from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
 from zbcompile.schedules.searching.certificate import certify
 from zbcompile.schedules.searching.clock import Clock, Order
@@ -139,6 +139,28 @@ def test_search_under_noise_is_judged_by_the_quantile() -> None:
     assert found.objective == found.simulation.quantile() <= min(found.names.values())
 
 
+@pytest.mark.parametrize("limit", [None, 8.0])
+def test_a_frontier_is_the_curve_of_time_against_memory(limit: float | None) -> None:
+    """From the shortest order to the one that holds least, each holding less than all that are shorter; every named
+    schedule lies on the curve or above it."""
+    costs = uneven(random.Random(2), 4)
+    found = search(costs, 4, 8, limit, frontier=True, moves=4000, seconds=600)
+    points = [(simulation.makespan, max(simulation.peak_memory)) for simulation, _ in found.frontier]
+    assert len(points) > 3
+    assert points == sorted(points)
+    assert [peak for _, peak in points] == sorted((peak for _, peak in points), reverse=True)
+    assert (found.objective, found.schedule) == (points[0][0], found.frontier[0][1])
+    assert points[-1][1] == pytest.approx(max(costs.activation))
+    for simulation, schedule in found.frontier:
+        check(lower(schedule), costs)
+        assert simulate(schedule, costs).makespan == simulation.makespan
+    for name in ("1f1b", "zb-h1", "gpipe"):
+        timeline = simulate(build(name, 4, 8), costs)
+        if limit is None or max(timeline.peak_memory) <= limit:
+            assert any(t <= timeline.makespan and m <= max(timeline.peak_memory) for t, m in points)
+    assert not search(costs, 4, 8, limit, moves=0).frontier
+
+
 def test_limits_may_differ_by_rank() -> None:
     costs = Costs.uniform(3, activation=1000)
     found = search(costs, 3, 6, memory_limit=[3000, 2000, 1000], moves=300)
@@ -221,7 +243,7 @@ def test_interrupting_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -
     def interrupted(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(order_search.Annealer, "run", interrupted)
+    monkeypatch.setattr(hunt.Annealer, "run", interrupted)
     found = search(uneven(random.Random(1), 4), 4, 8, placements=["linear"])
     assert found.objective == min(found.names.values()) or found.origin not in names()
 

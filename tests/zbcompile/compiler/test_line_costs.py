@@ -60,7 +60,7 @@ def test_what_a_rank_holds_at_most(compiled: Inspected) -> None:
     assert_close(costs, edges, compiled, rel=0.1)  # masks again
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["off", "full"])
 @pytest.mark.parametrize("placement", ["linear", "v"])
 def test_what_a_rank_holds_at_most_where_backwards_are_split(placement: str, recompute: Recompute) -> None:
     model, x = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))), torch.ones(64, 32)

@@ -266,7 +266,7 @@ def test_what_is_asked_for_is_kept() -> None:
     assert (named.schedule.stages, named.schedule.placement.kind) == (2, "linear")
     with pytest.raises(PartitionError, match=r"names the cuts of 3 stages.*2 ranks; expected 1 or 3 or 7 cuts"):
         decided(balance=("blocks.0", "blocks.1"))
-    assert decided(recompute="none", memory=1e9).choices.recompute == "none"
+    assert decided(recompute="off", memory=1e9).choices.recompute == "off"
     assert {d.schedule.microbatches for d in (decided(), decided(counts=(8,)))} == {8}
 
 

@@ -150,7 +150,7 @@ def test_collectives_have_latency_and_links_of_their_own() -> None:
 
 
 def row(seconds: float, peak: float, ranks: int = 1) -> Row:
-    choices = SimpleNamespace(recompute="none", vocab="off")
+    choices = SimpleNamespace(recompute="off", vocab="off")
     shown = {"placement": "linear", "microbatches": 4, "choices": choices, "bubble": 0.0}
     return Row(1, ranks, SimpleNamespace(seconds=seconds, peak=(peak,), **shown), 1)  # type: ignore[arg-type]
 

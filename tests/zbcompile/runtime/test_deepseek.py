@@ -31,7 +31,7 @@ def eager() -> dict[str, torch.Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "recompute"), [("zb-h1", 4, "none"), ("zb-v", 2, "full"), ("dualpipe-v", 2, "full")]
+    ("schedule", "ranks", "recompute"), [("zb-h1", 4, "off"), ("zb-v", 2, "full"), ("dualpipe-v", 2, "full")]
 )
 def test_bitwise(schedule: str, ranks: int, recompute: str, eager: dict[str, torch.Tensor]) -> None:
     """With recomputation as well: no token is counted twice."""

@@ -16,6 +16,7 @@ from tests.support.oracle import PROBLEMS
 from tests.support.training import Case, Trained, assert_same_tensors, gradients_of, reference
 from zbcompile.passes.compile_options import Recompute
 from zbcompile.prediction.predict import predicted_costs
+from zbcompile.program.program import Program
 from zbcompile.schedules import simulate
 
 MICROBATCHES = 4
@@ -37,10 +38,11 @@ def train(problem: str, policy: Recompute) -> tuple[Trained, zbcompile.Pipeline]
 @pytest.mark.parametrize(
     ("problem", "policy"),
     [
-        ("small-dropout", "none"),
+        ("small-dropout", "off"),
         ("small-dropout", "selective"),
         ("small-dropout", "full"),
         ("small-dropout", 30_000),
+        ("small-dropout", ("full", 0.5)),
         ("small-tied", "full"),
         ("skips", "full"),
     ],
@@ -53,10 +55,10 @@ def test_gradients_keep_their_bits(problem: str, policy: Recompute) -> None:
     assert_same_tensors(ours.gradients[0], theirs.gradients[0], "gradient of")
 
 
-@pytest.mark.parametrize("policy", ["selective", "full", 30_000])
+@pytest.mark.parametrize("policy", ["selective", "full", 30_000, 0.5, ("full", 0.75)])
 def test_memory_is_as_predicted(policy: Recompute) -> None:
     """To the byte, and what waits for W is what it is without recomputing."""
-    _, without = train("small-dropout", "none")
+    _, without = train("small-dropout", "off")
     _, pipe = train("small-dropout", policy)
     assert pipe.last_step is not None
     peaks = pipe.last_step.peak_activation_bytes
@@ -70,7 +72,9 @@ def test_memory_is_as_predicted(policy: Recompute) -> None:
             after.recomputed.kept_before,
             after.recomputed.kept_after,
         )
-        assert after.crossing.kept <= (policy if isinstance(policy, int) else before.crossing.kept)
+        own = policy[after.stage] if isinstance(policy, tuple) else policy
+        share = own if isinstance(own, float) else 1
+        assert after.crossing.kept <= (own if isinstance(own, int) else share * before.crossing.kept)
         assert after.flops["B"] == before.flops["B"] + after.recomputed.flops
         assert [after.flops[name] for name in "FW"] == [before.flops[name] for name in "FW"]
 
@@ -93,11 +97,11 @@ class Checkpointed(nn.Module):
 
 @pytest.mark.slow
 def test_checkpoint_regions_are_hints() -> None:
-    """By default what the model checkpoints is made again and nothing else; "none" keeps it all. Equal to eager."""
+    """By default what the model checkpoints is made again and nothing else; "off" keeps it all. Equal to eager."""
     torch.manual_seed(0)
     model, x = Checkpointed(), torch.randn(MICROBATCHES * 2, 16)
     kept = {}
-    for policy in ("none", "hints"):
+    for policy in ("off", "hints"):
         ours = copy.deepcopy(model)
         options = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES, "exact": True}
         pipe = zbcompile.pipeline(ours, loss=F.mse_loss, recompute=policy, **options)
@@ -105,7 +109,7 @@ def test_checkpoint_regions_are_hints() -> None:
         kept[policy] = sum(stage.crossing.kept for stage in pipe.program.stages)
     again = [node for stage in pipe.program.stages for node in stage.pieces["B"].module.graph.nodes if _again(node)]
     assert sum("gelu" in str(node.target) for node in again) == 3
-    assert kept["hints"] < kept["none"]
+    assert kept["hints"] < kept["off"]
     for i, part in enumerate(x.chunk(MICROBATCHES)):
         torch.manual_seed(zbcompile.microbatch_seed(0, i))
         (F.mse_loss(model(part), -part) / MICROBATCHES).backward()
@@ -151,11 +155,31 @@ def test_a_checkpoint_changes_neither_statistics_nor_masks() -> None:
     assert all(torch.equal(value, eager[0].state_dict()[name]) for name, value in ours.state_dict().items())
 
 
-@pytest.mark.parametrize("policy", ["all", -1, True, 1.5])
+@pytest.mark.parametrize("policy", ["all", -1, True, 1.5, [], ["off", 2.5]])
 def test_a_wrong_policy_is_refused(policy: Any) -> None:
-    expected = r'recompute=.*expected "none".*for each microbatch and stage bytes: a number'
+    expected = r'recompute=.*expected "off".*for each microbatch and stage bytes: a number'
     with pytest.raises(zbcompile.PipelineError, match=expected):
         zbcompile.pipeline(nn.Linear(2, 2), ranks=1, recompute=policy)
+
+
+def test_stages_of_a_list() -> None:
+    """Each recomputes by its own entry; equal work with the same entry is compiled once, one entry is for all."""
+    model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())))
+    options: dict[str, Any] = {"schedule": "1f1b", "ranks": 4, "microbatches": 4, "loss": nn.MSELoss()}
+    x = torch.ones(8, 16)
+
+    def compiled(recompute: Any) -> Program:
+        pipe = zbcompile.pipeline(model, recompute=recompute, **options)
+        pipe.step(x, target=x)
+        return pipe.program
+
+    program = compiled(["full", "none", "off", 1.0])
+    assert program.choices.recompute == ("full", "off", "off", 1.0)
+    assert [bool(stage.recomputed and stage.recomputed.operations) for stage in program.stages] == [True, *[False] * 3]
+    assert program.stages[1].original == program.stages[2].original
+    assert compiled(["full"]).choices.recompute == "full"
+    with pytest.raises(zbcompile.CompileError, match="has 3 entries, but the schedule has 4 stages"):
+        compiled(["full", "off", "off"])
 
 
 def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:

@@ -1,0 +1,42 @@
+"""One stage through its passes, alone."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+
+from zbcompile.env import CHECK
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES, StageTask
+from zbcompile.passes.pass_list.run_passes import Observer, PassManager
+from zbcompile.passes.stage.stage_program import StageProgram
+
+
+def make_manager(observe: Observer | None = None) -> PassManager:
+    """The manager that runs the passes; with ZBCOMPILE_CHECK=1 it checks the result of each."""
+    return PassManager(observe, CHECK.read())
+
+
+def labels_of(canonical: Canonical) -> dict[str, str]:
+    """What the graphs call each process group, by this process's name of it."""
+    captured = canonical.captured
+    return {**captured.dimensions, **{name: label for label, name in captured.groups.items()}}
+
+
+def compile_stage(
+    trainable: frozenset[str],
+    choices: Choices,
+    stage: Stage,
+    tangents: Mapping[str, torch.Tensor],
+    manager: PassManager | None = None,
+    labels: Mapping[str, str] = MappingProxyType({}),
+    several: frozenset[str] = frozenset(),
+) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
+    """One stage's program, and the fake gradient of each activation that it receives. `labels`: what the graphs call
+    each process group of this process; `several`: the parameters of several stages."""
+    task = StageTask(trainable, choices, tangents, labels, several)
+    made = (manager or make_manager()).run_all(STAGE_PASSES, stage, task, stage=stage.index)
+    *_, pieces, program = made
+    return program, pieces.joint.gradient_of_input
