@@ -127,11 +127,11 @@ def by_sgd(zero: int, mesh: DeviceMesh) -> tuple[Parts, Parts]:
 
 
 def gradients_here(pipe: zbcompile.Pipeline, optimizer: PipelineOptimizer) -> Parts:
-    if optimizer.sharded is None:
+    if not optimizer.slices.divided:
         found = ((name, parameter.grad) for name, parameter in pipe.named_parameters())
         return {(name, 0): each.flatten().clone() for name, each in found if each is not None}
-    parts = ((tensor.grad, part) for tensor, own in optimizer.sharded.parts() for part in own)
-    return {(p.name, p.begin): grad[p.at or 0 :][: p.size].clone() for grad, p in parts if grad is not None}
+    parts = ((each, each.tensor.grad) for each in optimizer.slices.mine())
+    return {(each.name, each.begin): grad.clone() for each, grad in parts if grad is not None}
 
 
 def furthest(parts: Parts, whole: Parts) -> float:

@@ -98,12 +98,11 @@ def gradient_bytes(value: torch.Tensor, dtype: torch.dtype) -> int:
     return value.numel() * dtype.itemsize
 
 
-def state_bytes(value: torch.Tensor, optimizer_state: float, divided: bool = False) -> float:
-    """What the optimizer holds of a parameter, with the float32 master of one in half precision; `divided` among
-    replicas, each has a copy of its part of the others too."""
+def state_bytes(value: torch.Tensor, optimizer_state: float) -> float:
+    """What the optimizer holds of a parameter, with the float32 master of one in half precision."""
     if value.dtype in HALF:
         return value.numel() * 4 * (1 + optimizer_state)
-    return value.nbytes * (divided + optimizer_state)
+    return value.nbytes * optimizer_state
 
 
 def _resident(value: torch.Tensor, trains: bool, optimizer_state: float) -> int:

@@ -1,6 +1,6 @@
 """The optimizers of a pipeline, from before it is compiled to the end of each of its steps."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -10,12 +10,12 @@ from torch.amp import GradScaler
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
+from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Wanted
-from zbcompile.optimizer.whole_parameters import TrainedParameters
 from zbcompile.program_cache.state_dict import owned_parameters
 from zbcompile.program_cache.step_programs import StepPrograms
-from zbcompile.runtime.data_parallel import Sharded
+from zbcompile.runtime.slices import Slices
 
 
 @dataclass
@@ -42,9 +42,9 @@ class Optimizers:
             each.bind(self._trained())
 
     @property
-    def sharded(self) -> tuple[Sharded, ...]:
+    def divided(self) -> tuple[Slices, ...]:
         """What is divided among replicas."""
-        return tuple(each.sharded for each in self.made if each.sharded is not None)
+        return tuple(each.slices for each in self.made if each.bound and each.wanted.zero)
 
     def arrive(self) -> None:
         """Wait until the parameters have the values of the last updates."""
@@ -53,26 +53,27 @@ class Optimizers:
 
     def require_whole_gradients(self, what: str) -> None:
         """Raise PipelineError if replicas hold parts of the gradients."""
-        if self.sharded:
+        if self.divided:
             raise PipelineError(
                 f"{what} needs whole gradients, and pipe.optimizer(zero={max(each.wanted.zero for each in self.made)}) "
                 "keeps this replica's part. Pass clip= to pipe.optimizer to clip, or zero=0."
             )
 
     @property
-    def early(self) -> tuple[PipelineOptimizer, ...]:
-        """Those that update stage by stage in the next step: not inside `no_sync`."""
-        return tuple(each for each in self.made if each.wanted.updates_early and self.ranks.replicas.synchronise)
+    def actions(self) -> Mapping[str, Sequence[Callable[[int], None]]]:
+        """What is to be done for a stage in the next step, by kind of action: correct its last update, wait for its
+        parameters, update them (not inside `no_sync`)."""
+        early = [each for each in self.made if each.wanted.updates_early and self.ranks.replicas.synchronise]
+        return {
+            "VALIDATE": [each.settle for each in self.made if each.wanted.validates],
+            "GATHER": [each.arrive for each in self.divided],
+            "OPT": [each.update for each in early],
+        }
 
     @property
     def all_early(self) -> bool:
         """Whether a rank that ends a step before another one would not update any more if that one fails."""
         return bool(self.made) and all(each.wanted.updates_early for each in self.made)
-
-    @property
-    def validating(self) -> tuple[PipelineOptimizer, ...]:
-        """Those whose last update the next step may have to correct."""
-        return tuple(each for each in self.made if each.wanted.validates)
 
     def begin_step(self, scaler: GradScaler | None) -> None:
         """Before a step of the pipeline. Raises PipelineError if updates inside of it cannot follow the last ones."""
@@ -99,7 +100,6 @@ class Optimizers:
         return TrainedParameters(
             program=program,
             ranks=self.ranks,
-            sums=self.compiled.first().sums,
             model={**dict(self.model.named_parameters()), **self.parts.parameters},
             own=own,
             shown={**own, **{name: p for name, p in self.parts.parameters.items() if name in own}},

@@ -128,9 +128,8 @@ class Runs:
             reduction=self.options.loss_reduction,
             recorder=self.observation.of_step(index + 1),
             scale=None if scaler is None else scaler.scale,
-            sharded=self.optimizers.sharded,
-            early=self.optimizers.early,
-            validating=self.optimizers.validating,
+            slices=self.optimizers.divided,
+            actions=self.optimizers.actions,
             ahead=self.optimizers.all_early,
             outputs="last" if outputs == "last" else "all" if outputs else "",
         )

@@ -10,18 +10,17 @@ from torch.optim import Optimizer
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCALED, EarlyUpdate, writes_only_its_state
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.post_validation import PostValidation, Verdict
-from zbcompile.optimizer.sharded_parameters import ShardedParameters
 from zbcompile.optimizer.wanted import Wanted
-from zbcompile.optimizer.whole_parameters import TrainedParameters, WholeParameters
-from zbcompile.runtime.data_parallel import LATE
+from zbcompile.runtime.slices import LATE, Slices
 from zbcompile.torch_private import step_without_hooks
 
 
 class ParameterUpdates(Optimizer):
-    """A torch optimizer that lets another one, `_inner`, update what `_update` has of the parameters.
+    """A torch optimizer that lets another one, `_inner`, update slices of the parameters.
 
     Inside of a step of the pipeline, `begin_step`, `update` of each stage and `take` follow each other; `step`
     completes such an update. `settle` corrects it, if it has not waited for the norm of all gradients.
@@ -29,6 +28,7 @@ class ParameterUpdates(Optimizer):
 
     _inner: Optimizer
     numbers: dict[str, int]  # the group of every parameter of the model that it trains
+    trained: TrainedParameters  # what the pipeline has told of its parameters
     closed = False
 
     def prepare(self, wanted: Wanted, ranks: Ranks) -> None:
@@ -36,7 +36,7 @@ class ParameterUpdates(Optimizer):
         self.wanted = wanted
         self._ranks = ranks
         self._stepped: set[torch.Tensor] = set()  # which of its tensors have had an update
-        self._update: WholeParameters | ShardedParameters | None = None
+        self._slices: Slices | None = None
         self._scaler: GradScaler | None = None
         self._asked = False  # whether that scaler has asked for infinities in the last update
         self._infinite: torch.Tensor | None = None  # whether the last update with a scaler has met an infinity
@@ -50,19 +50,19 @@ class ParameterUpdates(Optimizer):
         self._unsettled: PostValidation | None = None
 
     @property
-    def trained(self) -> TrainedParameters:
-        """What the pipeline has told of its parameters."""
-        return self._bound_update().trained
+    def slices(self) -> Slices:
+        """What it updates."""
+        if self.closed:
+            raise PipelineError("this optimizer is closed, or could not be made. Make another by pipe.optimizer.")
+        if self._slices is None:
+            remedy = "Call pipe.compile with a batch, or run a step, first."
+            raise PipelineError(f"the pipeline is not compiled yet, so its optimizer is empty. {remedy}")
+        return self._slices
 
     @property
-    def whole(self) -> WholeParameters | None:
-        """What every replica updates alike; None if replicas update parts."""
-        return self._update if isinstance(self._update, WholeParameters) else None
-
-    @property
-    def sharded(self) -> ShardedParameters | None:
-        """What is divided among replicas; None if nothing is."""
-        return self._update if isinstance(self._update, ShardedParameters) else None
+    def bound(self) -> bool:
+        """Whether the pipeline is compiled, so that the parameters are known."""
+        return self._slices is not None
 
     @property
     def norm(self) -> torch.Tensor | None:
@@ -85,28 +85,29 @@ class ParameterUpdates(Optimizer):
 
     def _reads_at_once(self) -> bool:
         """Whether a step reads parameters, or adds to gradients, before its first actions."""
-        update = self._bound_update()
-        return bool(update.tensors_of(LATE)) or any(tensor.grad is not None for tensor in update.with_gradients())
+        slices = self.slices
+        adds = slices.summed or any(tensor.grad is not None for tensor in slices.with_gradients())
+        return adds or bool(slices.of(LATE))
 
     def update(self, stage: int) -> None:
         """Update what is complete with the last W of `stage`, inside of a step."""
-        update = self._bound_update()
+        slices = self.slices
         if self.wanted.validates and not self._begun:
             self._unsettled = self._begin_validation()
         self._begun, validation = True, self._unsettled
         with torch.no_grad():
             self._take()
-            update.begin_update(stage)
-            tensors = update.tensors_of(stage)
-            may_update = validation is None or validation.may_update(stage, tensors, update.counted(stage))
+            slices.begin_update(stage)
+            tensors = [each.tensor for each in slices.mine(stage)]
+            may_update = validation is None or validation.may_update(stage, tensors, slices.counted(stage))
             if validation is not None and validation.is_last(stage):
-                validation.begin_total(update.counted())
+                validation.begin_total(slices.counted())
             if validation is not None and may_update:
                 validation.keep(tensors, self.state)
             if may_update:
                 with writes_only_its_state(self._inner):
                     self._step_inner(tensors)
-            update.end_update(stage)
+            slices.end_update(stage)
 
     def _begin_validation(self) -> PostValidation:
         program, ranks, inverse = self.trained.program, self._ranks, None
@@ -121,26 +122,26 @@ class ParameterUpdates(Optimizer):
         """Take the gradients that a step of the pipeline has left."""
         self._take()
         if self._begun:
-            self._begun, update = False, self._bound_update()
-            self._made_early, self._asked = self._as_made(update), False
+            self._begun, self._asked = False, False
+            self._made_early = self._as_made()
             if self._unsettled is not None:
                 self._unsettled.made = self._made_early
-                self._unsettled.gradients = [(tensor, tensor.grad) for tensor in update.with_gradients()]
+                self._unsettled.gradients = [(tensor, tensor.grad) for tensor in self.slices.with_gradients()]
 
     def _take(self) -> None:
-        if self.whole is not None:
+        if self._slices is not None:
             self._give_masters(lambda parameter: parameter.grad is not None)
-            self.whole.take()
+            self._slices.take()
 
     def take_replaced(self) -> None:
         """Take the gradients that are there now: the user may have put others in their place."""
-        if self.whole is not None:
+        if not self.slices.divided:
             self.trained.take_gradients()
             self._take()
 
     def _give_masters(self, wanted: Callable[[nn.Parameter], bool]) -> None:
         """Update parameters that were frozen at first by way of masters as well."""
-        found = self.whole.give_masters(wanted) if self.whole is not None else {}
+        found = self.slices.give_masters(wanted)
         for group in self.param_groups if found else ():
             group["params"] = [found.get(member, member) for member in group["params"]]
 
@@ -149,8 +150,8 @@ class ParameterUpdates(Optimizer):
         if self._begun:
             self.forget_updates()
             self._torn = True
-        if self._update is not None:
-            self._update.drop()
+        if self._slices is not None:
+            self._slices.drop()
 
     # After a step of the pipeline
 
@@ -158,34 +159,35 @@ class ParameterUpdates(Optimizer):
         """Clip, if that was asked for, and update. Every rank must call it. A closure, such as one that runs the
         pipeline's step, is called first; returns what it returns."""
         loss = None if closure is None else closure()
-        update = self._bound_update()
+        slices = self.slices
         if self.wanted.updates_early:
-            self._complete(update)
+            self._complete(slices)
             return loss
         with self._ranks.watch.region("the optimizer's step"), torch.no_grad():
             self.take_replaced()
-            self._update_all(update)
+            self._update_all()
         return loss
 
-    def _complete(self, update: WholeParameters | ShardedParameters) -> None:
+    def _complete(self, slices: Slices) -> None:
         """Every stage has updated within the last step; it is done if nothing has changed since."""
         if self._made_early is None:
             raise PipelineError(NOTHING)
         if self._scaler is not None and not self._asked:
             raise PipelineError(UNSCALED)
-        if self.whole is not None:
+        if not slices.divided:
             self.trained.take_gradients()
-        self._made_early.require_unchanged(self.param_groups, update.gradients())
+        self._made_early.require_unchanged(self.param_groups, slices.gradients())
         self._made_early = None
 
-    def _update_all(self, update: WholeParameters | ShardedParameters, norm: torch.Tensor | None = None) -> None:
+    def _update_all(self, norm: torch.Tensor | None = None) -> None:
         """Update everything; the norm of all gradients may be known already."""
-        update.begin_update()
+        slices = self.slices
+        slices.begin_update()
         if self.wanted.clip is not None:
-            self._norm = norm_of_all(update.counted(), self._ranks) if norm is None else norm
-            update.clip(self.wanted.clip, self._norm)
+            self._norm = norm_of_all(slices.counted(), self._ranks) if norm is None else norm
+            slices.clip(self.wanted.clip, self._norm)
         self._step_inner(self._members())
-        update.end_update()
+        slices.end_update()
 
     def _step_inner(self, chosen: Collection[torch.Tensor]) -> None:
         """Update these of its tensors."""
@@ -199,12 +201,12 @@ class ParameterUpdates(Optimizer):
             for group, own in zip(self.param_groups, members, strict=True):
                 group["params"] = own
 
-    def settle(self) -> None:
-        """Wait for what all gradients say of the last update, and correct it if it was made too early."""
+    def settle(self, stage: int = LATE) -> None:
+        """Before a stage, or anybody else, reads parameters: wait for what all gradients say of the last update, and
+        correct it if it was made too early."""
         found, self._unsettled = self._unsettled, None
         if found is None:
             return
-        update = self._bound_update()
         with torch.no_grad():
             verdict, stands = found.settle()
             self._infinite = found.flags[0]
@@ -214,22 +216,26 @@ class ParameterUpdates(Optimizer):
             if found.made is not None:
                 found.made.require_parameters()
             if not stands:
-                self._correct(update, found, verdict)
+                self._correct(found, verdict)
                 self._torn = False
         if self._made_early is not None:
-            self._made_early = self._as_made(update)
+            self._made_early = self._as_made()
 
-    def _as_made(self, update: WholeParameters | ShardedParameters) -> EarlyUpdate:
-        own = self.whole.own if self.whole is not None else {}  # what is divided notices writes when its parts arrive
-        return EarlyUpdate.made_with(self.param_groups, update.gradients(), own)
+    def _as_made(self) -> EarlyUpdate:
+        slices = self.slices  # what is divided notices writes when its values arrive
+        own = {} if slices.divided else {each.name: each.parameter for each in slices.slices}
+        return EarlyUpdate.made_with(self.param_groups, slices.gradients(), own)
 
-    def _correct(self, update: WholeParameters | ShardedParameters, found: PostValidation, verdict: Verdict) -> None:
+    def _correct(self, found: PostValidation, verdict: Verdict) -> None:
         """Undo an update, and make it as if it had waited."""
         with found.as_then(self.param_groups):
+            self.slices.recall()
             found.undo(self.state)
-            update.recall()
-            if verdict != "skipped":
-                self._update_all(update, found.norm)
+            self.slices.round()
+            if verdict == "skipped":
+                self.slices.end_update()
+            else:
+                self._update_all(found.norm)
 
     def found_infinity(self) -> torch.Tensor:
         """Whether a gradient of the last update was infinite, on any rank: 0 or 1. If so, it is complete."""
@@ -244,8 +250,8 @@ class ParameterUpdates(Optimizer):
     def arrive(self) -> None:
         """Wait until the parameters have the values of the last update."""
         self.settle()
-        if self._update is not None:
-            self._update.arrive_all()
+        if self._slices is not None:
+            self._slices.arrive()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`."""
@@ -254,16 +260,8 @@ class ParameterUpdates(Optimizer):
         super().zero_grad(set_to_none)
         if set_to_none:
             self.drop()
-        elif self.sharded is not None:
-            self.sharded.summed = self.sharded.used = False
-
-    def _bound_update(self) -> WholeParameters | ShardedParameters:
-        if self.closed:
-            raise PipelineError("this optimizer is closed, or could not be made. Make another by pipe.optimizer.")
-        if self._update is None:
-            remedy = "Call pipe.compile with a batch, or run a step, first."
-            raise PipelineError(f"the pipeline is not compiled yet, so its optimizer is empty. {remedy}")
-        return self._update
+        elif self._slices is not None:
+            self._slices.summed = self._slices.used = False
 
     def _members(self) -> list[nn.Parameter]:
         return [member for group in self.param_groups for member in group["params"]]

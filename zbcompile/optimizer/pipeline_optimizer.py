@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from zbcompile.distributed.agreement import require_equal_programs, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.optimizer.division import TrainedParameters, divided_slices, whole_slices
 from zbcompile.optimizer.parameter_updates import ParameterUpdates
-from zbcompile.optimizer.sharded_parameters import ShardedParameters
 from zbcompile.optimizer.trial_update import require_rule, require_rule_for_dtensors
 from zbcompile.optimizer.wanted import (
     ELEMENTS,
@@ -22,7 +22,6 @@ from zbcompile.optimizer.wanted import (
     require_divisible,
     rule_of,
 )
-from zbcompile.optimizer.whole_parameters import TrainedParameters, WholeParameters
 
 State = dict[str, Any]
 MASTER = "master"
@@ -56,11 +55,6 @@ class PipelineOptimizer(ParameterUpdates):
         inner.param_groups = self.param_groups
         self.state = inner.state
 
-    @property
-    def bound(self) -> bool:
-        """Whether the pipeline is compiled, so that the parameters are known."""
-        return self._update is not None
-
     def bind(self, trained: TrainedParameters) -> None:
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
         try:
@@ -77,7 +71,7 @@ class PipelineOptimizer(ParameterUpdates):
     def close(self) -> None:
         """Leave the pipeline, so that another optimizer can have these parameters. Every rank must call it."""
         self.arrive()
-        self._update, self.closed = None, True
+        self._slices, self.closed = None, True
         self._made[:] = (each for each in self._made if each is not self)
 
     def _bind(self, trained: TrainedParameters) -> None:
@@ -90,14 +84,16 @@ class PipelineOptimizer(ParameterUpdates):
         if not (parts or wanted.zero or is_known(wanted.kind)):
             shown = [trained.shown[name] for name in self.numbers if name in trained.shown]
             require_rule_for_dtensors(wanted, read_groups(wanted.groups)[1], shown)
-        update: WholeParameters | ShardedParameters = WholeParameters(trained, self.numbers, parts)
         if wanted.zero:
             assert self._rule is not None
-            update = ShardedParameters(trained, self.numbers, self._rule, keep=wanted.zero == 1)
-        tensors = update.groups(self.numbers, len(self.param_groups))
-        groups = zip(self.param_groups, tensors, strict=True)
-        self._adopt(wanted.make([{**group, "params": members} for group, members in groups]))
-        self._update = update
+            slices = divided_slices(trained, self.numbers, self._rule, keep=wanted.zero == 1)
+        else:
+            slices = whole_slices(trained, self.numbers, parts)
+        groups: list[State] = [{**group, "params": []} for group in self.param_groups]
+        for each in slices.mine():
+            groups[self.numbers[each.name]]["params"].append(each.tensor)
+        self._adopt(wanted.make(groups))
+        self._slices, self.trained = slices, trained
 
     def _require_alone(self, trained: TrainedParameters) -> None:
         """Refuse parameters of another optimizer if replicas hold parts of them for either, or stages update them."""
@@ -127,20 +123,15 @@ class PipelineOptimizer(ParameterUpdates):
 
     def keeps_master(self, tensor: torch.Tensor) -> bool:
         """Whether this is the master of a parameter, or a part of one, and may have digits that the parameter lacks."""
-        return self._bound_update().is_master(tensor) and bool(tensor in self._stepped or self.state.get(tensor))
+        return self.slices.of_tensor(tensor).is_master and bool(tensor in self._stepped or self.state.get(tensor))
 
-    def _parts(self) -> list[list[list[str | int]]]:
-        """What each tensor has of which parameters: their names, begin and end."""
-        if self.sharded is not None:
-            return [
-                [[each.name, each.begin, each.begin + each.size] for each in own] for _, own in self.sharded.parts()
-            ]
-        names = {tensor: name for name, tensor in self.whole.tensors.items()} if self.whole is not None else {}
-        return [[[names[tensor], 0, tensor.numel()]] for tensor in self._members()]
+    def _parts(self) -> list[list[str | int]]:
+        """What each tensor has of which parameter: its name, begin and end."""
+        found: dict[Any, list[str | int]] = {s.tensor: [s.name, s.begin, s.end] for s in self.slices.mine()}
+        return [found[tensor] for tensor in self._members()]
 
     def load_state_dict(self, state_dict: State) -> None:
         """Continue from what `state_dict` returned on this rank."""
-        self._bound_update()
         self.forget_updates()
         self._require_own(state_dict.get("parts", self._parts()))
         kept = {number: dict(each) for number, each in state_dict["state"].items()}
@@ -153,12 +144,12 @@ class PipelineOptimizer(ParameterUpdates):
             self._members()[number].detach().copy_(master)
         self._stepped = {self._members()[number] for number in masters}
 
-    def _require_own(self, parts: list[list[list[str | int]]]) -> None:
+    def _require_own(self, parts: list[list[str | int]]) -> None:
         """Refuse the state of other parts than this process's."""
         one, other = next(filter(lambda each: each[0] != each[1], zip_longest(self._parts(), parts)), (None, None))
         if one != other:
             raise PipelineError(
                 f"this state dict is of another rank, or another zero=: it has {other} where this optimizer has {one} "
-                "([name, begin, end] of parameters). Load what this rank has saved, or use zbcompile.save_checkpoint, "
+                "(name, begin, end of a parameter). Load what this rank has saved, or use zbcompile.save_checkpoint, "
                 "which any rank can read."
             )

@@ -25,10 +25,10 @@ MEMBERS = ("params", "param_names")  # the keys of a parameter group that list i
 def optimizer_values(optimizer: Optimizer, holding: Holding) -> Values:
     """The state that this process writes. Tensors are the optimizer's own; of sharded rows they are DTensors."""
     values: Values = {}
-    if isinstance(optimizer, PipelineOptimizer) and optimizer.sharded is not None:
+    if isinstance(optimizer, PipelineOptimizer) and optimizer.slices.divided:
         for number, name in members_of(optimizer, holding):
             values |= _options_of_group(optimizer.param_groups[number], name) if holding.writes(name) else {}
-        return values | sharded_values(optimizer, optimizer.sharded, holding)
+        return values | sharded_values(optimizer, holding)
     for group, name, parameter in _trained(optimizer, holding):
         if holding.writes(name):
             for key, value in _flat(_state_of(optimizer, parameter)):
@@ -63,8 +63,9 @@ def _trained(optimizer: Optimizer, holding: Holding) -> Iterator[tuple[dict[str,
 
 
 def _name_of(tensor: torch.Tensor, optimizer: Optimizer, holding: Holding) -> str:
-    whole = optimizer.whole if isinstance(optimizer, PipelineOptimizer) else None
-    return holding.name_of(tensor if whole is None else whole.shown(tensor))
+    if isinstance(optimizer, PipelineOptimizer):
+        return holding.name_of(optimizer.slices.of_tensor(tensor).shown)
+    return holding.name_of(tensor)
 
 
 def _flat(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
@@ -113,8 +114,8 @@ def load_optimizer(
     tensors and None with the values.
     """
     keys = state_keys(saved, holding)
-    if isinstance(optimizer, PipelineOptimizer) and optimizer.sharded is not None:
-        wanted, state = wanted_state(optimizer.sharded, holding, keys, saved)
+    if isinstance(optimizer, PipelineOptimizer) and optimizer.slices.divided:
+        wanted, state = wanted_state(optimizer, holding, keys, saved)
         members = list(members_of(optimizer, holding))
     else:
         wanted, state = _wanted_state(optimizer, holding, keys, saved)

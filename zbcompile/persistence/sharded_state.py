@@ -10,8 +10,8 @@ from zbcompile.distributed.packing import memory_order
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.pipeline_optimizer import MASTER, PipelineOptimizer
-from zbcompile.optimizer.sharded_parameters import Part, ShardedParameters
 from zbcompile.persistence.local_tensors import Corner, Holding, Pieces
+from zbcompile.runtime.slices import Slice
 
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Corner, Corner]]:
@@ -54,90 +54,65 @@ def pieces(
 Values = dict[str, Any]
 
 
-def sharded_values(optimizer: PipelineOptimizer, update: ShardedParameters, holding: Holding) -> Values:
+def sharded_values(optimizer: PipelineOptimizer, holding: Holding) -> Values:
     """The state that this process writes."""
     values: Values = {}
-    for tensor, parts in update.parts():
+    for each in (each for each in optimizer.slices.mine() if each.counts):
+        name, tensor = holding.name_of(each.shown), each.tensor
         state = dict(optimizer.state.get(tensor, {}))
         if optimizer.keeps_master(tensor):
             state[MASTER] = tensor.detach()
         for key, value in state.items():
-            for part in (part for part in parts if part.writes):
-                if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
-                    values[f"state.{_stored(part, holding)}.{key}"] = _pieces(part, value, holding)
-                elif isinstance(value, torch.Tensor) and value.dim():
-                    raise PipelineError(
-                        f"the optimizer keeps {key} of shape {list(value.shape)} for a part of {part.name} with shape "
-                        f"{list(tensor.shape)}, and a checkpoint cannot put such parts together. Save "
-                        "optimizer.state_dict() of each rank for the same ranks, or pass zero=0."
-                    )
-                elif part.begin == 0:
-                    values[f"state.{_stored(part, holding)}.{key}"] = value
+            if isinstance(value, torch.Tensor) and value.shape == tensor.shape:
+                values[f"state.{name}.{key}"] = _pieces(each, value, holding)
+            elif isinstance(value, torch.Tensor) and value.dim():
+                raise PipelineError(
+                    f"the optimizer keeps {key} of shape {list(value.shape)} for a part of {each.name} with shape "
+                    f"{list(tensor.shape)}, and a checkpoint cannot put such parts together. Save "
+                    "optimizer.state_dict() of each rank for the same ranks, or pass zero=0."
+                )
+            elif each.begin == 0:
+                values[f"state.{name}.{key}"] = value
     return values
 
 
-def _stored(part: Part, holding: Holding) -> str:
-    return holding.name_of(part.shown)
-
-
-def _pieces(part: Part, values: torch.Tensor, holding: Holding) -> Pieces:
-    """This process's part of something as large as its parameter, out of that of its bucket."""
-    whole, offset = holding.tensors[_stored(part, holding)], [0] * part.parameter.ndim
+def _pieces(own: Slice, values: torch.Tensor, holding: Holding) -> Pieces:
+    """What a slice has of something as large as its parameter."""
+    whole, offset = holding.tensors[holding.name_of(own.shown)], [0] * own.parameter.ndim
     if is_distributed(whole):
         offset = list(whole.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
-    own = values if part.at is None else values[part.at : part.at + part.size]
-    flat = own.as_strided((part.size,), (1,))
-    return pieces(whole.shape, offset, part.parameter, part.begin, flat)
+    flat = values.as_strided((values.numel(),), (1,))
+    return pieces(whole.shape, offset, own.parameter, own.begin, flat)
 
 
 def wanted_state(
-    update: ShardedParameters, holding: Holding, keys: Mapping[str, list[str]], saved: Mapping[str, Any]
+    optimizer: PipelineOptimizer, holding: Holding, keys: Mapping[str, list[str]], saved: Mapping[str, Any]
 ) -> tuple[Values, Callable[[Values], dict[int, Values]]]:
     """What to read, and a function of what was read: the state of this process's tensors, by number."""
     wanted: Values = {}
     rooms: dict[int, Values] = {}
-    members = list(update.parts())
-    for number, (tensor, parts) in enumerate(members):
-        names = [_stored(part, holding) for part in parts]
-        _require_alike(names, [set(keys[name]) for name in names])
-        for key in keys[names[0]] if names else ():
-            for part, name in zip(parts, names, strict=True):
-                described = saved[f"state.{name}.{key}"]
-                # a parameter without dimensions is as large as the number of its steps
-                if described and key != "step" and described.shape == tuple(holding.tensors[name].shape):
-                    room = rooms.setdefault(number, {}).setdefault(key, torch.zeros_like(tensor, dtype=described.dtype))
-                    wanted[f"state.{name}.{key}"] = _pieces(part, room, holding)
-                else:
-                    wanted[f"state.{name}.{key}"] = described and torch.empty(described.shape, dtype=described.dtype)
+    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    members = [optimizer.slices.of_tensor(tensor) for tensor in tensors]
+    names = [holding.name_of(each.shown) for each in members]
+    for number, (each, name) in enumerate(zip(members, names, strict=True)):
+        rooms[number] = {}
+        for key in keys[name]:
+            described = saved[f"state.{name}.{key}"]
+            # a parameter without dimensions is as large as the number of its steps
+            if described and key != "step" and described.shape == tuple(holding.tensors[name].shape):
+                rooms[number][key] = torch.zeros_like(each.tensor, dtype=described.dtype)
+                wanted[f"state.{name}.{key}"] = _pieces(each, rooms[number][key], holding)
+            else:
+                wanted[f"state.{name}.{key}"] = described and torch.empty(described.shape, dtype=described.dtype)
 
     def state(values: Values) -> dict[int, Values]:
         return {
-            number: {**_single(parts, holding, keys, values, rooms.get(number, {})), **rooms.get(number, {})}
-            for number, (_, parts) in enumerate(members)
-            if parts and keys[_stored(parts[0], holding)]
+            number: {key: values[f"state.{name}.{key}"] for key in keys[name]} | rooms[number]
+            for number, name in enumerate(names)
+            if keys[name]
         }
 
     return wanted, state
-
-
-def _single(
-    parts: tuple[Part, ...], holding: Holding, keys: Mapping[str, list[str]], values: Values, rooms: Values
-) -> Values:
-    """What a bucket has one of, and a checkpoint one for each parameter, such as the number of steps."""
-    names = [_stored(part, holding) for part in parts]
-    found = {key: [values[f"state.{name}.{key}"] for name in names] for key in keys[names[0]] if key not in rooms}
-    for each in found.values():
-        _require_alike(names, each)
-    return {key: each[0] for key, each in found.items()}
-
-
-def _require_alike(names: list[str], values: list[Any]) -> None:
-    for name, value in zip(names, values, strict=True):
-        if value != values[0]:
-            raise PipelineError(
-                f"the checkpoint has other optimizer state for {name} than for {names[0]} ({value} and {values[0]}), "
-                "which replicas hold in one bucket. Put them into different groups=, or load with zero=0."
-            )
 
 
 def members_of(optimizer: PipelineOptimizer, holding: Holding) -> Iterator[tuple[int, str]]:

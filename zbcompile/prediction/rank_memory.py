@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from zbcompile.distributed.packing import Buffer
+from zbcompile.distributed.parcels import ALONE_BYTES
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.partition.memory_estimate import gradient_bytes, state_bytes
@@ -35,13 +36,13 @@ class Memory:
     what kernels and libraries take for themselves, the user's batch.
 
     * `parameters`: with buffers.
-    * `gradients`: the sums over microbatches, in their dtype.
-    * `optimizer_state`: with float32 masters of half-precision parameters, and this replica's part of the parameters
-      where replicas divide the updates.
+    * `gradients`: the sums over microbatches, in their dtype; with `zero=1` this replica's part of the sums over
+      replicas as well. With `zero=2` the part is what is left of them.
+    * `optimizer_state`: with float32 masters of half-precision parameters.
     * `activations`: what waits between the passes, and what the pass needs that runs.
     * `messages`: receive buffers, which stay from step to step, less what counts as an activation while it is in them;
       what was sent and is not known to have arrived.
-    * `collectives`: the copies of gradients that replicas sum.
+    * `collectives`: the copies in which small gradients travel to other replicas.
     """
 
     parameters: int
@@ -124,23 +125,23 @@ def _memory(
 ) -> Memory:
     held = list(_resident(rank, program, model))
     trained = [(value, share) for value, share, trains in held if trains]
-    gradients = sum(share * gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v, share in trained)
-    divided = sharding.zero > 0 and sharding.replicas > 1
-    state = sum(share * state_bytes(v, program.choices.optimizer_state, divided) for v, share in trained)
+    sums = [share * gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v, share in trained]
+    gradients, replicas = sum(sums), sharding.replicas
+    state = sum(share * state_bytes(v, program.choices.optimizer_state) for v, share in trained)
     parameters = sum(share * value.nbytes for value, share, _ in held)
-    collectives = gradients if sharding.replicas > 1 else 0
-    gradients += gradients / sharding.replicas if divided else 0
-    state /= sharding.replicas if divided else 1
+    collectives = sum(size for size in sums if size < ALONE_BYTES) if replicas > 1 else 0
+    parts = gradients / replicas if sharding.zero == 1 and replicas > 1 else 0
+    state /= replicas if sharding.zero else 1
     waiting = max(sum(moment) for moment in moments)
     last = moments[-1]
     return Memory(
         parameters=int(parameters),
-        gradients=int(gradients + last.sums),
+        gradients=int(gradients + parts + last.sums),
         optimizer_state=int(state),
         activations=int(max(m.activations for m in moments)),
         messages=int(max(m.messages for m in moments)),
         collectives=int(collectives),
-        peak=int(parameters + gradients + state + max(waiting, collectives + last.messages + last.sums)),
+        peak=int(parameters + gradients + state + max(waiting, parts + collectives + last.messages + last.sums)),
     )
 
 

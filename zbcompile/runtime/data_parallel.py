@@ -1,67 +1,27 @@
 """Sums of gradients beside the pipeline: over replicas that train on different batches, and over the ranks of other
-dimensions of the mesh that compute parts of a gradient; and what a step asks of the optimizers that update inside of
-it, or are divided among replicas.
+dimensions of the mesh that compute parts of a gradient.
 
 The gradients of a stage are reduced as soon as its last W has run, while the remaining stages and ranks continue. The
 factor 1/replicas of a mean loss enters as the tangent of the loss, like the 1/microbatches, so a reduction is a sum.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.mesh import Mesh, Replicas
-from zbcompile.distributed.packing import as_contiguous
+from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_sums import Gradients
-
-Observe = Callable[[str, torch.Tensor], None]
-LATE = -1  # in place of a stage: what is complete, and needed, outside of the program of a stage
-
-
-class Early(Protocol):
-    """An optimizer that updates stage by stage inside of a step."""
-
-    def update(self, stage: int) -> None:
-        """Update what is complete with the last W of `stage`; its gradients are summed, and in `.grad`."""
-
-    def settle(self) -> None:
-        """Correct the last update, if it was made before all that it depends on was known."""
-
-
-class Sharded(Protocol):
-    """The parameters called `names` of this process, each updated in parts by the replicas. Every call returns at once
-    but `arrive` and `finish`; the ranks that share a parameter make all of them in the same order."""
-
-    @property
-    def names(self) -> Collection[str]: ...
-
-    def begin(self, program: Program) -> None:
-        """Before a step. Raises PipelineError if its program trains other parameters."""
-
-    def arrive(self, stage: int) -> None:
-        """Wait for the values that the last update gave to the parameters of `stage`."""
-
-    def scatter(self, stage: int, gradients: Gradients, observe: Observe) -> None:
-        """Sum a stage's gradients, each replica its part; `.grad` becomes None. `observe` sees what this rank adds."""
-
-    def finish(self, stage: int | None = None) -> None:
-        """Wait for the sums of `stage`, or of all."""
-
-    def sums(self) -> Mapping[str, torch.Tensor]:
-        """This replica's parts of the sums, by parameter."""
-
-
-BUCKET_BYTES = 25 << 20  # small gradients travel together up to this size, as in DistributedDataParallel
+from zbcompile.runtime.slices import LATE, Observe, Slices
 
 
 @dataclass(frozen=True)
@@ -87,23 +47,23 @@ def start_reduction(
     rank: int,
     gradients: Gradients,
     sums: Mapping[str, Sum],
-    sharded: Sequence[Sharded] = (),
+    slices: Sequence[Slices] = (),
     observe: Observe = lambda name, part: None,
 ) -> "Reduction":
     """The reductions of one step on pipeline rank `rank`. `sums` has the parameters whose gradients are summed; of
-    those that are `sharded` each replica gets its part of the sum. `observe` sees what this rank adds to each."""
+    those in `slices` each replica gets its part of the sum. `observe` sees what this rank adds to each."""
     stages = program.stages_of(rank)
     names = {stage: [name for name in program.complete_with(stage) if name in sums] for stage in stages}
     held = {name for stage in stages for name in program.stages[stage].trained}
     shared = sorted(name for name in program.late - (program.shared - held) if name in sums)
-    reduces = bool(sums or sharded) and replicas.synchronise
+    reduces = bool(sums or slices) and replicas.synchronise
     summed = {name for found in (*names.values(), shared) for name in found}
     if reduces:
         _require_all(name for name in replicas.partial - summed if gradients.parameters[name].grad is not None)
     for name in summed - replicas.partial:
         if not sums[name].first and (gradient := gradients.parameters[name].grad) is not None:
             gradient.zero_()
-    return Reduction(replicas, gradients, names, shared, reduces, sums, sharded, observe)
+    return Reduction(replicas, gradients, names, shared, reduces, sums, slices, observe)
 
 
 def _require_all(parts: Iterable[str]) -> None:
@@ -117,26 +77,8 @@ def _require_all(parts: Iterable[str]) -> None:
 
 
 @dataclass
-class Bucket:
-    """Gradients being reduced, in the dtype of their sums: `flat` is a single one itself, or a copy of several."""
-
-    gradients: Sequence[torch.Tensor]
-    flat: torch.Tensor
-    work: dist.Work | None
-
-    def finish(self) -> None:
-        if self.work is not None:
-            self.work.wait()
-        if self.flat.data_ptr() != self.gradients[0].data_ptr():
-            parts = self.flat.split([gradient.numel() for gradient in self.gradients])
-            for gradient, part in zip(self.gradients, parts, strict=True):
-                target = as_contiguous(gradient)
-                target.copy_(part.view(target.shape))
-
-
-@dataclass
 class Reduction:
-    """The reductions of one step: `buckets[stage]` are under way. `observe` sees what this rank adds to each sum."""
+    """The reductions of one step: `parcels[stage]` are under way. `observe` sees what this rank adds to each sum."""
 
     replicas: Replicas
     gradients: Gradients
@@ -144,19 +86,21 @@ class Reduction:
     shared: Sequence[str]
     reduces: bool
     sums: Mapping[str, Sum]
-    sharded: Sequence[Sharded]
+    slices: Sequence[Slices]
     observe: Observe
-    buckets: defaultdict[int, list[Bucket]] = field(default_factory=lambda: defaultdict(list))
+    parcels: defaultdict[int, list[Parcel[str]]] = field(default_factory=lambda: defaultdict(list))
 
     def start(self, stage: int) -> None:
         """Begin to reduce a stage's gradients; returns at once. What no microbatch here trained, those of another
         replica did: it takes part with zeros."""
-        for each in self.sharded:
-            each.scatter(stage, self.gradients, self.observe)
+        for each in self.slices:
+            each.reduce(stage, self.gradients, self.observe)
         names = sorted(self._whole(self.names[stage]), key=lambda name: self.order[self._group(name)])
         for group, found in groupby(names, key=self._group):
-            parts = (self._part(name, stage) for name in found)
-            self.buckets[stage].extend(_send(part, group) for part in in_buckets(parts))
+            self._send(stage, group, ((name, self._part(name, stage)) for name in found))
+
+    def _send(self, stage: int, group: dist.ProcessGroup, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.parcels[stage] += send(gradients, lambda flat: dist.all_reduce(flat, group=group, async_op=True))
 
     def _part(self, name: str, stage: int) -> torch.Tensor:
         own = self.gradients[name].total()
@@ -166,9 +110,9 @@ class Reduction:
 
     def finish_stage(self, stage: int) -> None:
         """Wait for the sums of a stage."""
-        for bucket in self.buckets.pop(stage, ()):
-            bucket.finish()
-        for each in self.sharded:
+        for parcel in self.parcels.pop(stage, ()):
+            parcel.unpack()
+        for each in self.slices:
             each.finish(stage)
 
     def finish(self) -> None:
@@ -178,28 +122,28 @@ class Reduction:
         """
         summed = {name for found in (*self.names.values(), self.shared) for name in found}
         self.replicas.partial = set() if self.reduces else self.replicas.partial | summed
-        for each in self.sharded if self.reduces else ():
-            each.scatter(LATE, self.gradients, self.observe)
+        for each in self.slices if self.reduces else ():
+            each.reduce(LATE, self.gradients, self.observe)
         for name in self._whole(self.shared) if self.reduces else ():
             found = self.gradients[name].total()
             if found is not None:
                 self.observe(name, found)
-                self.buckets[LATE].append(_send([found], self._group(name)))
-        for bucket in (each for found in self.buckets.values() for each in found):
-            bucket.finish()
-        self.buckets.clear()
-        for each in self.sharded:
+                self._send(LATE, self._group(name), [(name, found)])
+        for stage in list(self.parcels):
+            for parcel in self.parcels.pop(stage):
+                parcel.unpack()
+        for each in self.slices:
             each.finish()
 
     def results(self) -> dict[str, torch.Tensor | None]:
         """The gradients that this rank has after the step, whole or its part."""
         found = self.gradients.parameters.items()
         whole = {name: None if is_held_elsewhere(parameter) else parameter.grad for name, parameter in found}
-        return whole | {name: part for each in self.sharded for name, part in each.sums().items()}
+        return whole | {name: part for each in self.slices for name, part in each.sums().items()}
 
     def _whole(self, names: Sequence[str]) -> list[str]:
         """Those of which every replica gets the whole sum."""
-        return [name for name in names if not any(name in each.names for each in self.sharded)]
+        return [name for name in names if not any(name in each.names for each in self.slices)]
 
     def _group(self, name: str) -> dist.ProcessGroup:
         return self.sums[name].group
@@ -208,22 +152,3 @@ class Reduction:
     def order(self) -> dict[dist.ProcessGroup, int]:
         """The groups, numbered as all of their ranks do: as the parameters come."""
         return {group: i for i, group in enumerate(dict.fromkeys(each.group for each in self.sums.values()))}
-
-
-def _send(gradients: Sequence[torch.Tensor], group: dist.ProcessGroup) -> Bucket:
-    whole = [as_contiguous(gradient) for gradient in gradients]
-    alone = len(whole) == 1 and whole[0].is_contiguous()
-    flat = whole[0] if alone else torch.cat([gradient.reshape(-1) for gradient in whole])
-    return Bucket(gradients, flat, dist.all_reduce(flat, group=group, async_op=True))
-
-
-def in_buckets(gradients: Iterable[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """Consecutive gradients of one type, grouped up to the size of a bucket."""
-    for _, group in groupby(gradients, key=lambda gradient: gradient.dtype):
-        bucket: list[torch.Tensor] = []
-        for gradient in group:
-            if bucket and sum(g.nbytes for g in bucket) + gradient.nbytes > BUCKET_BYTES:
-                yield bucket
-                bucket = []
-            bucket.append(gradient)
-        yield bucket

@@ -13,8 +13,9 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import StepRecorder
-from zbcompile.runtime.data_parallel import Early, Sharded, Sum
+from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
+from zbcompile.runtime.slices import Slices
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules import Lowered, Schedule, with_updates
 
@@ -22,9 +23,9 @@ from zbcompile.schedules import Lowered, Schedule, with_updates
 @dataclass(frozen=True)
 class StepInput:
     """One step: the tensors of each microbatch by input path, which step it is, how losses combine, what records it,
-    how a GradScaler scales the loss, the parameters that replicas update in parts, the optimizers that update stage by
-    stage, those whose last update is still to be validated, whether the rank goes on before all have ended the step,
-    and which ranks get the model's outputs: "all", "last" (that of the last stage) or none ("")."""
+    how a GradScaler scales the loss, what replicas divide, what the optimizers do for a stage by kind of action
+    (VALIDATE, GATHER, OPT), whether the rank goes on before all have ended the step, and which ranks get the model's
+    outputs: "all", "last" (that of the last stage) or none ("")."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -32,9 +33,8 @@ class StepInput:
     reduction: str
     recorder: StepRecorder | None = None
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
-    sharded: Sequence[Sharded] = ()
-    early: Sequence[Early] = ()
-    validating: Sequence[Early] = ()
+    slices: Sequence[Slices] = ()
+    actions: Mapping[str, Sequence[Callable[[int], None]]] = field(default_factory=dict)
     ahead: bool = False
     outputs: str = ""
 

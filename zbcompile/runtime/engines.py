@@ -43,7 +43,7 @@ class Engine:
         program, ranks = executable.program, self.ranks
         buffers, count = executable.first.buffers, program.schedule.microbatches
         transport = ranks.transport(channels or program.schedule, count, buffers, executable.first.number)
-        for each in given.sharded:
+        for each in given.slices:
             each.begin(program)
         if program.output is None:
             self.equal.begin(program)
@@ -65,7 +65,7 @@ class Engine:
         program = executable.program
         gradients = Gradients(parameters, program.shared, program.choices)
         replicas, sums = self.ranks.replicas, executable.first.sums
-        return start_reduction(replicas, program, rank, gradients, sums, given.sharded, self.equal.note)
+        return start_reduction(replicas, program, rank, gradients, sums, given.slices, self.equal.note)
 
 
 def interleave(ranks: Sequence[RankRun]) -> None:

@@ -29,12 +29,13 @@ from zbcompile.model.seeds import microbatch_seed
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import Observer, RankRun
-from zbcompile.runtime.data_parallel import LATE, Reduction
+from zbcompile.runtime.data_parallel import Reduction
 from zbcompile.runtime.engine import Executable, Made, StepInput
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.gradient_sums import WHOLE, Gradients, add_uses
 from zbcompile.runtime.labels import Labels
 from zbcompile.runtime.rank_plan import RankPlan
+from zbcompile.runtime.slices import LATE
 from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import Shard
@@ -146,20 +147,14 @@ class StepRun:
 
     # For a stage
 
-    def _validate(self, reduction: Reduction, stage: int) -> None:
-        """Corrects the updates of the last step that were made too early."""
-        for each in self.given.validating:
-            each.settle()
-
-    def _await_parameters(self, reduction: Reduction, stage: int) -> None:
-        for each in reduction.sharded:
-            each.arrive(stage)
+    def _act(self, op: str, stage: int) -> None:
+        for act in self.given.actions[op]:
+            act(stage)
 
     def _update_stage(self, reduction: Reduction, stage: int) -> None:
         reduction.finish_stage(stage)
         reduction.gradients.settle(self.program.complete_with(stage))
-        for each in self.given.early:
-            each.update(stage)
+        self._act("OPT", stage)
 
     # For all ranks together
 
@@ -235,10 +230,6 @@ class StepRun:
             if name in self.executable.first.sums:
                 broadcast([buffer], self.executable.first.sums[name].group)
 
-    def _update(self) -> None:
-        for each in self.given.early:
-            each.update(LATE)
-
     def _share_losses(self) -> None:
         """Whoever waits for all losses does not end its step before all have run their passes, and so does not update
         its parameters although another rank has failed."""
@@ -274,6 +265,10 @@ class StepRun:
                     ranks.broadcast(own[i], source)
 
 
+def _has(op: str) -> Callable[[StepRun], object]:
+    return lambda step: step.given.actions.get(op)
+
+
 class OnceAction(NamedTuple):
     """Whether a step has actions of this kind, and what they do: for a stage, or for all ranks of this process."""
 
@@ -282,16 +277,16 @@ class OnceAction(NamedTuple):
 
 
 ONCE_ACTIONS = {
-    "VALIDATE": OnceAction(lambda step: step.given.validating, StepRun._validate),
-    "GATHER": OnceAction(lambda step: step.given.sharded, StepRun._await_parameters),
+    "VALIDATE": OnceAction(_has("VALIDATE"), lambda step, reduction, at: step._act("VALIDATE", at)),
+    "GATHER": OnceAction(_has("GATHER"), lambda step, reduction, at: step._act("GATHER", at)),
     "REDUCE": OnceAction(lambda step: step.reductions[0].reduces, lambda step, reduction, at: reduction.start(at)),
-    "OPT": OnceAction(lambda step: step.given.early, StepRun._update_stage),
+    "OPT": OnceAction(_has("OPT"), StepRun._update_stage),
     "ROWS": OnceAction(lambda step: step.looks_up_rows, StepRun._gather_rows),
     "DRAIN": OnceAction(lambda step: True, StepRun._drain),
     "TIE": OnceAction(lambda step: step.trains and (step.program.shared or step.looks_up_rows), StepRun._sum_tied),
     "SYNC": OnceAction(lambda step: step.trains, StepRun._end_sums),
     "BUFFERS": OnceAction(lambda step: step.trains and step.executable.first.sums, StepRun._share_buffers),
-    "FINAL": OnceAction(lambda step: step.given.early, StepRun._update),
+    "FINAL": OnceAction(_has("OPT"), lambda step: step._act("OPT", LATE)),
     "LOSS": OnceAction(lambda step: step.trains, StepRun._share_losses),
     "OUTPUT": OnceAction(lambda step: step.given.outputs, StepRun._collect_outputs),
 }

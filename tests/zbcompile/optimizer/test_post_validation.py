@@ -80,7 +80,7 @@ def test_the_copies_are_those_that_inspect_states(given: tuple[str, str, Any], d
     if not pipe.program.late:
         here = {id(each.tensor): own for each, own in zip(kept, copies, strict=True)}
         for rank in range(2):
-            tensors = [t for s in pipe.program.stages_of(rank) for t in optimizer._update.tensors_of(s)]
+            tensors = [each.tensor for s in pipe.program.stages_of(rank) for each in optimizer.slices.mine(s)]
             assert stated[rank] == sum(copy.nbytes for tensor in tensors for copy in here[id(tensor)])
 
 

@@ -1,0 +1,64 @@
+"""What travels in collectives: a large tensor by itself, in its own memory, small ones together in a copy."""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from zbcompile.distributed.packing import as_contiguous
+
+Key = TypeVar("Key")
+Content = tuple[Key, torch.Tensor]
+
+ALONE_BYTES = 1 << 20  # what is as large travels by itself: a copy would need as much memory again
+PARCEL_BYTES = 25 << 20  # smaller tensors travel together up to this size, as in DistributedDataParallel
+
+
+@dataclass
+class Parcel(Generic[Key]):
+    """Dense tensors of one dtype under way: `flat` is the memory of a single one, or a copy of several."""
+
+    contents: Sequence[Content[Key]]
+    flat: torch.Tensor
+    work: dist.Work | None
+
+    def arrived(self) -> Iterator[Content[Key]]:
+        """Wait; then what has become of each tensor, in the order of its memory."""
+        if self.work is not None:
+            self.work.wait()
+        parts = self.flat.view(-1).split([tensor.numel() for _, tensor in self.contents])
+        yield from zip((key for key, _ in self.contents), parts, strict=True)
+
+    def unpack(self) -> None:
+        """Wait, and let each tensor be what has become of it."""
+        for (_, tensor), (_, part) in zip(self.contents, self.arrived(), strict=True):
+            if tensor.data_ptr() != part.data_ptr():
+                target = as_contiguous(tensor)
+                target.copy_(part.view(target.shape))
+
+
+def send(tensors: Iterable[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None]) -> list[Parcel[Key]]:
+    """Let a collective `begin` on these tensors, which are as large on all of its ranks."""
+    return [_sent(contents, begin) for contents in _divided(tensors)]
+
+
+def _divided(tensors: Iterable[Content[Key]]) -> Iterator[list[Content[Key]]]:
+    small: dict[torch.dtype, list[Content[Key]]] = {}
+    for key, tensor in tensors:
+        if tensor.nbytes >= ALONE_BYTES:
+            yield [(key, tensor)]
+            continue
+        together = small.setdefault(tensor.dtype, [])
+        together.append((key, tensor))
+        if sum(each.nbytes for _, each in together) >= PARCEL_BYTES:
+            yield small.pop(tensor.dtype)
+    yield from small.values()
+
+
+def _sent(contents: Sequence[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None]) -> Parcel[Key]:
+    views = [as_contiguous(tensor) for _, tensor in contents]
+    alone = len(views) == 1 and views[0].is_contiguous()
+    flat = views[0] if alone else torch.cat([view.reshape(-1) for view in views])
+    return Parcel(contents, flat, begin(flat))

@@ -1,0 +1,317 @@
+"""The parameters of an optimizer as slices, each of which one replica owns and updates, or, if it is a whole parameter,
+every replica alike.
+
+What a step does with them are its actions: REDUCE sums gradients to their owners, OPT updates, GATHER waits for the
+values of other owners, which arrive in the parameters' own memory.
+"""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import groupby
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from zbcompile.distributed.packing import as_contiguous
+from zbcompile.distributed.parcels import Parcel, send
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.termination import forget, outlives_its_step
+from zbcompile.errors import PipelineError
+from zbcompile.passes.compile_options import HALF
+from zbcompile.program.program import Program
+from zbcompile.runtime.gradient_sums import Gradients, GradientSum, grad_dtype
+from zbcompile.torch_private import writes_into
+
+Observe = Callable[[str, torch.Tensor], None]
+LATE = -1  # in place of a stage: what is complete, and needed, outside of the program of a stage
+
+
+@dataclass(eq=False)
+class Slice:
+    """The elements from `begin` to `end` of a parameter, in the order of its memory, which its owner updates as
+    `tensor`: in the parameter's own memory, or as a float32 master. `divided` says whether the owner is one replica,
+    number `owner` of `group`; a whole parameter belongs to all of them. `mine` says whether this process is an owner.
+
+    `parameter` is plain; `given` is the one that an optimizer would be given whole, `shown` the one that users see:
+    each may be a DTensor over the same memory. `flat` says whether `tensor` is a row of elements; otherwise it has the
+    shape of the parameter. The gradient is complete with the last W of `stage`. `counts` says whether this process
+    speaks for the slice, in norms and checkpoints.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    given: nn.Parameter
+    shown: nn.Parameter
+    begin: int
+    end: int
+    stage: int
+    counts: bool
+    divided: bool = False
+    flat: bool = False
+    group: dist.ProcessGroup | None = None
+    owner: int = 0
+    mine: bool = True
+
+    def __post_init__(self) -> None:
+        self.tensor = nn.Parameter(self.values) if self.divided else self.given
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The slice in the parameter's memory."""
+        return memory_of(self.parameter)[self.begin : self.end]
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The slice in the parameter's memory, with the shape of `tensor`."""
+        return self.memory if self.flat else self.given.detach()
+
+    @property
+    def is_master(self) -> bool:
+        """Whether `tensor` may have digits that the parameter lacks."""
+        return self.tensor.dtype != self.parameter.dtype
+
+    @property
+    def holder(self) -> nn.Parameter:
+        """The tensor whose `.grad` an update uses."""
+        return self.tensor if self.divided else self.parameter
+
+    def give_master(self) -> None:
+        """Update a float32 copy from now on."""
+        self.tensor = nn.Parameter(self.values.float())
+
+    def refresh(self) -> None:
+        """Before an update: begin with the parameter's values wherever a master does not round to them: there somebody
+        else has written since."""
+        values, own = self.values, self.tensor.detach()
+        if self.is_master:
+            own.copy_(torch.where(own.to(values.dtype) == values, own, values.to(own.dtype)))
+        elif self.divided and own.data_ptr() != values.data_ptr():
+            self.tensor.data = values  # the parameter has got other memory
+
+    def add(self, part: torch.Tensor, copied: bool) -> None:
+        """Add a sum, in the order of the parameter's memory, to the slice's gradient; it is `copied` if its memory is
+        used elsewhere. A part of a sum is a copy, or all of the sum would stay alive."""
+        own, dtype = self.parameter, self.tensor.dtype
+        part = (part.clone() if copied or part.numel() < own.numel() else part).to(dtype)
+        part = part if self.flat else part.as_strided(own.shape, own.stride(), part.storage_offset())
+        self.tensor.grad = part if self.tensor.grad is None else self.tensor.grad.add_(part)
+
+
+@dataclass
+class Slices:
+    """The slices of one optimizer in this process, those of other owners too, in the order of their collectives.
+
+    `divided` says whether replicas divide them, `keep` whether the memory of whole gradients stays allocated from step
+    to step; of the parameters that are `chosen` every step trains those in `trained`. The ranks that share a parameter
+    make all calls in the same order; each returns at once but `arrive` and `finish`.
+    """
+
+    slices: Sequence[Slice]
+    ranks: Ranks
+    divided: bool
+    keep: bool
+    chosen: frozenset[str]
+    trained: frozenset[str]
+    summed: bool = False  # whether the slices have gradients,
+    used: bool = False  # and an update has used them
+    kept: dict[str, torch.Tensor] = field(default_factory=dict)
+    reducing: defaultdict[int, list[Parcel[Slice]]] = field(default_factory=lambda: defaultdict(list))
+    arriving: defaultdict[int, list[Parcel[Slice]]] = field(default_factory=lambda: defaultdict(list))
+    writes: dict[Slice, int] = field(default_factory=dict)  # into the parameters, when their values began to arrive
+
+    def __post_init__(self) -> None:
+        self.names = frozenset(each.name for each in self.slices)
+
+    def of(self, stage: int | None = None) -> list[Slice]:
+        """Those that are complete with a stage; None: all."""
+        return [each for each in self.slices if stage is None or each.stage == stage]
+
+    def mine(self, stage: int | None = None) -> list[Slice]:
+        """Those that this process updates."""
+        return [each for each in self.of(stage) if each.mine]
+
+    def of_tensor(self, tensor: torch.Tensor) -> Slice:
+        """The slice that the optimizer updates as `tensor`."""
+        return next(each for each in self.mine() if each.tensor is tensor)
+
+    def _by_owner(self, stage: int) -> Iterator[tuple[dist.ProcessGroup | None, int, list[Slice]]]:
+        """What travels together. Several ranks hold what is late: they must add in the same order, so that it travels
+        by itself."""
+        for (group, owner, _), found in groupby(
+            self.of(stage), key=lambda each: (each.group, each.owner, each.name if stage == LATE else "")
+        ):
+            yield group, owner, list(found)
+
+    # For a step of the pipeline
+
+    def begin(self, program: Program) -> None:
+        """Before a step. Raises PipelineError if it trains other parameters, or would add to gradients of the past."""
+        if program.trained & self.chosen != self.trained:
+            name = min((program.trained & self.chosen) ^ self.trained)
+            problem = "trains" if name in program.trained else "does not train"
+            raise self.ranks.refusal(
+                f"this step {problem} {name}, other than the first one. An optimizer that is divided among replicas "
+                "needs steps that train the same parameters; pass zero=0 to pipe.optimizer."
+            )
+        if self.used:
+            raise self.ranks.refusal(
+                "this step would add to gradients that an update has used already. Call optimizer.zero_grad() after "
+                "optimizer.step(): replicas hold parts of the gradients, which model.zero_grad() does not know."
+            )
+        self.arrive(LATE)
+        for name, parameter in {each.name: each.parameter for each in self.slices}.items() if self.keep else ():
+            self._lend(name, parameter)
+
+    def reduce(self, stage: int, gradients: Gradients, observe: Observe) -> None:
+        """Begin to sum a stage's gradients to their owners; `.grad` becomes None. `observe` sees what this rank
+        adds."""
+        sums = {name: _taken(gradients[name], partial(observe, name)) for name in {s.name: s for s in self.of(stage)}}
+        for group, owner, slices in self._by_owner(stage):
+            parts = ((each, memory_of(sums[each.name])[each.begin : each.end]) for each in slices)
+            self.reducing[stage] += send(parts, partial(_reduce, group, owner))
+
+    def finish(self, stage: int | None = None) -> None:
+        """Wait for the sums of `stage`, or of all; what belongs to others is freed."""
+        for at in list(self.reducing) if stage is None else [stage]:
+            parcels = self.reducing.pop(at, [])
+            while parcels:
+                for each, part in parcels.pop(0).arrived():
+                    if each.mine:
+                        each.add(part, self.keep)
+        self.summed = True
+
+    def sums(self) -> dict[str, torch.Tensor]:
+        """This process's parts of the sums, by parameter."""
+        return {each.name: each.tensor.grad for each in self.mine() if each.tensor.grad is not None}
+
+    def arrive(self, stage: int | None = None) -> None:
+        """Wait for the values that the last update gave to the parameters of `stage`, or to all. Raises PipelineError
+        if somebody else has written since the update, which would be lost."""
+        for at in sorted(self.arriving) if stage is None else [stage]:
+            for each in self.of(at) if at in self.arriving else ():
+                if writes_into(each.parameter) != self.writes[each]:
+                    raise PipelineError(
+                        f"{each.name} was written between optimizer.step() and the arrival of its updated values, "
+                        "which would replace what was written. Call pipe.parameters() or pipe.state_dict() first, "
+                        "which waits for them."
+                    )
+            with self.ranks.watch.position.waiting("the updated parameters"):
+                for parcel in self.arriving.pop(at, ()):
+                    _wait(parcel)
+                    parcel.unpack()
+
+    # For an update
+
+    def gradients(self) -> dict[str, torch.Tensor | None]:
+        """The gradients that an update uses, and those that are not summed."""
+        parts = {f"{each.name} (a part)": each.tensor.grad for each in self.mine() if each.divided}
+        return {each.name: each.parameter.grad for each in self.slices} | parts
+
+    def with_gradients(self) -> list[nn.Parameter]:
+        """The tensors whose `.grad` an update uses, and the parameters, to which the next step lends memory."""
+        return list(dict.fromkeys(each for own in self.slices for each in (own.parameter, own.tensor)))
+
+    def take(self) -> None:
+        """Let the masters of whole parameters have their gradients, in the same memory."""
+        for each in self.slices:
+            if not each.divided:
+                each.tensor.grad = each.given.grad
+
+    def give_masters(self, wanted: Callable[[nn.Parameter], bool]) -> dict[torch.Tensor, nn.Parameter]:
+        """Make the masters of the parameters that are `wanted` and have none yet; by the parameters."""
+        halves = [each for each in self.mine() if each.parameter.dtype in HALF and not each.is_master]
+        found = [each for each in halves if wanted(each.given)]
+        for each in found:
+            each.give_master()
+        return {each.given: each.tensor for each in found}
+
+    def counted(self, stage: int | None = None) -> Iterator[torch.Tensor]:
+        """The gradients, all or a stage's, that this process counts in the norm of all."""
+        found = (each.holder.grad for each in self.mine(stage) if each.counts)
+        return (gradient for gradient in found if gradient is not None)
+
+    def clip(self, limit: float, norm: torch.Tensor) -> None:
+        """Scale all gradients so that their norm, which is `norm`, stays below `limit`."""
+        nn.utils.clip_grads_with_norm_([each.holder for each in self.mine()], limit, norm)
+
+    def begin_update(self, stage: int | None = None) -> None:
+        """Before an update, of all or a stage. Raises PipelineError for gradients that are not summed over replicas."""
+        if stage is None:
+            self.arrive()
+        left = [each.name for each in self.of(stage) if each.divided and each.parameter.grad is not None]
+        if left:
+            raise PipelineError(
+                f"the gradient of {min(left)} is this replica's own: the last step was inside no_sync, or the gradient "
+                "was made elsewhere. Run a step outside of no_sync before optimizer.step()."
+            )
+        for each in self.mine(stage):
+            each.refresh()
+
+    def end_update(self, stage: int | None = None) -> None:
+        """After an update: its values travel to the other replicas, first those that the next step needs first."""
+        self.used = self.summed
+        self.round(stage)
+        for at in sorted({each.stage for each in self.of(stage) if each.divided}):
+            for group, owner, slices in self._by_owner(at):
+                parts = ((each, each.memory) for each in slices)
+                self.arriving[at] += send(parts, partial(_broadcast, group, owner))
+            self.writes |= {each: writes_into(each.parameter) for each in self.of(at)}
+
+    def round(self, stage: int | None = None) -> None:
+        """Let parameters be their masters, rounded."""
+        for each in (each for each in self.mine(stage) if each.is_master):
+            each.values.copy_(each.tensor.detach())
+
+    def recall(self) -> None:
+        """An update is going to be undone: nothing of it is on its way any more."""
+        for parcel in (each for at in list(self.arriving) for each in self.arriving.pop(at)):
+            _wait(parcel)
+
+    def drop(self) -> None:
+        """Forget all gradients, and sums under way that failed."""
+        self.summed = self.used = False
+        self.reducing.clear()
+        for each in self.slices:
+            each.parameter.grad = each.shown.grad = each.tensor.grad = None
+
+    def _lend(self, name: str, parameter: nn.Parameter) -> None:
+        """Let gradients accumulate in the memory that is kept for them, unless there are some already."""
+        if parameter.grad is None:
+            kept = self.kept.get(name)
+            parameter.grad = self.kept[name] = _zeros(parameter) if kept is None else kept.zero_()
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a dense tensor in the order of its memory, as a view."""
+    return as_contiguous(tensor.detach()).view(-1)
+
+
+def _zeros(parameter: nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(parameter, dtype=grad_dtype(parameter), requires_grad=False)
+
+
+def _taken(own: GradientSum, observe: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    """The own sum of a parameter, which leaves its home; what nothing trained here takes part with zeros."""
+    total = own.total()
+    if total is not None:
+        observe(total)
+    own.release()
+    return _zeros(own.parameter) if total is None else total
+
+
+def _reduce(group: dist.ProcessGroup | None, owner: int, flat: torch.Tensor) -> dist.Work | None:
+    return None if group is None else dist.reduce(flat, group=group, group_dst=owner, async_op=True)
+
+
+def _broadcast(group: dist.ProcessGroup | None, owner: int, flat: torch.Tensor) -> dist.Work | None:
+    work = None if group is None else dist.broadcast(flat, group=group, group_src=owner, async_op=True)
+    return None if work is None else outlives_its_step(work)
+
+
+def _wait(parcel: Parcel[Slice]) -> None:
+    if parcel.work is not None:
+        parcel.work.wait()
+        forget(parcel.work)
