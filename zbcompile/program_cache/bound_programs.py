@@ -18,7 +18,7 @@ from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import is_held_elsewhere, release, withhold
 from zbcompile.model.materialize import Share
-from zbcompile.model.placements import SHARD, along
+from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
 from zbcompile.options import Options
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
@@ -81,6 +81,12 @@ class BoundPrograms:
         rows = self.shards.own if self.shards else {}
         elsewhere = {name for name in rows if program.tied.get(name) != self.ranks.rank}
         self._own = {n: tensor for n, tensor in self._saved.items() if self.is_own(n) and n not in elsewhere}
+
+    def place(self, program: Program) -> None:
+        """`hold` the first program, for the placements that it says, with the values of the first replica."""
+        self.hold(program)
+        require_matches(program.step.placements or {}, program.homes)
+        self._copy_first_replica(program)
 
     def fill(self) -> None:
         """Do the loads that have waited; they are told whether a step is compiled, which optimizers wait for."""
@@ -202,7 +208,7 @@ class BoundPrograms:
         parts = [f"{each} rank {mesh.index(each)}" for each in along(self.program.placement(name), SHARD)]
         return f"{name} (the part of {', '.join(parts)})" if parts else name
 
-    def copy_first_replica(self, program: Program) -> None:
+    def _copy_first_replica(self, program: Program) -> None:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
         with self.ranks.watch.position.waiting("the first replica's parameters"):
             share = own_state(self._model, self.ranks, program.holders)

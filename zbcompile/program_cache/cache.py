@@ -6,7 +6,7 @@ right. The ranks tell each other which these are: a rank that met a new answer c
 """
 
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
@@ -20,7 +20,9 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.values.premises import Standing
-from zbcompile.runtime.engine import BoundGraphs, Executable
+from zbcompile.program.program import Program
+from zbcompile.runtime.engine import BoundGraphs, Executable, plan_step
+from zbcompile.schedules import Lowered
 
 Capture = TypeVar("Capture")
 Tensors = Mapping[str, torch.Tensor]
@@ -29,9 +31,9 @@ UNKNOWN = ""  # the dimension of a process group that is not of the mesh
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What was compiled for `key`: of a step the graphs of one microbatch, of an evaluation those of each microbatch of
-    a batch. Right for microbatches that answer `guards` as it says, while Python has the values of `standing`. Entries
-    are numbered alike on all ranks."""
+    """What was compiled for `key`: of a step the graphs of one microbatch, of what `evaluates` those of each microbatch
+    of a batch. Right for microbatches that answer `guards` as it says, while Python has the values of `standing`.
+    Entries are numbered alike on all ranks."""
 
     number: int
     key: Any
@@ -39,6 +41,7 @@ class Entry:
     standing: tuple[Standing, ...]
     graphs: tuple[BoundGraphs, ...]
     exchanges: frozenset[str]
+    evaluates: bool = False
 
     def holds(self) -> bool:
         """Whether what was read in Python is what it was."""
@@ -50,24 +53,32 @@ class Entry:
 
 
 class ProgramCache:
-    """At most `limit` entries, and as many plans of steps. One more evicts the least recently used, but never the first
-    entry if that is `pinned`, nor the one that is added."""
+    """At most `limit` entries and plans of steps, and as many of evaluations, so that neither displaces the other. One
+    more evicts the least recently used, but never the first step, nor the entry that is added."""
 
-    def __init__(self, ranks: Ranks, limit: int, pinned: bool = False) -> None:
-        self._ranks, self._limit, self._pinned = ranks, limit, pinned
+    def __init__(self, ranks: Ranks, limit: int) -> None:
+        self._ranks, self._limit = ranks, limit
         self._numbers = itertools.count()
         self._entries: dict[int, Entry] = {}  # the least recently used first
-        self._plans: dict[tuple[tuple[int, ...], ...], Executable] = {}
+        self._plans: dict[tuple[bool, tuple[int, ...], tuple[int, ...]], Executable] = {}
 
-    def __iter__(self) -> Iterator[Entry]:
-        return iter(sorted(self._entries.values(), key=lambda each: each.number))
+    @property
+    def steps(self) -> list[Entry]:
+        """Those of steps, in the order in which they were made."""
+        return self._of(evaluates=False)
 
-    def __len__(self) -> int:
-        return len(self._entries)
+    @property
+    def evaluations(self) -> list[Entry]:
+        """Those of evaluations, in that order."""
+        return self._of(evaluates=True)
+
+    def _of(self, evaluates: bool) -> list[Entry]:
+        found = (each for each in self._entries.values() if each.evaluates == evaluates)
+        return sorted(found, key=lambda each: each.number)
 
     @property
     def plans(self) -> list[Executable]:
-        """The plans of steps, the least recently used one first."""
+        """All plans, the least recently used one first."""
         return list(self._plans.values())
 
     def right(self, key: Any) -> list[Entry]:
@@ -85,32 +96,44 @@ class ProgramCache:
         standing: Iterable[Standing],
         graphs: Iterable[BoundGraphs],
         exchanges: Iterable[str] = (),
+        evaluates: bool = False,
     ) -> Entry:
         """A new entry, which all ranks add."""
         along = frozenset(name if name in DIMENSIONS else UNKNOWN for name in exchanges)
-        entry = Entry(next(self._numbers), key, guards, tuple(standing), tuple(graphs), along)
+        entry = Entry(next(self._numbers), key, guards, tuple(standing), tuple(graphs), along, evaluates)
         self._entries[entry.number] = entry
         return entry
 
     def trim(self) -> bool:
         """Evicts what is too many after an entry was added; whether there was any."""
-        *others, _ = self._entries
-        old = [number for number in others if number or not self._pinned][: max(0, len(self) - self._limit)]
+        *others, new = self._entries.values()
+        alike = self._of(new.evaluates)
+        usable = (each for each in others if each.evaluates == new.evaluates)
+        old = [each.number for each in usable if each.evaluates or each is not alike[0]][
+            : max(0, len(alike) - self._limit)
+        ]
         for number in old:
             del self._entries[number]
         if old:
             kept = {graphs.number for each in self._entries.values() for graphs in each.graphs}
-            self._plans = {n: each for n, each in self._plans.items() if kept.issuperset(itertools.chain(*n))}
+            self._plans = {n: each for n, each in self._plans.items() if kept.issuperset(itertools.chain(*n[1:]))}
         return bool(old)
 
     def plan(
-        self, graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], make: Callable[[], Executable]
+        self, graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], order: Callable[[Program, int], Lowered]
     ) -> Executable:
-        """The plan of a step whose microbatches run `graphs`, and those of all replicas any of `everywhere`."""
-        named = tuple(each.number for each in graphs), tuple(each.number for each in everywhere)
-        self._plans[named] = found = self._plans.pop(named, None) or make()
-        if len(self._plans) > self._limit:
-            del self._plans[next(iter(self._plans))]
+        """The plan of a step, or of an evaluation, whose microbatches run `graphs`, and those of all replicas any of
+        `everywhere`, in the `order` of a program for as many."""
+        first = graphs[0].program
+        evaluates = first.output is not None
+        named = evaluates, tuple(each.number for each in graphs), tuple(each.number for each in everywhere)
+        found = self._plans.pop(named, None)
+        self._plans[named] = found = found or plan_step(
+            graphs, everywhere, order(first, len(graphs)), self._ranks.local
+        )
+        alike = [each for each in self._plans if each[0] == evaluates]
+        for each in alike[: max(0, len(alike) - self._limit)]:
+            del self._plans[each]
         return found
 
     def find(

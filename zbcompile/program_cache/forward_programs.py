@@ -14,7 +14,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Batch, hint_at_device, hinting
 from zbcompile.model.held_elsewhere import readable
-from zbcompile.model.placements import SHARD, along, placement_of, require_matches
+from zbcompile.model.placements import SHARD, along, placement_of
 from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.options import Options
 from zbcompile.passes.capture.guards import Guards
@@ -27,13 +27,13 @@ from zbcompile.passes.values.premises import Standing
 from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.program import OF_A_PLACE, Program, call_of, listed
 from zbcompile.program_cache.apart_draws import draw_apart
-from zbcompile.program_cache.cache import Entry, ProgramCache, refuse_answers
+from zbcompile.program_cache.cache import Entry, refuse_answers
 from zbcompile.program_cache.program_keys import torch_modes
 from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import joined_rows
 from zbcompile.program_cache.step_programs import StepPrograms
 from zbcompile.runtime.action_loop import StepRecorder
-from zbcompile.runtime.engine import BoundGraphs, Executable, StepInput, plan_step
+from zbcompile.runtime.engine import BoundGraphs, Executable, StepInput
 from zbcompile.runtime.engines import Engine
 from zbcompile.runtime.stage_plan import rebind
 
@@ -71,13 +71,14 @@ class ForwardPrograms:
     def __init__(self, model: nn.Module, options: Options, engine: Engine, steps: StepPrograms) -> None:
         self._model, self._options, self._engine, self._steps = model, options, engine, steps
         self._ranks = engine.ranks
-        self.cache = ProgramCache(self._ranks, options.max_shapes)
+        self.cache = steps.cache
         self._saved: dict[str, Program] = {}
         saved = steps.saved
         for program in (saved, *saved.also.values()) if saved is not None else ():
             if program.output is not None:
                 self._saved[program.output.computes] = program
-                self.cache.add(program.output.computes, program.guards, (), (steps.prepare(program),))
+                graphs = (steps.prepare(program),)
+                self.cache.add(program.output.computes, program.guards, (), graphs, evaluates=True)
 
     def of_batch(self, batch: Batch, asked: Asked) -> Any:
         """What is wanted of a whole batch."""
@@ -139,7 +140,7 @@ class ForwardPrograms:
             standing = [Standing(program.premises, {"model": self._model}) for program in made.programs]
             exchanges = set[str]().union(*(program.exchanges for program in made.programs))
             graphs = self._prepared(made.programs)
-            self.cache.add(self._key(batch, wanted, count), made.guards, standing, graphs, exchanges)
+            self.cache.add(self._key(batch, wanted, count), made.guards, standing, graphs, exchanges, evaluates=True)
             self.cache.trim()
 
     def _planned(self, batch: Batch, count: int, wanted: Computation, given: Given | None) -> "Planned":
@@ -167,9 +168,7 @@ class ForwardPrograms:
             asked = {"debug_nan": self._steps.debug_nan, **program.manifest}
             require_equal_programs(self._ranks, asked, of_a_place=OF_A_PLACE)
             if self._steps.program is None:
-                self._steps.hold(program)
-                require_matches(program.step.placements or {}, program.homes)
-                self._steps.copy_first_replica(program)
+                self._steps.place(program)
             made[number] = self._steps.prepare(program)
         return tuple(made[id(program)] for program in programs)
 
@@ -178,7 +177,8 @@ class ForwardPrograms:
     ) -> list[Any]:
         """The results of each group of microbatches, whose rows are one batch."""
         self._steps.require_values()
-        executable = self._bound(self._flowing(own), asked.wanted.training)
+        everywhere = list({each.number: each for each in own}.values())
+        executable = self._bound(self.cache.plan(own, everywhere, forward_order), asked.wanted.training)
         given = StepInput(inputs, asked.step, self._options.seed, "sum", asked.recorder, outputs=asked.outputs)
         with torch.autocast(self._ranks.device.type, enabled=False):  # its casts are in the graphs
             made = self._engine.run(executable, given, {}, self._steps.schedule).made
@@ -186,15 +186,6 @@ class ForwardPrograms:
             return [None] * len(groups)
         returned = [{i: own[i].program.returns for i in group} for group in groups]
         return [next(iter(each.values())).rebuild(joined_rows(made, each)) for each in returned]
-
-    def _flowing(self, own: Graphs) -> Executable:
-        """What lets these microbatches flow through the pipeline one behind the other."""
-        everywhere = list({each.number: each for each in own}.values())
-
-        def make() -> Executable:
-            return plan_step(own, everywhere, forward_order(own[0].program, len(own)), self._ranks.local)
-
-        return self.cache.plan(own, everywhere, make)
 
     def _bound(self, executable: Executable, training: bool) -> Executable:
         """The same on the tensors that the model has now. In train mode what forward writes into buffers is dropped."""

@@ -3,8 +3,13 @@
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.errors import PipelineError
 from zbcompile.program.program import Program
-from zbcompile.schedules import Schedule, admits, build, names
+from zbcompile.schedules import Lowered, Schedule, admits, build, lower, names
 from zbcompile.schedules.generators.registry import find
+
+
+def step_order(program: Program, count: int) -> Lowered:
+    """The order of a step of so many microbatches, with its messages."""
+    return program.lowered if count == program.schedule.microbatches else lower(order_at(program, count))
 
 
 def order_at(program: Program, count: int) -> Schedule:

@@ -25,7 +25,6 @@ from zbcompile.model.batch import (
     hinting,
 )
 from zbcompile.model.held_elsewhere import readable
-from zbcompile.model.placements import require_matches
 from zbcompile.options import Options, is_searched
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
@@ -36,13 +35,13 @@ from zbcompile.program.program import ANSWERS, OF_A_PLACE, Program, call_of, lis
 from zbcompile.program_cache.apart_draws import draw_apart
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.cache import Entry, ProgramCache, refuse_answers
-from zbcompile.program_cache.orders import order_at
+from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.program_keys import key_of, torch_modes, what_is_new
 from zbcompile.program_cache.replica_steps import require_equal_steps
 from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
-from zbcompile.runtime.engine import BoundGraphs, Executable, plan_step
-from zbcompile.schedules import Schedule, lower
+from zbcompile.runtime.engine import BoundGraphs, Executable
+from zbcompile.schedules import Schedule
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class StepPrograms(BoundPrograms):
         self.schedule, self.saved = schedule, saved
         self.decided: Choices | None = None  # by a search
         self.searched: Searched | None = None  # until it is an executable
-        self.cache = ProgramCache(ranks, options.max_shapes, pinned=True)
+        self.cache = ProgramCache(ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns beside its loss, of KINDS
         self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
         self._last_state: tuple[Any, ...] | None = None
@@ -75,7 +74,7 @@ class StepPrograms(BoundPrograms):
                 self.trained |= each.trained
 
     def __iter__(self) -> Iterator[BoundGraphs]:
-        return (entry.graphs[0] for entry in self.cache)
+        return (entry.graphs[0] for entry in self.cache.steps)
 
     def first(self) -> BoundGraphs:
         """The graphs that were made first."""
@@ -92,7 +91,7 @@ class StepPrograms(BoundPrograms):
             self._require_equal_steps(step, known)
         if known and self._last[0].guards is None:
             graphs = self._last[0].graphs * len(step.each)
-            return self.plan(graphs, graphs[:1])
+            return self.cache.plan(graphs, graphs[:1], step_order)
         if self.saved is None:
             _require_few(step.each, self._options.max_shapes)
         if self.program is not None and not known:  # what is lazy has no shape before
@@ -111,7 +110,8 @@ class StepPrograms(BoundPrograms):
             self._last, self._last_state = self.cache.right(self._key(step.each[0])), self._state(step.each[0])
         else:
             self._last, self._last_state = [], None
-        return self.plan([own[place] for place in range(len(own))], [each for _, each in sorted(everywhere.items())])
+        ordered = [own[place] for place in range(len(own))]
+        return self.cache.plan(ordered, [each for _, each in sorted(everywhere.items())], step_order)
 
     def _find(self, microbatches: Sequence[Microbatch]) -> tuple[list[Entry], list[Entry]]:
         """The entries of microbatches of one shape, and those that any replica needs."""
@@ -123,17 +123,6 @@ class StepPrograms(BoundPrograms):
                 self._refuse(known, new or 0, microbatches[new or 0])
 
         return self.cache.find(partial(self._key, microbatches[0]), [each.tensors for each in microbatches], add)
-
-    def plan(self, graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs]) -> Executable:
-        """The plan of a step whose microbatches run `graphs`, in the order for their number."""
-
-        def make() -> Executable:
-            program = graphs[0].program
-            same = len(graphs) == program.schedule.microbatches
-            lowered = program.lowered if same else lower(order_at(program, len(graphs)))
-            return plan_step(graphs, everywhere, lowered, self.ranks.local)
-
-        return self.cache.plan(graphs, everywhere, make)
 
     def require_step(self, outputs: bool | str) -> None:
         """Raise PipelineError if there is no step, or none that returns more than its loss."""
@@ -166,7 +155,7 @@ class StepPrograms(BoundPrograms):
         keys = [] if known else list(map(self._key, step.distinct))
         new = not all(map(self.cache.right, keys))
         change = next(filter(None, map(self.cache.change, keys)), "") if new else ""
-        asks = any(each.guards is not None for each in self.cache)
+        asks = any(each.guards is not None for each in self.cache.steps)
         require_equal_steps(self.ranks, step, self.outputs, change, new or asks)
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
@@ -213,7 +202,7 @@ class StepPrograms(BoundPrograms):
 
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> BoundGraphs:
         if self.trains and self.ranks.is_first:
-            key, known = self._key(microbatch), [each.key for each in self.cache]
+            key, known = self._key(microbatch), [each.key for each in self.cache.steps]
             reason = reason or self.cache.change(key) or what_is_new(self._model, microbatch, key, known)
             number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
@@ -222,9 +211,7 @@ class StepPrograms(BoundPrograms):
         asked |= {"debug_nan": self.debug_nan, **vars(self._options.step)}
         require_equal_programs(self.ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
         if self.program is None:
-            self.hold(program)
-            require_matches(program.step.placements or {}, program.homes)
-            self.copy_first_replica(program)
+            self.place(program)
         elif not self.trains and program.homes != self.program.homes:
             self.move(program)
         elif not self.trains:
@@ -263,7 +250,7 @@ class StepPrograms(BoundPrograms):
 
     def _save(self, program: Program, directory: Path) -> None:
         """Write a program; beside the first one, those of its shape for the other answers that were met."""
-        first, *others = self.cache
+        first, *others = self.cache.steps
         if first.graphs[0].program is program:
             found = [replace(each.graphs[0].program, guards=each.guards) for each in others if each.key == first.key]
             beside = {f"{ANSWERS}{number}": each for number, each in enumerate(found, 1)}

@@ -148,7 +148,7 @@ def test_a_change_is_seen_and_comes_back(name: str) -> None:
     net = Net(case)
     pipe = zbcompile.pipeline(net, schedule="1f1b", ranks=1, microbatches=1, loss=F.mse_loss)
     pipe.compile(x, target=x)
-    (standing,) = [each for entry in pipe._compiled.cache for each in entry.standing]
+    (standing,) = [each for entry in pipe._compiled.cache.steps for each in entry.standing]
     assert standing.hold(), standing.change()
     case.apply(net)
     try:

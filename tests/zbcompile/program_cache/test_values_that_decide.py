@@ -76,7 +76,7 @@ def test_an_evaluation_answers_for_its_whole_batch() -> None:
     for kind in ("full", "both", "padded", "full"):
         x, mask, _ = batch_of(kind, 2, seed=9)
         torch.testing.assert_close(pipe.eval(x, mask), eager(x, mask), rtol=1e-6, atol=1e-6)
-    assert len(pipe._forwards.cache) == 2
+    assert len(pipe._forwards.cache.evaluations) == 2
 
 
 OPTIONS = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}
@@ -177,13 +177,13 @@ def test_only_what_all_ranks_use_counts_as_used() -> None:
     guards = capture(OneRow(), (x, x), {}, x, nn.functional.mse_loss).guards
     assert guards is not None
     answers = [replace(guards, given=replace(guards.given, answers=(number,))) for number in range(4)]
-    kept = ProgramCache(find_ranks(lambda: x.device, 1, None, 300.0, None), 3, pinned=True)
+    kept = ProgramCache(find_ranks(lambda: x.device, 1, None, 300.0, None), 3)
     for number in range(3):
         kept.add("shape", answers[number], (), ())
     assert len(kept.right("shape")) == 3
     kept.add("shape", answers[3], (), ())
     assert kept.trim()
-    assert [each.number for each in kept] == [0, 2, 3]
+    assert [each.number for each in kept.steps] == [0, 2, 3]
 
 
 class Deaf(nn.Module):
