@@ -28,7 +28,7 @@ import zbcompile
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
-from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.named_cuts import edges_named
@@ -42,7 +42,7 @@ WORDS = 21_100  # of a vocabulary that takes as long as a layer
 CHOICES = Choices(hardware=zbcompile.Hardware.find("h100-sxm"))
 
 
-def captured(layers: int, head: int) -> LineCosts:
+def captured(layers: int, head: int) -> LinePrices:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 2816, "num_attention_heads": 16}
@@ -54,7 +54,7 @@ def captured(layers: int, head: int) -> LineCosts:
     return Priced(drawn, CHOICES, {}).costs(1)["off"]
 
 
-def between_layers(costs: LineCosts, layers: int) -> LineCosts:
+def between_layers(costs: LinePrices, layers: int) -> LinePrices:
     """The same, but only whole layers can be moved."""
     edges = edges_named(costs.line, [f"model.layers.{i}" for i in range(1, layers)], layers)
     allowed = tuple(place + 1 in edges for place in range(len(costs.line.nodes)))

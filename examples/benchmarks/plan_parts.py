@@ -20,10 +20,9 @@ from targets import byte_llama
 from zbcompile import Example
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_drawn, draw_step
-from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.compiler.prices import LinePrices
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.passes.compile_options import Choices, Recompute
-from zbcompile.passes.partition.node_costs import predicted_seconds
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.schedules import Costs, search
@@ -51,11 +50,11 @@ def compare(tensor: int, placement: str, recompute: Recompute) -> None:
         order = search(Costs.uniform(2 * RANKS if placement == "v" else RANKS), RANKS, 4, None, [placement], moves=0)
         drawn = draw_step(*step, example.loss, dimensions=labels)
         program = compile_drawn(*step, drawn, order.schedule, choices, {})
-        line = LineCosts(drawn.canonical, drawn.line, predicted_seconds(drawn.line))
-        edges, full = [after + 1 for after in program.cuts.after], recompute == "full"
-        costs, graphs = line.costs(edges, recompute=full), predicted_costs(program)
+        line = LinePrices(drawn.canonical, drawn.line, choices)
+        edges = [after + 1 for after in program.cuts.after]
+        costs, graphs = line.costs(edges), predicted_costs(program)
         tensors = dict(example.model.named_parameters()) | dict(example.model.named_buffers())
-        memory, most = rank_memories(program, graphs, tensors), line.most_held(program.schedule, edges, recompute=full)
+        memory, most = rank_memories(program, graphs, tensors), line.most_held(program.schedule, edges)
     times = (sum(costs.times(op)) / sum(graphs.times(op)) - 1 for op in ("F", "B", "W"))
     kept = (sum(a) / sum(b) - 1 for a, b in ((costs.activation, graphs.activation), (costs.residue, graphs.residue)))
     peaks = (held / rank.peak - 1 for held, rank in zip(most, memory, strict=True))

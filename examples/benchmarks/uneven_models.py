@@ -246,7 +246,7 @@ def even_layers(question: Question, layers: int) -> Step:
     for choices in question.recomputations[::-1]:
         line = question.costs(choices)
         edges = question.cuts("looped:2", replace(choices, balance=cuts))
-        costs = line.costs(edges, recompute=choices.recompute == "full")
+        costs = line.costs(edges, recompute=choices.recompute)
         held = zip(peak_memory(order, costs), line.resident(edges, order.placement), strict=True)
         peak = max(map(sum, held))
         if choices.memory is None or peak <= choices.memory:

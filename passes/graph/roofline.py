@@ -39,15 +39,15 @@ def seconds_of(module: GraphModule, hardware: Hardware, fused: bool = False) -> 
     return sum(seconds for _, seconds in kernel_seconds(module, hardware, fused))
 
 
-def kernel_seconds(module: GraphModule, hardware: Hardware, fused: bool = False) -> list[tuple[Node, float]]:
-    """The seconds of each kernel of a graph, with the first of its operations."""
+def kernel_seconds(module: GraphModule, hardware: Hardware, fused: bool = False) -> list[tuple[list[Node], float]]:
+    """The seconds of each kernel of a graph, with its operations."""
     flops = count_flops(module, FakeTensorMode(allow_non_fake_inputs=True))
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
     joined = set(nodes) if fused else _dropouts(nodes) if hardware.units else set()
     apart = {node for node in nodes if flops[node] or is_collective(node) or node not in joined}
     kernels, others = fused_kernels(nodes, apart)
-    found = [(node, node_seconds(node, flops[node], hardware)) for node in others]
-    priced = ((each[0], _kernel_seconds(kernel_bytes(each), _random_numbers(each), hardware)) for each in kernels)
+    found = [([node], node_seconds(node, flops[node], hardware)) for node in others]
+    priced = ((each, _kernel_seconds(kernel_bytes(each), _random_numbers(each), hardware)) for each in kernels)
     return [*found, *priced]
 
 
@@ -148,7 +148,7 @@ def product_of(node: Node) -> Shape | None:
         return _convolution(given[0].shape, given[1].shape, value.shape, node.args[8])
     if name == "convolution_backward":
         return _convolution(given[1].shape, given[2].shape, given[0].shape, node.args[9])
-    if name == "_grouped_mm":
+    if name in ("_grouped_mm", "_scaled_mm"):
         one, other = given[:2]
         return Shape(1, math.prod(one.shape[:-1]), other.shape[-1], one.shape[-1])
     if name in ("grouped_mm_fallback", "grouped_mm_fallback_backward"):  # one product after the other

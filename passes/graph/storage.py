@@ -35,15 +35,9 @@ def bytes_behind(nodes: Iterable[Node], without: Set[int] = frozenset()) -> int:
     return storage_bytes([t for node in nodes for t in tensors_of(node.meta["val"])], without)
 
 
-def most_alive(nodes: Iterable[Node], arriving: Set[int], staying: Set[int], uncounted: Set[int]) -> int:
-    """The most bytes alive at once while `nodes` run in turn: of storages that are `arriving` before the first one or
-    made on the way, each until its last use, or to the end if `staying`; never those in `uncounted`."""
-    order = list(nodes)
-    return max(alive_bytes(order, arriving, staying, uncounted), default=0)
-
-
 def alive_bytes(order: Sequence[Node], arriving: Set[int], staying: Set[int], uncounted: Set[int]) -> list[int]:
-    """The same while each of the nodes runs."""
+    """The bytes alive while each of the nodes runs: of storages that are `arriving` before the first one or made on the
+    way, each until its last use, or to the end if `staying`; never those in `uncounted`."""
     touched = [storages_behind((node, *node.all_input_nodes)) for node in order]
     values = (t for node in order for each in (node, *node.all_input_nodes) for t in tensors_of(each.meta.get("val")))
     sizes = {storage_key(t): t.untyped_storage().nbytes() for t in values}

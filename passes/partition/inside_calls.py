@@ -1,7 +1,7 @@
 """Operators that stand for calls, of autograd.Functions and of modules with DTensors: what they compute, forward and
 backward, as plain operations that can be priced."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,25 +12,15 @@ from zbcompile.passes.capture.custom_functions import form_of, is_call
 from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import like, operations_behind, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
-from zbcompile.passes.graph.process_groups import is_under_way
-from zbcompile.passes.graph.rematerialize import can_remake
-from zbcompile.passes.graph.storage import most_alive, storage_bytes, storages_behind, tensors_of
-from zbcompile.passes.torch_private import FakeTensorMode, make_fx, single_threaded_backward, storage_key
+from zbcompile.passes.torch_private import FakeTensorMode, make_fx, single_threaded_backward
 
 
 @dataclass(frozen=True)
 class Inside:
-    """The operations of a call that belong to F, B and W, and the FLOPs of each operation. `left` is what W reads of
-    the others: which input of the call (None: none of them), and the bytes. `running` are the bytes that F and B need
-    beside inputs, results, their gradients and what is saved. Full recomputation runs `repeated` again and keeps so
-    many bytes (`fixed`)."""
+    """The operations of a call that belong to F, B and W, and the FLOPs of each operation."""
 
     passes: tuple[frozenset[Node], ...]
     flops: Mapping[Node, int]
-    left: tuple[tuple[int | None, int], ...]
-    running: tuple[int, int]
-    repeated: frozenset[Node]
-    fixed: int
 
     @property
     def forward_flops(self) -> int:
@@ -56,56 +46,7 @@ def _inside(call: Node) -> Inside:
     own = [_behind([value]) - forward - backward for argument, value in gradients if _is_weight(argument)]
     backward = backward.union(*(nodes for nodes in own if backward and not any(flops[node] for node in nodes)))
     weight = frozenset().union(*own) - backward
-    holders = module.graph.find_nodes(op="placeholder")
-    passes, inputs = (forward, backward, weight), holders[: len(arguments)]
-    weights = storages_behind(holder for holder, each in zip(inputs, arguments, strict=True) if _is_weight(each))
-    left = tuple(_left(weight, inputs))
-    running, recomputed = _running(module.graph, passes, weights), _recomputed(module.graph, forward)
-    return Inside(passes, flops, left, running, *recomputed)
-
-
-def _running(graph: Graph, passes: Sequence[frozenset[Node]], weights: set[int]) -> tuple[int, int]:
-    """What waits before or behind a pass, and values and gradients that reach the call or leave it, count outside."""
-    forward, backward, weight = ([node for node in graph.nodes if node in each] for each in passes)
-    given = storages_behind(graph.find_nodes(op="placeholder"))
-    ends = storages_behind(value for value in output_values(graph) if isinstance(value, Node))
-    staying = ends | _read(backward) | _read(weight)
-    made = {t for node in forward for t in tensors_of(node.meta["val"]) if storage_key(t) in staying}
-    saved = {t for node in backward for each in node.all_input_nodes for t in tensors_of(each.meta["val"])}
-    arriving = _read(backward) - storages_behind(backward)
-    counted = [t for t in saved if storage_key(t) in arriving]
-    counted += [t for node in backward for t in tensors_of(node.meta["val"]) if storage_key(t) in ends - arriving]
-    return (
-        most_alive(forward, set(), staying, given) - storage_bytes(made, given),
-        max(0, most_alive(backward, arriving, ends | _read(weight), weights) - storage_bytes(counted, weights)),
-    )
-
-
-def _read(nodes: Iterable[Node]) -> set[int]:
-    return storages_behind(each for node in nodes for each in node.all_input_nodes)
-
-
-def _recomputed(graph: Graph, forward: frozenset[Node]) -> tuple[frozenset[Node], int]:
-    """What is recomputed because something behind the forward reads it, and the bytes of what is read there, or on the
-    way to it, and cannot be recomputed."""
-    queue = list({each for node in graph.nodes if node not in forward for each in node.all_input_nodes} & forward)
-    seen, again, once = set(queue), set[Node](), list[torch.Tensor]()
-    while queue:
-        node = queue.pop()
-        if can_remake(node) or is_under_way(node):
-            again.add(node)
-            queue += forward.intersection(node.all_input_nodes) - seen
-            seen.update(node.all_input_nodes)
-        else:
-            once += tensors_of(node.meta["val"])
-    return frozenset(again), storage_bytes(once)
-
-
-def _left(weight: frozenset[Node], inputs: Sequence[Node]) -> Iterator[tuple[int | None, int]]:
-    positions = {storage_key(node.meta["val"]): at for at, node in enumerate(inputs)}
-    read = {node for each in weight for node in each.all_input_nodes} - weight
-    tensors = {storage_key(t): t for node in read for t in tensors_of(node.meta["val"])}
-    return ((positions.get(key), tensor.untyped_storage().nbytes()) for key, tensor in tensors.items())
+    return Inside((forward, backward, weight), flops)
 
 
 def _traced(call: Node, mode: FakeTensorMode) -> GraphModule:

@@ -1,27 +1,15 @@
-"""Residency: the bytes that a rank holds for the stages between given cuts, estimated before anything is compiled.
-
-The estimate counts parameters, their gradients, the optimizer's state, buffers, and what autograd keeps of each
-microbatch between its forward and its weight gradients. The compiled program takes less: it recomputes, and B frees
-values before W.
-"""
+"""Bytes of spans of a line: what is held all the time, and of anything distinct that its operations use."""
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import accumulate, pairwise
-from typing import Any
 
 import torch
-from torch.fx import Interpreter, Node
 
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import HALF
-from zbcompile.passes.graph.fx import leaf_like
-from zbcompile.passes.graph.storage import tensors_of
-from zbcompile.passes.partition.balance import Spans
 from zbcompile.passes.partition.liveness import Line, held_behind
-from zbcompile.passes.partition.running_bytes import Stored
-from zbcompile.passes.torch_private import storage_key
 
 
 class DistinctBytes:
@@ -35,11 +23,14 @@ class DistinctBytes:
             positions[thing].add(position)
             sizes[thing] = size
         at, repeated_from, repeated_at = ([0] * length for _ in range(3))
+        self._around: list[list[tuple[int, int, int]]] = [[] for _ in range(length)]  # the uses before and after
         self._arcs: list[tuple[int, int, int]] = []  # a use, the next use of the same thing, its bytes
         for thing, found in positions.items():
             ordered = sorted(found)
             for position in ordered:
                 at[position] += sizes[thing]
+            for before, now, after in zip([-1, *ordered], ordered, [*ordered[1:], length], strict=False):
+                self._around[now].append((before, after, sizes[thing]))
             for before, after in pairwise(ordered):
                 repeated_from[before] += sizes[thing]
                 repeated_at[after] += sizes[thing]
@@ -58,12 +49,22 @@ class DistinctBytes:
         repeats = (self._from[-1] - self._from[begin]) - (self._at[-1] - self._at[end]) + across
         return uses - repeats
 
+    def growing(self, begin: int, end: int) -> list[int]:
+        """Within each span from `begin` that ends before `end`: the first operation alone, two, and so on."""
+        of_first = (sum(size for before, _, size in each if before < begin) for each in self._around[begin:end])
+        return list(accumulate(of_first))
+
+    def shrinking(self, begin: int, end: int) -> list[int]:
+        """Within each span that ends at `end`: without the first operation, without two, and so on."""
+        of_last = (sum(size for _, after, size in each if after >= end) for each in self._around[begin:end][::-1])
+        return list(accumulate(of_last, initial=0))[-2::-1] if end > begin else []
+
 
 class Footprint:
     """The bytes of any span of the line, `(begin, end)` in nodes.
 
     `resident` are parameters with their gradients and optimizer state, and buffers; `gradients` those of parameters, as
-    they are summed; `kept` is what autograd keeps of one microbatch from its forward on.
+    they are summed; `shared` are those that several operations use.
     """
 
     def __init__(self, canonical: Canonical, line: Line, optimizer_state: float) -> None:
@@ -74,23 +75,7 @@ class Footprint:
         summed = ((i, n, _gradient(value)) for i, n, value in held if n in trainable)
         self.resident = DistinctBytes(resident, length).within
         self.gradients = DistinctBytes(summed, length).within
-        self.stored = _stored(canonical, line)
-        self.kept = DistinctBytes(self.stored.kept, length).within
         self.shared = list(_shared(line, trainable, optimizer_state))
-
-
-class Residency:
-    """The memory of ranks. `waiting[rank]` lists how many microbatches of each of its stages wait at the same time, at
-    the peaks of the schedule (see `zbcompile.schedules.execution.memory.most_waiting`)."""
-
-    def __init__(self, footprint: Footprint, waiting: Sequence[Sequence[Mapping[int, int]]]) -> None:
-        self._footprint, self._waiting = footprint, waiting
-
-    def bytes(self, rank: int, spans: Spans) -> float:
-        """Bytes of `rank` with its stages at `spans`: `(stage, begin, end)` in nodes of the line."""
-        kept = {stage: self._footprint.kept(a, b) for stage, a, b in spans}
-        waiting = max(sum(counts.get(stage, 0) * kept[stage] for stage in kept) for counts in self._waiting[rank])
-        return sum(self._footprint.resident(a, b) for _, a, b in spans) + waiting
 
 
 def gradient_bytes(value: torch.Tensor, dtype: torch.dtype) -> int:
@@ -131,47 +116,3 @@ def _held(line: Line) -> Iterable[tuple[int, str, torch.Tensor]]:
     for i, node in enumerate(line.nodes):
         for holder in held_behind(node, on_line):
             yield i, holder.meta["slot"].name, holder.meta["val"]
-
-
-class _Keeping(Interpreter):
-    """Runs a graph under autograd and notes which storages each node makes autograd keep."""
-
-    def __init__(self, canonical: Canonical) -> None:
-        super().__init__(canonical.module, garbage_collect_values=False)
-        self.kept: dict[Node, list[torch.Tensor]] = defaultdict(list)
-
-    def run_node(self, n: Node) -> Any:
-        def note(tensor: torch.Tensor) -> torch.Tensor:
-            self.kept[n].append(tensor)
-            return tensor
-
-        try:
-            with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-                return super().run_node(n)
-        except RuntimeError as error:
-            if "saved tensor hooks" not in str(error):
-                raise
-        value = super().run_node(n)  # an autograd.Function that calls torch.func, which allows no such hooks
-        self.kept[n] = [kept for each in tensors_of(value) for kept in getattr(each.grad_fn, "saved_tensors", ())]
-        return value
-
-
-def _storages(values: Iterable[torch.Tensor]) -> dict[int, int]:
-    """The storages behind tensors, of a DTensor that of this rank's part, with their bytes."""
-    with torch.no_grad():
-        parts = [value.to_local() if hasattr(value, "to_local") else value for value in values]
-    return {storage_key(part): part.untyped_storage().nbytes() for part in parts}
-
-
-def _stored(canonical: Canonical, line: Line) -> Stored:
-    """What a forward under autograd stores; parameters, buffers and the user's inputs are not kept by it."""
-    runner = _Keeping(canonical)
-    with canonical.mode, torch.enable_grad():
-        holders = canonical.graph.find_nodes(op="placeholder")
-        inputs = [leaf_like(node, canonical.captured.trainable) for node in holders]
-        runner.run(*inputs)
-    given = (value for node, value in zip(holders, inputs, strict=True) if node.meta["slot"].kind != "activation")
-    whole = {storage_key(value) for value in given if isinstance(value, torch.Tensor)}
-    kept = [(at, *each) for at, node in enumerate(line.nodes) for each in _storages(runner.kept[node]).items()]
-    behind = {node: _storages(tensors_of(value)) for node, value in runner.env.items()}
-    return Stored(behind, [each for each in kept if each[1] not in whole])

@@ -10,7 +10,6 @@ from torch.fx.node import map_arg
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.graph.process_groups import exchanged_bytes, is_collective, is_wait
-from zbcompile.passes.graph.rematerialize import can_remake
 from zbcompile.passes.graph.roofline import node_seconds
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.hardware.hardware import Hardware, hardware_for
@@ -35,7 +34,7 @@ def predicted_seconds(line: Line, hardware: Hardware | None = None) -> list[floa
     hardware, seconds = hardware or hardware_for(device_of(line)), []
     for node in line.nodes:
         if node in line.inside:
-            seconds.append(sum(call_seconds(line.inside[node], hardware)))
+            seconds.append(_call_seconds(line.inside[node], hardware))
             continue
         trains = bool(node.meta["differentiable"])
         forward = node_seconds(node, line.flops.get(node, 0), hardware)
@@ -44,26 +43,10 @@ def predicted_seconds(line: Line, hardware: Hardware | None = None) -> list[floa
     return seconds
 
 
-def call_seconds(inside: Inside, hardware: Hardware) -> tuple[float, float, float]:
+def _call_seconds(inside: Inside, hardware: Hardware) -> float:
     """F, B and W of an operator that stands for a call. A W exchanges nothing: sums over ranks come once per step."""
-    forward, backward, weight = (
-        sum(node_seconds(node, inside.flops[node], hardware) for node in nodes) for nodes in inside.passes
-    )
-    exchanges = [sum(_exchange_seconds(node, hardware) for node in nodes) for nodes in inside.passes]
-    return forward + exchanges[0], backward + exchanges[1], weight
-
-
-def unrepeated_seconds(node: Node, line: Line, hardware: Hardware) -> float:
-    """Of the forward of a node, what full recomputation leaves out: collectives, whose results are kept, and what only
-    leads to them."""
-    inside = line.inside.get(node)
-    if inside is None:
-        return 0.0 if can_remake(node) else _seconds(node, line.flops, hardware)
-    return sum(_seconds(each, inside.flops, hardware) for each in inside.passes[0] - inside.repeated)
-
-
-def _seconds(node: Node, flops: Mapping[Node, int], hardware: Hardware) -> float:
-    return node_seconds(node, flops.get(node, 0), hardware) + _exchange_seconds(node, hardware)
+    work = sum(node_seconds(node, inside.flops[node], hardware) for nodes in inside.passes for node in nodes)
+    return work + sum(_exchange_seconds(node, hardware) for nodes in inside.passes[:2] for node in nodes)
 
 
 def _exchange_seconds(node: Node, hardware: Hardware) -> float:

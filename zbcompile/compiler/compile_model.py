@@ -142,9 +142,10 @@ def compile_drawn(
     manager = make_manager(observe)
     captured, canonical, line, sharding = drawn.captured, drawn.canonical, drawn.line, drawn.sharding
     choices.require_stages(schedule.stages)
+    behind = sharding.gradient if sharding else None
     with without_autocast(microbatch):
         if like is None:
-            cuts = plan_cuts(canonical, line, schedule, choices, seconds, edges)
+            cuts = plan_cuts(canonical, line, schedule, choices, seconds, edges, behind)
             assigned: Assignment = assign_by_cuts(line, cuts)
         elif targets_of(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
             cuts, assigned = like.cuts, assign_by_cuts(line, like.cuts)
@@ -156,7 +157,7 @@ def compile_drawn(
             refuse_mutation_of_copies(stages)
         if choices.exact:
             stages = manager.run(SEPARATE_USES, stages, captured.trainable)
-        programs = _compile_stages(canonical, stages, choices, sharding.gradient if sharding else None, manager)
+        programs = _compile_stages(canonical, stages, choices, behind, manager)
         vocabulary = None
         if sharding is not None:
             bounds = like.vocabulary.bounds if like is not None and like.vocabulary is not None else None

@@ -5,22 +5,22 @@ rank is not all that counts: stages that are first to start and last to end, and
 other shares.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, combinations, pairwise
-from random import Random
+from itertools import accumulate
 
-from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.compiler.descent import Descent, Score, Stages
+from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import Choices, Policy, Recompute
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.partition.balance import Row
+from zbcompile.passes.partition.balance import Row, Spans
 from zbcompile.passes.partition.liveness import Line
-from zbcompile.passes.partition.memory_estimate import Footprint, Residency
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.node_costs import loads_of
 from zbcompile.passes.partition.search import Cuts, Limits, choose_edges, describe_cuts, rank_spans
+from zbcompile.passes.stage.deduplicate import Tangents
 from zbcompile.schedules import Placement, Schedule, simulate
 from zbcompile.schedules.execution.memory import most_waiting
 from zbcompile.schedules.ir.actions import flatten
@@ -33,9 +33,10 @@ def plan_cuts(
     choices: Choices,
     seconds: Mapping[str, float],
     edges: Sequence[int] | None = None,
+    behind: Tangents | None = None,
 ) -> Cuts:
     """Cut `line` for `schedule`; `seconds` are the measured times for `balance="measured"`, `edges` cuts that are
-    already chosen.
+    already chosen, `behind` the gradients that arrive at the end of the line, None if it makes the loss.
 
     Raises PartitionError for names, or limits, that cannot be met.
     """
@@ -45,7 +46,8 @@ def plan_cuts(
     basis = "flops" if named or choices.balance == "makespan" else str(choices.balance)
     loads, unit = loads_of(line, basis, seconds, choices.hardware)
     totals = [0.0, *accumulate(loads)]
-    limits = _limits(canonical, line, schedule, choices)
+    prices = LinePrices(canonical, line, choices, behind=behind)
+    limits = limits_of(prices, schedule, choices)
     if edges is not None:
         basis = "makespan"
     elif named:
@@ -54,10 +56,9 @@ def plan_cuts(
     else:
         edges = choose_edges(line, totals, ranks_of, limits)
         if choices.balance == "makespan":
-            basis, costs = "makespan", LineCosts(canonical, line, loads, choices.optimizer_state)
-            edges = cuts_for_makespan(
-                costs, edges, schedule, choices.memory, choices.boundary_bytes, choices.recompute == "full"
-            )
+            basis = "makespan"
+            start = Stages(tuple(edges))
+            edges = stages_for_makespan(prices, start, schedule, choices.memory, choices.boundary_bytes).edges
     cuts = describe_cuts(line, edges, totals, ranks_of, "names" if named else basis, unit)
     overweight = explain_overweight(line, loads, edges, ranks_of, _other_placements(placement))
     return replace(cuts, overweight=overweight)
@@ -78,12 +79,18 @@ def _ranks_of(placement: Placement) -> list[int]:
     return [placement.rank(stage) for stage in range(placement.stages)]
 
 
-def _limits(canonical: Canonical, line: Line, schedule: Schedule, choices: Choices) -> Limits:
+def limits_of(prices: LinePrices, schedule: Schedule, choices: Choices) -> Limits:
+    """What a rank may hold; what it recomputes is not known before the cuts are, and not counted."""
     if choices.memory is None:
         return Limits(choices.boundary_bytes)
     waiting = [most_waiting(schedule, rank) for rank in range(schedule.ranks)]
-    residency = Residency(Footprint(canonical, line, choices.optimizer_state), waiting)
-    return Limits(choices.boundary_bytes, choices.memory, schedule.placement.chunks, residency.bytes)
+
+    def held(rank: int, spans: Spans) -> float:
+        kept = {stage: prices.kept(begin, end) for stage, begin, end in spans}
+        waits = max(sum(counts.get(stage, 0) * kept[stage] for stage in kept) for counts in waiting[rank])
+        return sum(prices.footprint.resident(begin, end) for _, begin, end in spans) + waits
+
+    return Limits(choices.boundary_bytes, choices.memory, schedule.placement.chunks, held)
 
 
 def _require_within(line: Line, edges: list[int], schedule: Schedule, limits: Limits) -> None:
@@ -158,36 +165,35 @@ def _ratio_elsewhere(line: Line, totals: Sequence[float], ranks_of: Sequence[int
         return None
 
 
-GAIN = 1e-3  # smaller gains are not worth stages that differ, which are compiled one by one
 ACTIONS = 300_000  # to be simulated at most,
 LONG = 2500  # more are judged by their first microbatches,
-LEAST = 120  # but so many cuts are tried
-RESTARTS = 6
-
-Score = tuple[float, float]  # bytes beyond the limit on the fullest rank, then the time of the step
+LEAST = 120  # but so many stages are tried
 
 
-def cuts_for_makespan(
-    costs: LineCosts,
-    edges: Sequence[int],
+def stages_for_makespan(
+    prices: LinePrices,
+    start: Stages,
     schedule: Schedule,
     memory: float | None = None,
     boundary: float | None = None,
-    recompute: bool = False,
-) -> list[int]:
-    """Move `edges` to where the step of `schedule` is shortest and no rank holds more than `memory` bytes; a cut that
-    more than `boundary` bytes cross is not taken."""
+    corners: Sequence[Policy] = (),
+) -> Stages:
+    """Move cuts, and what stages recompute among `corners`, to where the step of `schedule` is shortest and no rank
+    holds more than `memory` bytes; a cut that more than `boundary` bytes cross is not taken."""
     many = sum(map(len, schedule.orders)) > LONG
-    places = places_of(costs.line, boundary)
     step = first_microbatches(schedule, 2 * schedule.ranks) if many else schedule
-
-    def score(tried: Sequence[int]) -> Score:
-        return score_of(costs, tried, step, memory, recompute, schedule.microbatches - step.microbatches)
-
-    if not edges:
-        return []
     left = max(LEAST, ACTIONS // sum(map(len, step.orders)))
-    return _Descent(sorted({*places, *edges}), score, left).run(edges)
+
+    def look(tried: Stages) -> Score:
+        nonlocal left
+        left -= 1
+        more = schedule.microbatches - step.microbatches
+        return score_of(prices, tried.edges, step, memory, tried.recompute or None, more)
+
+    if not start.edges:
+        return start
+    places = sorted({*places_of(prices.line, boundary), *start.edges})
+    return Descent(places, look, lambda: left <= 0, corners=corners).run(start)
 
 
 def places_of(line: Line, boundary: float | None = None) -> list[int]:
@@ -206,78 +212,16 @@ def first_microbatches(schedule: Schedule, count: int) -> Schedule:
 
 
 def score_of(
-    costs: LineCosts,
+    prices: LinePrices,
     edges: Sequence[int],
     schedule: Schedule,
     memory: float | None,
-    recompute: bool = False,
+    recompute: Recompute | None = None,
     more: int = 0,
 ) -> Score:
     """What the model cut at `edges` lacks in memory on its fullest rank, and the time of its step with so many `more`
     microbatches, for each of which the busiest rank takes as long as it works on one."""
-    found = costs.costs(edges, recompute=recompute)
-    most = 0.0 if memory is None else max(costs.most_held(schedule, edges, recompute=recompute)) - memory
+    found = prices.costs(edges, recompute=recompute)
+    most = 0.0 if memory is None else max(prices.most_held(schedule, edges, recompute=recompute)) - memory
     timeline = simulate(schedule, found)
     return max(0.0, most), float(timeline.makespan + more * timeline.work / schedule.microbatches)
-
-
-class _Descent:
-    """Moves cuts between `places` as long as that gains, and then from neighbours of the best cuts again."""
-
-    def __init__(self, places: list[int], score: Callable[[Sequence[int]], Score], left: int) -> None:
-        self.places, self.score, self.left = places, score, left
-        self.random = Random(0)
-
-    def run(self, edges: Sequence[int]) -> list[int]:
-        best, cuts = self._down([self.places.index(edge) for edge in edges])
-        for _ in range(RESTARTS):
-            if self.left <= 0:
-                break
-            found, moved = self._down(shaken(cuts, len(self.places), self.random))
-            if _is_better(found, best):
-                best, cuts = found, moved
-        return [self.places[cut] for cut in cuts]
-
-    def _down(self, cuts: list[int]) -> tuple[Score, list[int]]:
-        """Any move that gains, far ones first, until none does or too much was tried."""
-        best, count = self._score(cuts), len(self.places)
-        for step in steps_of(cuts, count):
-            moves = shuffled_moves(cuts, count, step, self.random)
-            while self.left > 0 and moves:
-                moved = moves.pop()
-                found = self._score(moved)
-                if _is_better(found, best):
-                    best, cuts, moves = found, moved, shuffled_moves(moved, count, step, self.random)
-        return best, cuts
-
-    def _score(self, cuts: Sequence[int]) -> Score:
-        self.left -= 1
-        return self.score([self.places[cut] for cut in cuts])
-
-
-def shaken(cuts: Sequence[int], count: int, random: Random) -> list[int]:
-    """Every cut somewhere near where it was; `cuts` are numbers of places, of which there are so many."""
-    reach = max(1, count // (2 * len(cuts) + 2))
-    moved = sorted({min(max(0, cut + random.randint(-reach, reach)), count - 1) for cut in cuts})
-    return moved if len(moved) == len(cuts) else list(cuts)
-
-
-def steps_of(cuts: Sequence[int], count: int) -> list[int]:
-    """How far cuts are moved at once, in places, of which there are so many: up to as far as a stage is long."""
-    return [1 << power for power in reversed(range(max(1, (count // (len(cuts) + 1)).bit_length())))]
-
-
-def shuffled_moves(cuts: Sequence[int], count: int, step: int, random: Random) -> list[list[int]]:
-    """Cuts that give `step` places of any stage to any other, in any order; `cuts` are numbers of places."""
-    found = []
-    for first, end in combinations(range(len(cuts) + 1), 2):
-        for by in (step, -step):
-            moved = [*cuts[:first], *(cut + by for cut in cuts[first:end]), *cuts[end:]]
-            if all(a < b for a, b in pairwise([-1, *moved, count])):
-                found.append(moved)
-    random.shuffle(found)
-    return found
-
-
-def _is_better(new: Score, old: Score) -> bool:
-    return new[0] < old[0] or (new[0] == old[0] and new[1] < old[1] * (1 - GAIN))

@@ -3,22 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+from zbcompile.compiler.block_prices import exchange_seconds
 from zbcompile.compiler.vocabulary_sharding import insert
-from zbcompile.passes.compile_options import Choices, read_channels
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, Lowered, Schedule, lower
 from zbcompile.schedules.searching.pairs import beside, with_pairs
-
-
-def exchange_seconds(collective: Collective, choices: Choices, device: str) -> float:
-    """The time of a collective on the channel of its dimension: as `channels` says, or as the hardware has it."""
-    channels = read_channels(choices.channels)
-    if collective.dimension not in channels:
-        return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes, collective.kind)
-    latency, bandwidth = channels[collective.dimension]
-    return latency + collective.bytes / bandwidth
 
 
 def with_exchanges(costs: Costs, stages: Sequence[StageProgram], choices: Choices, device: str) -> Costs:

@@ -62,7 +62,7 @@ def _figures(row: Row, rate: str) -> list[Figure]:
         *(Figure(name, size) for name, size in zip(DIMENSIONS, row.mesh, strict=True)),
         Figure("placement", layout.placement),
         Figure("m", layout.microbatches),
-        Figure("recompute", str(layout.choices.recompute)),
+        Figure("recompute", _written(layout.choices.recompute)),
         Figure("vocab", str(layout.choices.vocab)),
         Figure("step", row.seconds, "s", "step"),
         Figure(rate, row.rate, "1/s"),
@@ -233,7 +233,7 @@ def _command(request: PlanRequest, row: Row) -> str:
     parts = [
         f"{begin} --schedule auto --microbatches {layout.microbatches}",
         f"--chunks {layout.found.schedule.placement.chunks}",
-        f"--recompute {layout.choices.recompute} --vocab {layout.choices.vocab}",
+        f"--recompute {_written(layout.choices.recompute)} --vocab {layout.choices.vocab}",
         *flags,
         end,
     ]
@@ -242,7 +242,7 @@ def _command(request: PlanRequest, row: Row) -> str:
 
 
 def _written(value: Any) -> str:
-    return "" if value is True else ",".join(value) if isinstance(value, tuple) else str(value)
+    return "" if value is True else ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _positive(text: str) -> int:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from zbcompile.compiler.compile_model import Drawn
-from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.hardware.hardware import Connection
@@ -112,7 +112,7 @@ def on_mesh(choices: Choices, tensor: int) -> Choices:
 
 def _question(
     step: Captured,
-    costs: Mapping[Barriers, LineCosts],
+    costs: Mapping[Barriers, LinePrices],
     choices: Choices,
     replicas: int,
     ranks: int,
@@ -126,7 +126,7 @@ def _question(
     return Question(costs, ranks, own // step.rows, choices, counts, brief=True)
 
 
-def _exchange(layout: Layout, costs: LineCosts, replicas: int, ring: Connection | None) -> float:
+def _exchange(layout: Layout, costs: LinePrices, replicas: int, ring: Connection | None) -> float:
     """By how many seconds sums of gradients end after the last pass: each rank's begins behind its own last one. A ring
     passes each byte on twice."""
     timeline = layout.found.simulation

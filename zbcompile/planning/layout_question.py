@@ -6,15 +6,16 @@ from functools import cached_property
 from itertools import accumulate
 
 from zbcompile.compiler.cut_planning import places_of
-from zbcompile.compiler.line_costs import LineCosts
+from zbcompile.compiler.prices import LinePrices
 from zbcompile.compiler.vocabulary_sharding import WORTH
-from zbcompile.passes.compile_options import Barriers, Choices
+from zbcompile.passes.compile_options import Barriers, Choices, Policy
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
 from zbcompile.schedules import Found, Placement, Schedule
 
+CORNERS: tuple[Policy, ...] = ("hints", 0.5, "full")
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 
 
@@ -53,7 +54,9 @@ class Layout:
 
     def __str__(self) -> str:
         sharded = f", vocab={self.choices.vocab}" if self.choices.vocab != "off" else ""
-        shown = f"placement {self.placement}, {self.microbatches} microbatches, recompute={self.choices.recompute}"
+        recompute = self.choices.recompute
+        policies = ",".join(map(str, recompute)) if isinstance(recompute, tuple) else recompute
+        shown = f"placement {self.placement}, {self.microbatches} microbatches, recompute={policies}"
         return shown + sharded
 
     @property
@@ -69,7 +72,7 @@ class Question:
     already, and `chunks` if given. `brief`: of large steps only the first microbatches are ordered and simulated, and
     the rest follows at the same pace."""
 
-    lines: Mapping[Barriers, LineCosts]
+    lines: Mapping[Barriers, LinePrices]
     ranks: int
     microbatches: int
     choices: Choices
@@ -94,17 +97,21 @@ class Question:
         return tuple(found)
 
     @property
+    def corners(self) -> tuple[Policy, ...]:
+        """What each stage may recompute: under a limit of memory something or all, unless something else was asked."""
+        return CORNERS if self.choices.memory is not None and self.choices.recompute == "hints" else ()
+
+    @property
     def recomputations(self) -> tuple[Choices, ...]:
-        """As asked for; under a limit of memory also with everything recomputed, unless something else was asked."""
-        more = self.choices.memory is not None and self.choices.recompute == "hints"
-        return (self.choices, replace(self.choices, recompute="full")) if more else (self.choices,)
+        """What all stages recompute at first sight: as asked for, or everything if that is a corner."""
+        return (self.choices, replace(self.choices, recompute="full")) if self.corners else (self.choices,)
 
     @property
     def shardings(self) -> tuple[Barriers, ...]:
         """What the output layer may be at first sight; two barriers are tried where one is best."""
         return tuple(vocab for vocab in self.lines if vocab != 2 or len(self.lines) == 1)
 
-    def costs(self, choices: Choices) -> LineCosts:
+    def costs(self, choices: Choices) -> LinePrices:
         return self.lines[choices.vocab]
 
     def require_room(self) -> None:
@@ -116,7 +123,7 @@ class Question:
                 f"{self.ranks} ranks hold equally much, {least - room:,.0f} more than memory={room:.15g}"
             )
 
-    def _held(self, costs: LineCosts) -> float:
+    def _held(self, costs: LinePrices) -> float:
         """By all ranks together."""
         return costs.resident((), Placement("linear", 1, 1))[0] + (self.ranks - 1) * costs.shard_bytes
 
@@ -135,7 +142,7 @@ class Question:
     def lean_cuts(self, placement: str, choices: Choices) -> list[int] | None:
         """Those whose fullest rank holds least with one microbatch; None if there are none."""
         costs, parsed = self.costs(choices), Placement.parse(placement, self.ranks)
-        recompute = choices.recompute == "full"
+        recompute = choices.recompute == "full"  # of all stages: there are no cuts yet
         key = placement, id(costs.line), recompute
         if key not in self._lean:
             totals = costs.held_before(recompute)

@@ -7,10 +7,10 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
-from zbcompile.compiler.cut_planning import cuts_for_makespan, first_microbatches, places_of
-from zbcompile.passes.compile_options import Choices
+from zbcompile.compiler.cut_planning import first_microbatches, places_of, stages_for_makespan
+from zbcompile.compiler.descent import Descent, Score, Stages
+from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.errors import PartitionError
-from zbcompile.planning.cuts_with_orders import cuts_with_orders
 from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.search_cache import cached_search
 from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound, simulate
@@ -22,6 +22,8 @@ HUGE = 2000  # and from which on there are none
 PATIENCE = 600.0  # seconds that a glance may take; what counts are its moves, on a busy machine too
 FINALISTS = 3  # layouts whose cuts are moved
 MOVING = 0.7  # share of the time that they get
+ROUNDS = 2  # from far moves of cuts to near ones
+IMPOSSIBLE = (inf, inf)
 SEARCHED = 2  # of which so many get the rest of the time
 
 
@@ -174,9 +176,9 @@ def barriers_of(choices: Choices) -> int:
     return choices.vocab if isinstance(choices.vocab, int) else 1
 
 
-def _how(question: Question, microbatches: int, choices: Choices) -> tuple[float, bool]:
-    """The rows of a microbatch, of those as they come, and whether everything is recomputed."""
-    return question.microbatches / microbatches, choices.recompute == "full"
+def _how(question: Question, microbatches: int, choices: Choices) -> tuple[float, Recompute]:
+    """The rows of a microbatch, of those as they come, and what is recomputed."""
+    return question.microbatches / microbatches, choices.recompute
 
 
 def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[float]:
@@ -191,31 +193,38 @@ def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[
 
 
 def _recut(question: Question, layout: Layout, seconds: float) -> Layout:
-    """The layout with its cuts moved to where the step gets shortest, if they are not given: of large steps in the
-    order that was found, of others with an order for every cut that is looked at."""
-    choices, found, until = layout.choices, {layout.edges: layout}, time.monotonic() + seconds
+    """The layout with its cuts moved, if they are not given, and with what each stage recomputes, if that is free, to
+    where the step gets shortest: of large steps in the order that was found, of others with an order for all stages
+    that are looked at."""
+    choices, until = layout.choices, time.monotonic() + seconds
     line, placement, count = question.costs(choices), layout.placement, layout.microbatches
-    if not isinstance(choices.balance, str):
-        return layout
+    start = Stages(layout.edges)
+    if corners := question.corners:
+        start = Stages(layout.edges, tuple(map(choices.recompute_of, range(len(layout.edges) + 1))))
+    found = {start: layout}
 
-    def least(edges: tuple[int, ...]) -> float:
+    def choices_of(stages: Stages) -> Choices:
+        return replace(choices, recompute=stages.recompute) if stages.recompute else choices
+
+    def least(stages: Stages) -> Score:
         with suppress(PartitionError, ScheduleError):
-            return _bound_of(question, placement, edges, count, choices)
-        return inf
+            return 0.0, _bound_of(question, placement, stages.edges, count, choices_of(stages))
+        return IMPOSSIBLE
 
-    def look(edges: tuple[int, ...]) -> float:
+    def look(stages: Stages) -> Score:
         with suppress(PartitionError, ScheduleError):
-            if edges not in found:
-                found[edges] = lay_out(question, placement, edges, count, choices)
-            return found[edges].seconds
-        return inf
+            if stages not in found:
+                found[stages] = lay_out(question, placement, stages.edges, count, choices_of(stages))
+            return 0.0, found[stages].seconds
+        return IMPOSSIBLE
 
+    places = places_of(line.line, choices.boundary_bytes) if isinstance(choices.balance, str) else []
     if layout.schedule.stages * count <= HUGE:
-        places = places_of(line.line, choices.boundary_bytes)
-        cuts_with_orders(layout.edges, places, least, look, lambda: time.monotonic() >= until)
-    elif count == question.microbatches:
-        limits = choices.memory, choices.boundary_bytes, choices.recompute == "full"
-        look(tuple(cuts_for_makespan(line, layout.edges, layout.schedule, *limits)))
+        places = sorted({*places, *layout.edges})
+        Descent(places, look, lambda: time.monotonic() >= until, least, corners, ROUNDS).run(start)
+    elif count == question.microbatches and places:
+        limits = choices.memory, choices.boundary_bytes, corners
+        look(stages_for_makespan(line, start, layout.schedule, *limits))
     return _fastest(found.values(), 1)[0]
 
 

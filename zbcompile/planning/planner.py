@@ -8,14 +8,14 @@ from operator import add
 
 from torch.fx import Node
 
+from zbcompile.compiler.block_prices import Made
 from zbcompile.compiler.compile_model import Drawn, whole_of
-from zbcompile.compiler.line_costs import LineCosts, Shard
 from zbcompile.compiler.paired_schedule import in_order
+from zbcompile.compiler.prices import LinePrices, Shard
 from zbcompile.compiler.vocabulary_sharding import Sharding, tiling_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.hardware.hardware import Connection
-from zbcompile.passes.partition.node_costs import loads_of, predicted_seconds
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.layout_question import Layout, Question
 from zbcompile.planning.layouts import find_layouts
@@ -78,7 +78,8 @@ def decide(
 
 def _kind(layout: Layout) -> tuple[str, int, bool, object]:
     choices = layout.choices
-    return layout.placement, layout.microbatches, choices.vocab == "off", choices.recompute
+    recompute = "by stage" if isinstance(choices.recompute, tuple) else choices.recompute
+    return layout.placement, layout.microbatches, choices.vocab == "off", recompute
 
 
 def _decision(layout: Layout, layouts: Sequence[Layout]) -> Decision:
@@ -104,7 +105,7 @@ class Priced:
     measured: Mapping[str, float]
     link: Connection | None = None
 
-    def costs(self, ranks: int) -> dict[Barriers, LineCosts]:
+    def costs(self, ranks: int) -> dict[Barriers, LinePrices]:
         """By each `vocab=` that may be chosen: the one that was, or, if that is "auto", the output layer whole and
         sharded, with one barrier and with two. Of a sharded one every rank has an equal part."""
         asked: tuple[Barriers, ...] = (self.choices.vocab,)
@@ -112,33 +113,36 @@ class Priced:
             asked = ("off", 1, 2) if self.drawn.sharding and ranks > 1 else ("off",)
         return {vocab: self._costs(vocab, ranks) for vocab in asked}
 
-    def _costs(self, vocab: Barriers, ranks: int) -> LineCosts:
+    def _costs(self, vocab: Barriers, ranks: int) -> LinePrices:
         if vocab == "off" or self.drawn.sharding is None:
             return self._whole
         return self._trunk.with_shard(_shard(self.drawn.sharding, self._head / ranks, ranks, self.choices, vocab))
 
     @cached_property
-    def _whole(self) -> LineCosts:
-        return self._line_costs(whole_of(self.drawn))
+    def _whole(self) -> LinePrices:
+        return self._prices(whole_of(self.drawn))
 
     @cached_property
-    def _trunk(self) -> LineCosts:
-        return self._line_costs(self.drawn)
+    def _trunk(self) -> LinePrices:
+        return self._prices(self.drawn)
 
     @cached_property
     def _head(self) -> float:
         """Seconds of what is sharded: it is not on the trunk's line, so it is not measured there."""
-        hardware = self.choices.hardware
-        whole, trunk = (sum(predicted_seconds(each.line, hardware)) for each in (self._whole, self._trunk))
+        whole, trunk = (sum(replace(each, measured=None).loads) for each in (self._whole, self._trunk))
         scale = sum(self._trunk.loads) / trunk if trunk else 1.0
         return scale * max(0.0, whole - trunk)
 
-    def _line_costs(self, drawn: Drawn) -> LineCosts:
-        basis = "measured" if self.choices.balance == "measured" else "flops"
-        hardware, state = self.choices.hardware, self.choices.optimizer_state
-        loads, _ = loads_of(drawn.line, basis, self.measured, hardware)
+    @cached_property
+    def _made(self) -> Made:
+        return {}
+
+    def _prices(self, drawn: Drawn) -> LinePrices:
+        """Of the whole step or of one without its output layer, which have most blocks in common."""
+        hardware, measured = self.choices.hardware, self.measured if self.choices.balance == "measured" else None
         link = hardware.within if hardware else self.link
-        return LineCosts(drawn.canonical, drawn.line, loads, state, link=link, hardware=hardware)
+        behind = drawn.sharding.gradient if drawn.sharding else None
+        return LinePrices(drawn.canonical, drawn.line, self.choices, measured, behind, self._made, link=link)
 
 
 def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices, vocab: Barriers) -> Shard:

@@ -19,10 +19,11 @@ from tests.support.functions import WAYS, WIDTH, AsVjp, Needed, Passed, Reversed
 from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.compiler.compile_model import Drawn, draw_step
+from zbcompile.compiler.prices import LinePrices
 from zbcompile.model.batch import flatten_batch
 from zbcompile.passes.capture.export import Captured, capture
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.partition.memory_estimate import Footprint
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 
 ROWS, MICROBATCHES = 16, 8
@@ -91,13 +92,13 @@ def test_a_saved_program_has_none_of_it(tmp_path: Path) -> None:
     assert zbcompile.load(tmp_path).program.stages
 
 
-def test_its_memory_is_estimated_also_where_it_calls_torch_func() -> None:
-    """Which allows nobody to watch what autograd saves. The other way also counts what it saves for itself."""
+def test_its_memory_is_known_also_where_it_calls_torch_func() -> None:
+    """The other way also counts what it saves for itself."""
     kept = []
     for way in ("gradient_in_forward", "torch_func"):
         rows = torch.ones(ROWS, WIDTH)
         drawn = draw_step(Ways(way), flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss)
-        kept.append(Footprint(drawn.canonical, drawn.line, 2.0).kept(0, len(drawn.line.nodes)))
+        kept.append(LinePrices(drawn.canonical, drawn.line, Choices()).kept(0, len(drawn.line.nodes)))
     assert kept[0] >= kept[1] > 0
 
 

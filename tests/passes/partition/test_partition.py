@@ -1,7 +1,7 @@
 """Where real models are cut: against every choice of cuts, within limits, by name."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 from typing import Any
@@ -17,18 +17,18 @@ from gpt import GPT, next_byte_loss
 from targets import llama, unet
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import Drawn, draw_step
-from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.cut_planning import limits_of, plan_cuts
 from zbcompile.compiler.measure_nodes import measure_line
+from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import is_view
-from zbcompile.passes.partition.balance import Row, heaviest_piece
-from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint, Residency
+from zbcompile.passes.partition.balance import Row, Spans, heaviest_piece
+from zbcompile.passes.partition.memory_estimate import DistinctBytes
 from zbcompile.passes.partition.node_costs import kernel_key, loads_of
 from zbcompile.passes.partition.search import THINNER, Cuts, rank_spans
 from zbcompile.passes.torch_private import module_paths
 from zbcompile.schedules import Schedule, build
-from zbcompile.schedules.execution.memory import most_waiting
 
 SCHEDULES = (("zb-h1", 3, None), ("interleaved-1f1b", 2, 2), ("zb-v", 2, None))
 
@@ -92,6 +92,13 @@ class Problem:
 
     def edges(self, cuts: Cuts) -> list[int]:
         return [index + 1 for index in cuts.after]
+
+
+def held_by(drawn: Drawn, schedule: Schedule) -> Callable[[int, Spans], float]:
+    """What a rank holds with its stages at given spans."""
+    found = limits_of(LinePrices(drawn.canonical, drawn.line, Choices()), schedule, Choices(memory=1)).bytes_of
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="module")
@@ -169,12 +176,11 @@ def test_memory_is_respected_and_the_least_is_named(
     schedule: tuple[str, int, int | None], drawn: dict[str, Drawn]
 ) -> None:
     problem = _problem(drawn, "gpt", schedule)
-    waiting = [most_waiting(problem.schedule, rank) for rank in range(problem.schedule.ranks)]
-    residency = Residency(Footprint(problem.drawn.canonical, problem.drawn.line, 2.0), waiting)
+    held = held_by(problem.drawn, problem.schedule)
 
     def fullest(edges: Sequence[int]) -> float:
         stages_of, length = problem.schedule.placement.stages_of, len(problem.drawn.line.nodes)
-        return max(residency.bytes(r, rank_spans(edges, length, stages_of(r))) for r in range(problem.schedule.ranks))
+        return max(held(r, rank_spans(edges, length, stages_of(r))) for r in range(problem.schedule.ranks))
 
     least = min(map(fullest, problem.choices()))
     limit = int(least * 1.002)
@@ -190,20 +196,18 @@ def test_memory_is_respected_and_the_least_is_named(
 
 @pytest.mark.slow
 def test_the_predicted_residents_are_those_of_the_compiled_stages(drawn: dict[str, Drawn]) -> None:
-    """What autograd keeps is what F keeps; parameters count with gradient and two moments."""
+    """What waits is what F keeps; parameters count with gradient and two moments."""
     example = _gpt()
     pipe = zbcompile.pipeline(example.model, schedule="1f1b", ranks=2, microbatches=4, loss=example.loss)
     tokens = torch.randint(256, (8, 33))
     program = pipe.compile(tokens[:, :-1].contiguous(), target=tokens[:, 1:].clone()).program
-    captured, line = drawn["gpt"].canonical, drawn["gpt"].line
-    waiting = [most_waiting(program.schedule, rank) for rank in range(2)]
-    residency = Residency(Footprint(captured, line, 2.0), waiting)
+    line, held = drawn["gpt"].line, held_by(drawn["gpt"], program.schedule)
     sizes = {name: p.numel() * p.element_size() for name, p in example.model.named_parameters()}
     edges = [index + 1 for index in program.cuts.after]
     for rank, stage in enumerate(program.stages):
         spans = rank_spans(edges, len(line.nodes), (rank,))
         parameters = sum(sizes[name] for name in stage.parameters)
-        assert residency.bytes(rank, spans) == 4 * parameters + (2 - rank) * stage.crossing.kept
+        assert held(rank, spans) == 4 * parameters + (2 - rank) * stage.crossing.kept
 
 
 @given(
@@ -216,6 +220,10 @@ def test_distinct_bytes(uses: list[tuple[int, str]], begin: int, length: int) ->
     end = min(begin + length, 8)
     counted = DistinctBytes([(at, name, size[name]) for at, name in uses], 8).within(min(begin, end), end)
     assert counted == sum(size[name] for name in {name for at, name in uses if begin <= at < end})
+    sizes = DistinctBytes([(at, name, size[name]) for at, name in uses], 8)
+    begin = min(begin, end)
+    assert sizes.growing(begin, end) == [sizes.within(begin, at + 1) for at in range(begin, end)]
+    assert sizes.shrinking(begin, end) == [sizes.within(at + 1, end) for at in range(begin, end)]
 
 
 def test_cuts_by_name(drawn: dict[str, Drawn]) -> None:

@@ -1,0 +1,100 @@
+"""Cuts, recomputation and order found together, on costs of layers alone: nothing is captured."""
+
+from functools import cache
+from itertools import accumulate, pairwise, product
+
+import pytest
+from hypothesis import given, settings, strategies as st
+
+from zbcompile.compiler.descent import GAIN, Descent, Score, Stages
+from zbcompile.passes.compile_options import Policy
+from zbcompile.schedules import Costs, ScheduleError, bound, search
+
+RANKS, MICROBATCHES = 3, 6
+IMPOSSIBLE = (float("inf"), float("inf"))
+
+
+class Layers:
+    """What whole layers of these times take, each of which keeps 1, within a limit of what a rank keeps."""
+
+    def __init__(self, times: list[int], limit: float | None = None) -> None:
+        self.times, self.limit, self.looked = times, limit, 0
+
+    def task(self, stages: Stages) -> tuple[Costs, int, int]:
+        totals, ends = [0, *accumulate(self.times)], [0, *stages.edges, len(self.times)]
+        times = tuple(totals[b] - totals[a] for a, b in pairwise(ends))
+        kept = tuple(b - a for a, b in pairwise(ends))
+        return Costs(times, times, times, activation=kept), RANKS, MICROBATCHES
+
+    def bound(self, stages: Stages) -> Score:
+        try:
+            return 0, bound(*self.task(stages), "linear", self.limit)
+        except ScheduleError:
+            return IMPOSSIBLE
+
+    def look(self, stages: Stages) -> Score:
+        self.looked += 1
+        try:
+            return 0, search(*self.task(stages), self.limit, ["linear"], moves=0, seconds=60).objective
+        except ScheduleError:
+            return IMPOSSIBLE
+
+    def seconds(self, *edges: int) -> float:
+        return self.look(Stages(edges))[1]
+
+    def moved(self, *edges: int, over: bool = False) -> tuple[int, ...]:
+        places = range(1, len(self.times))
+        return Descent(places, self.look, lambda: over, self.bound, rounds=2).run(Stages(edges)).edges
+
+
+def test_less_memory_wants_other_shares() -> None:
+    """The first rank has most in flight: with fewer layers it keeps more microbatches within the same limit."""
+    layers = Layers([1] * 12, limit=7.2)  # .6 of what 1F1B keeps
+    moved = layers.moved(4, 8)
+    assert layers.seconds(*moved) <= 0.93 * layers.seconds(4, 8)
+    assert moved == layers.moved(4, 8)  # the same question has the same answer
+
+
+def test_even_layers_stay() -> None:
+    assert Layers([1] * 9).moved(3, 6) == (3, 6)
+
+
+@settings(max_examples=5)
+@given(st.lists(st.integers(1, 4), min_size=4, max_size=7), st.sampled_from([None, 4.0, 6.0]))
+def test_never_longer(times: list[int], limit: float | None) -> None:
+    layers = Layers(times, limit)
+    assert layers.seconds(*layers.moved(1, 2)) <= layers.seconds(1, 2)
+
+
+def test_nothing_is_moved_when_time_is_over() -> None:
+    layers = Layers([1] * 12, limit=7.2)
+    assert layers.moved(4, 8, over=True) == (4, 8)
+    assert layers.looked == 1
+
+
+CORNERS: tuple[Policy, ...] = ("off", 0.5, "full")
+AGAIN, KEPT = {"off": 0, 0.5: 0.4, "full": 1}, {"off": 1, 0.5: 0.5, "full": 0.2}  # of a forward, of what it keeps
+
+
+@pytest.mark.parametrize(("limit", "times"), [(9.0, (4, 4, 4)), (6.0, (3, 4, 6)), (12.0, (4, 4, 5))])
+def test_what_stages_recompute_is_what_brute_force_finds(limit: float, times: tuple[int, ...]) -> None:
+    """3 ranks, 5 microbatches: of all corners of all stages, each with the order that is found for it, the shortest."""
+
+    def seconds(stages: Stages) -> float:
+        backward = tuple(t * (1 + AGAIN[each]) for t, each in zip(times, stages.recompute, strict=True))
+        kept = tuple(t * KEPT[each] for t, each in zip(times, stages.recompute, strict=True))
+        costs = Costs(times, backward, times, activation=kept, residue=(0.1,) * 3)
+        try:
+            return search(costs, 3, 5, limit, ["linear"], moves=600, seconds=600).objective
+        except ScheduleError:
+            return float("inf")
+
+    def look(stages: Stages) -> Score:
+        found = cached(stages)
+        return (0, found) if found < float("inf") else IMPOSSIBLE
+
+    cached = cache(seconds)
+    best = min(cached(Stages((), corners)) for corners in product(CORNERS, repeat=3))
+    chosen = Descent([1], look, lambda: False, corners=CORNERS).run(Stages((), ("full",) * 3))
+    assert cached(chosen) <= best * (1 + GAIN)
+    assert best < cached(Stages((), ("full",) * 3))

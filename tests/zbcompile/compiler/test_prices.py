@@ -1,0 +1,154 @@
+"""Prices of stages from the graphs of distinct blocks, beside those of the stages compiled for the same cuts."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import zbcompile
+from targets import gpt, llama
+from tests.support.mesh_targets import layers
+from zbcompile.compiler.compile_example import Inspected, compile_example, one_microbatch
+from zbcompile.compiler.compile_model import compile_drawn, draw_step
+from zbcompile.compiler.cut_planning import score_of, stages_for_makespan
+from zbcompile.compiler.descent import Stages
+from zbcompile.compiler.prices import LinePrices
+from zbcompile.model.distributed_tensors import Parts
+from zbcompile.passes.compile_options import Choices, Policy
+from zbcompile.passes.partition.named_cuts import edges_named
+from zbcompile.prediction.predict import predicted_costs
+from zbcompile.prediction.rank_memory import rank_memories, running_bytes
+from zbcompile.program.program import Program
+from zbcompile.schedules import Costs, build, search
+from zbcompile.torch_private import group_without_peers
+
+POLICIES = ["off", "selective", "full"]
+
+
+@pytest.fixture(scope="module", params=["gpt", "llama"])
+def compiled(request: pytest.FixtureRequest) -> Inspected:
+    example = gpt() if request.param == "gpt" else zbcompile.Example(*llama())
+    return compile_example(example, build("zb-v", 2, 4), Choices())
+
+
+def line_prices(compiled: Inspected, **choices: Any) -> tuple[LinePrices, list[int]]:
+    drawn = compiled.drawn
+    assert drawn is not None
+    prices = LinePrices(drawn.canonical, drawn.line, replace(compiled.program.choices, **choices))
+    return prices, [after + 1 for after in compiled.program.cuts.after]
+
+
+def assert_priced(prices: LinePrices, program: Program, edges: list[int], seconds: float, bytes_: float) -> None:
+    """As the compiled stages are, within these shares."""
+    found, graphs, running = prices.costs(edges), predicted_costs(program), running_bytes(program)
+    for name in ("forward", "backward", "weight"):
+        assert getattr(found, name) == pytest.approx(getattr(graphs, name), rel=seconds), name
+    for name in ("activation", "residue", "message"):
+        assert getattr(found, name) == pytest.approx(getattr(graphs, name), rel=bytes_), name
+    for op, of_stages in zip("FB", zip(*(each.running for each in prices.stages(edges)), strict=True), strict=True):
+        assert of_stages == pytest.approx(running[op], rel=bytes_), op
+
+
+@pytest.mark.parametrize("recompute", POLICIES)
+def test_stages_of_whole_blocks(recompute: Policy) -> None:
+    """Two layers of a GPT and its head: seconds, what waits and what is alive while a pass runs. "selective" chooses
+    within a whole stage, which may recompute an embedding that a block alone keeps."""
+    example, schedule = gpt(), build("1f1b", 3, 4)
+    choices = Choices(recompute=recompute, hardware=zbcompile.Hardware.find("h100-sxm"))
+    drawn = draw_step(example.model, one_microbatch(example), example.loss, choices)
+    prices = LinePrices(drawn.canonical, drawn.line, choices)
+    edges = edges_named(drawn.line, ["blocks.1", "blocks.2"], 3)
+    program = compile_drawn(example.model, one_microbatch(example), drawn, schedule, choices, {}, edges=edges)
+    assert_priced(
+        prices, program, edges, 0.15 if recompute == "selective" else 0.02, 0.02 if recompute == "off" else 0.12
+    )
+
+
+def test_stages_that_are_cut_anywhere(compiled: Inspected) -> None:
+    prices, edges = line_prices(compiled)
+    assert_priced(prices, compiled.program, edges, seconds=0.03, bytes_=0.1)
+
+
+def test_what_waits_for_w_in_a_chain_of_products() -> None:
+    """The gradients of all products beside their inputs: more than waited for B."""
+    model, x = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6))), torch.ones(4, 8)
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    compiled = compile_example(example, build("zb-h1", 2, 4), Choices())
+    prices, edges = line_prices(compiled)
+    estimate, graphs = prices.costs(edges), predicted_costs(compiled.program)
+    assert (estimate.activation, estimate.residue) == (graphs.activation, graphs.residue)
+    assert all(left > kept for kept, left in zip(estimate.activation, estimate.residue, strict=True))
+
+
+def test_what_a_rank_holds_at_most(compiled: Inspected) -> None:
+    assert_close(*line_prices(compiled), compiled, rel=0.05)  # messages are counted until B
+
+
+@pytest.mark.parametrize("recompute", ["off", "full"])
+@pytest.mark.parametrize("placement", ["linear", "v"])
+def test_what_a_rank_holds_at_most_where_backwards_are_split(placement: str, recompute: Policy) -> None:
+    model, x = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))), torch.ones(64, 32)
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    order = search(Costs.uniform(4 if placement == "v" else 2), 2, 4, placements=[placement], moves=0).schedule
+    compiled = compile_example(example, order, Choices(recompute=recompute))
+    assert_close(*line_prices(compiled), compiled, rel=0.05)
+
+
+def assert_close(prices: LinePrices, edges: list[int], compiled: Inspected, rel: float) -> None:
+    """To what the graphs say of the fullest rank."""
+    program, model = compiled.program, compiled.example.model
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    memory = rank_memories(program, predicted_costs(program), tensors)
+    assert max(prices.most_held(program.schedule, edges)) == pytest.approx(max(r.peak for r in memory), rel=rel)
+
+
+def test_shares_of_operations_add_up(compiled: Inspected) -> None:
+    prices, edges = line_prices(compiled)
+    estimate = prices.costs(edges)
+    whole = sum(map(sum, (estimate.forward, estimate.backward, estimate.weight)))
+    assert whole == pytest.approx(sum(prices.loads))  # nominal speeds take no time to start a pass
+    again = prices.costs(edges, recompute="full")
+    twice = sum(estimate.backward) + sum(estimate.forward)
+    assert sum(estimate.backward) < sum(again.backward) <= twice * 1.02
+    assert all(a <= b for a, b in zip(again.activation, estimate.activation, strict=True))
+    each = prices.costs(edges, recompute=("full", "off", "off", "off"))
+    assert (each.backward[0], each.backward[1:]) == (again.backward[0], estimate.backward[1:])
+    half = prices.costs(edges, rows=0.5)
+    assert all(b / 2 <= a <= b for a, b in zip(half.forward, estimate.forward, strict=True))
+
+
+def test_cuts_for_the_step_are_no_worse_and_hold_the_limit(compiled: Inspected) -> None:
+    prices, edges = line_prices(compiled)
+    schedule, start = build("zb-v", 2, 4), Stages(tuple(edges))
+    moved = stages_for_makespan(prices, start, schedule).edges
+    assert score_of(prices, moved, schedule, None) <= score_of(prices, edges, schedule, None)
+    least = 0.9 * score_of(prices, edges, schedule, 0)[0]
+    assert score_of(prices, stages_for_makespan(prices, start, schedule, least).edges, schedule, least)[0] == 0
+
+
+def test_a_part_of_a_model_on_a_mesh() -> None:
+    """Half of the products, the exchanges, and the bytes of one of two ranks, as in the graphs compiled for it; if
+    everything is recomputed, no exchange is repeated, nor a product that only leads to one."""
+    whole, schedule = layers(), build("zb-h1", 2, 4)
+    drawn = draw_step(whole.model, one_microbatch(whole), whole.loss)
+    with group_without_peers(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        part, labels = layers(mesh), {mesh.get_group().group_name: "tp"}
+        Parts(part.model, labels)
+        step = part.model, one_microbatch(part)
+        shared = draw_step(*step, part.loss, dimensions=labels)
+        program = compile_drawn(*step, shared, schedule, Choices(), {})
+        again = compile_drawn(*step, shared, schedule, Choices(recompute="full"), {})
+        costs = LinePrices(shared.canonical, shared.line, Choices())
+        estimate = costs.costs([after + 1 for after in program.cuts.after])
+        repeated = costs.costs([after + 1 for after in again.cuts.after], recompute="full")
+    assert sum(shared.line.flops.values()) == sum(drawn.line.flops.values()) / 2
+    graphs = predicted_costs(program)
+    assert estimate.activation == pytest.approx(graphs.activation, rel=0.02)
+    assert estimate.forward == pytest.approx(graphs.forward, abs=1e-6)  # but elementwise operations
+    assert estimate.backward == pytest.approx(graphs.backward, abs=1e-6)
+    assert repeated.backward == pytest.approx(predicted_costs(again).backward, abs=2e-6)
+    assert sum(estimate.forward) > 2e-4  # of two exchanges

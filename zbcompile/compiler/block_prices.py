@@ -1,0 +1,284 @@
+"""What a line of operations costs, from the graphs of its distinct blocks.
+
+A model has few distinct blocks. Each is compiled once as a stage of its own, for each way to recompute, on fake tensors
+and without a backend. Every operation of its F, B and W knows the operation of the model that it belongs to, and so
+does what waits between them. So what the graphs take stands at operations of the line: a cut may divide a block, and
+the shares add up to it.
+"""
+
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zbcompile.compiler.compile_stage import compile_stage, labels_of
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.compile_options import Choices, read_channels
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.rematerialize import can_remake
+from zbcompile.passes.graph.roofline import kernel_seconds
+from zbcompile.passes.graph.storage import storages_behind, tensors_of
+from zbcompile.passes.hardware.hardware import hardware_for
+from zbcompile.passes.partition.liveness import Line
+from zbcompile.passes.partition.node_costs import device_of
+from zbcompile.passes.partition.search import Cuts
+from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, cut
+from zbcompile.passes.split.joint_graph import tangents_of
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.deduplicate import Tangents, same_work
+from zbcompile.passes.stage.peak_memory import alive_while
+from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
+from zbcompile.passes.torch_private import set_stack_trace, stack_trace, storage_key
+
+LEAST, MOST = 6, 120  # operations of a block
+WAITING = ("saved", "activation", "tangent")  # kinds of slots
+
+Use = tuple[int, Hashable, int]  # of a storage: the operation that reads it, which storage, its bytes
+
+
+@dataclass
+class Prices:
+    """By operation of a block or line: seconds of its F, B and W, and of what B recomputes (`again`: as the last of a
+    stage, `passing`: on the way to later ones); the storages that wait for B and for W; the most bytes alive beside
+    these while its F and its B run (None: they run nothing). `blocks` are the first operations of the blocks, each with
+    the bytes of what it received that wait for its B."""
+
+    seconds: tuple[list[float], ...]
+    again: list[float]
+    passing: list[float]
+    kept: list[Use]
+    residue: list[Use]
+    beside: tuple[list[int | None], ...]
+    blocks: dict[int, int]
+
+
+Made = dict[str, tuple[Prices, list[torch.Tensor | None]]]
+
+
+def blocks_of(line: Line) -> list[int]:
+    """Where to divide the line into blocks, as numbers of nodes before: where least crosses."""
+    width = {i + 1: line.boundary_bytes(i) for i, allowed in enumerate(line.allowed[:-1]) if allowed}
+    edges: list[int] = []
+    for most in sorted(set(width.values())):
+        edges = [edge for edge, size in width.items() if size <= most]
+        if max(b - a for a, b in pairwise([0, *edges, len(line.nodes)])) <= MOST:
+            break
+    found = [0]
+    for edge in edges:
+        if edge - found[-1] >= LEAST:
+            found.append(edge)
+    return found
+
+
+def price_line(
+    canonical: Canonical, line: Line, choices: Choices, behind: Tangents | None, made: Made, base: Prices | None = None
+) -> Prices:
+    """The prices of all operations of a line, for one policy of recomputing.
+
+    `behind` are the gradients that arrive at its end, None if it makes the loss; `made` remembers blocks. `base`, for
+    a policy that recomputes everything, are the prices without: by what waits there its B is measured, which holds all
+    of it once it is recomputed.
+    """
+    begins = blocks_of(line)
+    cuts = Cuts(tuple(begin - 1 for begin in begins[1:]), (), "", "", (), (), ())
+    stages = cut(canonical, line, assign_by_cuts(line, cuts), len(begins), choices.exact)
+    trainable, labels = canonical.captured.trainable, labels_of(canonical)
+    choices = replace(choices, hardware=choices.hardware or hardware_for(device_of(line)))
+    found: list[tuple[Stage, Prices]] = []
+    gradients = behind
+    with torch.autocast(device_of(line), enabled=False):
+        for stage, (begin, end) in zip(stages[::-1], list(pairwise([*begins, len(line.nodes)]))[::-1], strict=True):
+            tangents = tangents_of(stage, gradients)
+            key = f"{choices.recompute} {same_work(stage, trainable, tangents)}"
+            if key not in made:
+                places = _mark(stage, line, begin)
+                program, leaving = compile_stage(trainable, choices, stage, tangents, labels=labels)
+                below = None if base is None else [u for u in base.kept if begin <= u[0] < end]
+                block = _Block(stage, program, places, end - begin, choices)
+                made[key] = block.priced(below, begin), [leaving.get(name) for name in _received(stage)]
+            prices, order = made[key]
+            gradients = {n: g for n, g in zip(_received(stage), order, strict=True) if g is not None}
+            found.append((stage, prices))
+    return _joined(canonical, found[::-1])
+
+
+def _received(stage: Stage) -> list[str]:
+    return [slot.name for slot in stage.inputs if slot.kind == "activation"]
+
+
+def _sent(stage: Stage) -> list[str]:
+    return [slot.name for slot in stage.outputs if slot.kind == "activation"]
+
+
+def _mark(stage: Stage, line: Line, first: int) -> list[tuple[int, bool]]:
+    """Number the nodes of a stage's graph, so that what is traced of them says which they are; returns the place of
+    each in the block, and whether it is on the line. What the stage computes for itself is where it is read first."""
+    position = {node.name: at - first for at, node in enumerate(line.nodes)}
+    nodes = list(stage.module.graph.nodes)
+    places = [position.get(node.name, -1) if node.op == "call_function" else -1 for node in nodes]
+    on_line = [place >= 0 for place in places]
+    number = {node: i for i, node in enumerate(nodes)}
+    for i in reversed(range(len(nodes))):
+        if not on_line[i] and nodes[i].users:
+            places[i] = min(places[number[user]] for user in nodes[i].users)
+        set_stack_trace(nodes[i], str(i))
+    return [(max(0, place), on) for place, on in zip(places, on_line, strict=True)]
+
+
+class _Block:
+    """The prices of one block. `places` are those of the nodes of its stage's graph, by the numbers that they have."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        program: StageProgram,
+        places: Sequence[tuple[int, bool]],
+        length: int,
+        choices: Choices,
+    ) -> None:
+        self.stage, self.program, self.places, self.length = stage, program, places, length
+        self.choices = choices
+        self.at = {op: self._places_in(program.pieces[op]) for op in "FBW"}
+        holders = [n for piece in program.pieces.values() for n in piece.module.graph.find_nodes(op="placeholder")]
+        self.resident = storages_behind(n for n in holders if n.meta["slot"].kind not in WAITING)
+        self.names = dict(self._storages())
+
+    def priced(self, below: Sequence[Use] | None, first: int) -> Prices:
+        before = self._uses("B", made_before=True) | self._uses("W", made_before=True)
+        kept = [(*use, size) for use, size in before.items()]
+        residue = [(*use, size) for use, size in self._uses("W").items()]
+        received = sum({which: size for _, which, size in kept if which[0] == "received"}.values())
+        if below is not None:  # a later block recomputes what this one receives
+            kept = [use for use in kept if use[1][0] != "received"]
+        counted = kept if below is None else [(place - first, which, size) for place, which, size in below]
+        found = Prices(
+            tuple([0.0] * self.length for _ in "FBW"),
+            [0.0] * self.length,
+            [0.0] * self.length,
+            kept,  # type: ignore[arg-type]
+            residue,  # type: ignore[arg-type]
+            (self._beside("F", kept, []), self._beside("B", counted, residue)),
+            {0: received},
+        )
+        for op, times in zip("FBW", found.seconds, strict=True):
+            self._add_seconds(op, times, found)
+        return found
+
+    def _places_in(self, piece: Piece) -> dict[Node, int]:
+        """The place of each operation; what autograd adds of its own belongs to what it ran before."""
+        found: dict[Node, int] = {}
+        last = 0 if piece.name == "F" else self.length - 1
+        for node in piece.module.graph.nodes:
+            if node.op == "call_function":
+                mark = stack_trace(node)
+                found[node] = self.places[int(mark)][0] if mark.isdecimal() else last
+                last = last if node.meta.get("pass") == "recompute" else found[node]
+        return found
+
+    def _add_seconds(self, op: str, times: list[float], found: Prices) -> None:
+        at = self.at[op]
+        assert self.choices.hardware is not None, "set in price_line"
+        for nodes, seconds in kernel_seconds(self.program.pieces[op].module, self.choices.hardware):
+            place, again = at[nodes[0]], nodes[0].meta.get("pass") == "recompute"
+            (found.again if again else times)[place] += seconds
+            if op == "F" and any(map(can_remake, nodes)):
+                found.passing[place] += seconds
+        named = {node.name: place for node, place in at.items()}
+        for each in collectives_of(self.program):
+            if each.name == op:
+                times[named[each.operation]] += exchange_seconds(each, self.choices, "")
+
+    def _storages(self) -> Iterator[tuple[int, tuple[str, int]]]:
+        """The storages that other blocks may know as well: what this one computes for itself, and what it receives and
+        sends, with their gradients."""
+        for node in self.program.pieces["F"].module.graph.nodes:
+            mark = stack_trace(node) if node.op == "call_function" else ""
+            if mark.isdecimal() and not self.places[int(mark)][1]:
+                yield from ((key, ("own", int(mark))) for key in storages_behind([node]))
+        received, sent = ({name: i for i, name in enumerate(of(self.stage))} for of in (_received, _sent))
+        for op in "WBF":
+            piece = self.program.pieces[op]
+            outputs = zip(piece.outputs, output_values(piece.module.graph), strict=True)
+            holders = zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True)
+            for names, pairs, kinds in (
+                (sent, outputs, {"activation": "sent"}),
+                (received, holders, {"activation": "received"}),
+            ):
+                for slot, node in pairs:
+                    if slot.kind in kinds and slot.name in names:
+                        yield from ((key, (kinds[slot.kind], names[slot.name])) for key in storages_behind([node]))
+
+    def _uses(self, op: str, made_before: bool = False) -> dict[tuple[int, Any], int]:
+        """By what reads it in a pass, what waited for that; `made_before`: for B as well, so no gradients."""
+        piece, found = self.program.pieces[op], dict[tuple[int, Any], int]()
+        backward = self.program.pieces["B"].module.graph
+        made = storages_behind(n for n in backward.nodes if n.op == "call_function")
+        arrives = storages_behind(n for n in backward.find_nodes(op="placeholder") if n.meta["slot"].kind != "tangent")
+        for node, slot in zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True):
+            if slot.kind not in WAITING or (slot.kind == "tangent" and (made_before or slot.name == "loss")):
+                continue
+            readers = {self.at[op][user] for user in node.users if user in self.at[op]} or {self.length - 1}
+            for tensor in tensors_of(node.meta["val"]):
+                key = storage_key(tensor)
+                if key not in self.resident and not (made_before and key in made - arrives):
+                    which = self.names.get(key, ("", key))
+                    found |= dict.fromkeys(((place, which) for place in readers), tensor.untyped_storage().nbytes())
+        return found
+
+    def _beside(self, op: str, kept: Sequence[Any], residue: Sequence[Any]) -> list[int | None]:
+        """What is alive beside what waits for the operations up to a place, and was left by those behind it."""
+        found: list[int | None] = [None] * self.length
+        crossing = self.program.crossing
+        aside = crossing.kept - crossing.forward_to_backward if op == "B" else 0  # what only W reads
+        counted = [
+            aside - within(kept, 0, place + 1) - within(residue, place + 1, self.length) for place in range(self.length)
+        ]
+        for node, alive in alive_while(self.program, op, buffered=True):
+            if (place := self.at[op].get(node)) is not None:
+                most = alive + counted[place]
+                found[place] = most if found[place] is None else max(found[place], most)  # type: ignore[type-var]
+        return found
+
+
+def exchange_seconds(collective: Collective, choices: Choices, device: str) -> float:
+    """The time of a collective on the channel of its dimension: as `channels` says, or as the hardware has it."""
+    channels = read_channels(choices.channels)
+    if collective.dimension not in channels:
+        return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes, collective.kind)
+    latency, bandwidth = channels[collective.dimension]
+    return latency + collective.bytes / bandwidth
+
+
+def within(uses: Iterable[Any], begin: int, end: int) -> int:
+    """Bytes of the distinct storages that are used in a span."""
+    return sum({which: size for place, which, size in uses if begin <= place < end}.values())
+
+
+def _joined(canonical: Canonical, blocks: Sequence[tuple[Stage, Prices]]) -> Prices:
+    """The prices of blocks in a row, in which a storage that several of them know is one."""
+    storages = {n.name: storages_behind([n]) for n in canonical.graph.nodes}
+    found = Prices(([], [], []), [], [], [], [], ([], []), {})
+    for number, (stage, prices) in enumerate(blocks):
+        first = len(found.again)
+        names = {"received": _received(stage), "sent": _sent(stage), "own": [n.name for n in stage.module.graph.nodes]}
+        for times, more in zip(found.seconds, prices.seconds, strict=True):
+            times += more
+        for sizes, others in zip(found.beside, prices.beside, strict=True):
+            sizes += others
+        found.again += prices.again
+        found.passing += prices.passing
+        for uses, part in ((found.kept, prices.kept), (found.residue, prices.residue)):
+            uses += [(first + place, _known(which, number, names, storages), size) for place, which, size in part]
+        found.blocks[first] = prices.blocks[0]
+    return found
+
+
+def _known(which: Any, block: int, names: Mapping[str, list[str]], storages: Mapping[str, set[int]]) -> Hashable:
+    kind, number = which
+    if kind not in names:
+        return block, number
+    name = names[kind][number]
+    return next(iter(storages.get(name, ())), name)

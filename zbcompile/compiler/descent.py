@@ -1,0 +1,115 @@
+"""The descent to stages whose step is shortest: cuts are moved and stages recompute more or less as long as that gains,
+and then again from neighbours of the best."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations, pairwise
+from random import Random
+from typing import NamedTuple
+
+from zbcompile.passes.compile_options import Policy
+
+GAIN = 1e-3  # smaller gains are not worth stages that differ, which are compiled one by one
+RESTARTS = 6
+BOUNDED = 32  # moves whose bounds are compared,
+LOOKED = 3  # of which so many at most are looked at
+
+Score = tuple[float, float]  # bytes beyond the limit on the fullest rank, then the time of the step
+
+
+class Stages(NamedTuple):
+    """Where a line is cut, and what each stage recomputes: nothing here if that is not to be chosen."""
+
+    edges: tuple[int, ...]
+    recompute: tuple[Policy, ...] = ()
+
+
+@dataclass
+class Descent:
+    """Moves cuts between `places` and stages between `corners` until no move gains, or it is `over`.
+
+    `look` finds the score of stages; `bound`, if it is given, says quickly what no score of them can be below, and only
+    what promises most is looked at.
+    """
+
+    places: Sequence[int]
+    look: Callable[[Stages], Score]
+    over: Callable[[], bool]
+    bound: Callable[[Stages], Score] | None = None
+    corners: Sequence[Policy] = ()
+    rounds: int = 1  # from far moves to near ones
+    random: Random = field(default_factory=lambda: Random(0))
+
+    def run(self, start: Stages) -> Stages:
+        best = self._down(start)
+        for _ in range(RESTARTS):
+            if self.over():
+                break
+            found = self._down(self._shaken(best[1]))
+            best = found if is_better(found[0], best[0]) else best
+        return best[1]
+
+    def _down(self, stages: Stages) -> tuple[Score, Stages]:
+        score = self.look(stages)
+        for step in self.rounds * steps_of(stages.edges, len(self.places)):
+            while (moved := self._gain(score, stages, step)) is not None:
+                score, stages = moved
+        return score, stages
+
+    def _gain(self, score: Score, stages: Stages, step: int) -> tuple[Score, Stages] | None:
+        """Of the moves of so many places some that gains, if any does."""
+        for moved in self._promising(score, self._moves(stages, step)):
+            if is_better(found := self.look(moved), score):
+                return found, moved
+        return None
+
+    def _promising(self, score: Score, moves: Sequence[Stages]) -> Iterator[Stages]:
+        """The moves, in any order or, if there are bounds, of some at a time the best."""
+        for first in range(0, len(moves), BOUNDED if self.bound else 1):
+            if self.over():
+                return
+            if self.bound is None:
+                yield moves[first]
+                continue
+            some = [(self.bound(moved), moved) for moved in moves[first : first + BOUNDED]]
+            promising = sorted((each for each in some if is_better(each[0], score)), key=lambda each: each[0])
+            yield from (moved for _, moved in promising[:LOOKED])
+
+    def _moves(self, stages: Stages, step: int) -> list[Stages]:
+        cuts = [self.places.index(edge) for edge in stages.edges]
+        found = [Stages(self._edges(moved), stages.recompute) for moved in moves_of(cuts, len(self.places), step)]
+        for stage, now in enumerate(stages.recompute):
+            for corner in self.corners:
+                if corner != now:
+                    other = *stages.recompute[:stage], corner, *stages.recompute[stage + 1 :]
+                    found.append(Stages(stages.edges, other))
+        self.random.shuffle(found)
+        return found
+
+    def _shaken(self, stages: Stages) -> Stages:
+        """Every cut somewhere near where it was."""
+        cuts, count = [self.places.index(edge) for edge in stages.edges], len(self.places)
+        reach = max(1, count // (2 * len(cuts) + 2))
+        moved = sorted({min(max(0, cut + self.random.randint(-reach, reach)), count - 1) for cut in cuts})
+        return stages._replace(edges=self._edges(moved)) if len(moved) == len(cuts) else stages
+
+    def _edges(self, cuts: Sequence[int]) -> tuple[int, ...]:
+        return tuple(self.places[cut] for cut in cuts)
+
+
+def is_better(new: Score, old: Score) -> bool:
+    return new[0] < old[0] or (new[0] == old[0] and new[1] < old[1] * (1 - GAIN))
+
+
+def steps_of(cuts: Sequence[int], count: int) -> list[int]:
+    """How far cuts are moved at once, in places, of which there are so many: up to as far as a stage is long."""
+    return [1 << power for power in reversed(range(max(1, (count // (len(cuts) + 1)).bit_length())))]
+
+
+def moves_of(cuts: Sequence[int], count: int, step: int) -> Iterator[list[int]]:
+    """Cuts that give `step` places of any stage to any other; `cuts` are numbers of places."""
+    for first, end in combinations(range(len(cuts) + 1), 2):
+        for by in (step, -step):
+            moved = [*cuts[:first], *(cut + by for cut in cuts[first:end]), *cuts[end:]]
+            if all(a < b for a, b in pairwise([-1, *moved, count])):
+                yield moved

@@ -1,0 +1,309 @@
+"""The price of a stage, wherever a captured step is cut: from the graphs of its distinct blocks, before any stage is
+compiled."""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
+from typing import NamedTuple
+
+from zbcompile.compiler.block_prices import Made, Prices, price_line
+from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.compile_options import Choices, Policy, Recompute
+from zbcompile.passes.hardware.hardware import Connection, Hardware, hardware_for
+from zbcompile.passes.partition.liveness import Line
+from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
+from zbcompile.passes.partition.node_costs import device_of, measured_seconds
+from zbcompile.passes.stage.deduplicate import Tangents
+from zbcompile.schedules import Costs, Placement, Schedule, peak_memory
+from zbcompile.schedules.execution.memory import most_beside, with_messages
+from zbcompile.schedules.ir.actions import B, F
+
+START = 5e-6  # seconds to start one operation, on CPU and GPU alike
+
+
+class Shard(NamedTuple):
+    """Seconds of the vocabulary passes S and T of one microbatch, bytes that it leaves from S to T, bytes of the
+    parameters, and those of the last stage's output, which all ranks get, and of its gradient, which they sum."""
+
+    scan: float = 0.0
+    update: float = 0.0
+    state: float = 0.0
+    parameters: float = 0.0
+    output: float = 0.0
+
+
+WHOLE = Shard()  # of an output layer that is not sharded
+
+
+class StagePrice(NamedTuple):
+    """What a stage takes: seconds of F, B and W, of B's those in which it recomputes; bytes of a microbatch that wait
+    for B and then for W, and the most alive while F and B run; bytes held all the time (parameters, gradients,
+    optimizer state, buffers), of gradients, and of the message behind it."""
+
+    seconds: tuple[float, float, float]
+    again: float
+    kept: float
+    residue: float
+    running: tuple[float, float]
+    parameters: float
+    gradients: float
+    message: float
+
+
+class Known(NamedTuple):
+    """The prices of a line for one policy, and what waits there for B and for W."""
+
+    prices: Prices
+    kept: DistinctBytes
+    residue: DistinctBytes
+
+
+@dataclass(frozen=True, eq=False)
+class LinePrices:
+    """The prices of a line of operations, cut anywhere; `edges` are the inner cuts, as numbers of nodes before each.
+
+    `measured` are the times of operations for `balance="measured"`: the graphs then say how a time divides. `behind`
+    are the gradients that arrive at the end of the line, None if it makes the loss; `made` remembers what was compiled.
+    `shard` is what each rank has of a sharded output layer, `link` what connects two ranks (None: messages are free).
+    """
+
+    canonical: Canonical
+    line: Line
+    choices: Choices
+    measured: Mapping[str, float] | None = None
+    behind: Tangents | None = None
+    made: Made = field(default_factory=dict)
+    shard: Shard = WHOLE
+    link: Connection | None = None
+
+    def with_shard(self, shard: Shard) -> "LinePrices":
+        """The same stages, whose prices are known already, beside another shard of the output layer."""
+        found = replace(self, shard=shard)
+        found.__dict__.update({name: getattr(self, name) for name in ("_by_policy", "_stages", "footprint", "_scales")})
+        return found
+
+    @cached_property
+    def loads(self) -> list[float]:
+        """Seconds of all passes of each operation."""
+        found = self._known("off").prices.seconds
+        return [sum(each) * scale for *each, scale in zip(*found, self._scales, strict=True)]
+
+    def costs(self, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None) -> Costs:
+        """The costs of the stages between `edges`, of microbatches with `rows` times as many rows; with `recompute`
+        another than that of the choices."""
+        spans = list(pairwise([0, *edges, len(self.line.nodes)]))
+        found = self.stages(edges, recompute)
+        operations = [b - a for a, b in spans]
+        forward, backward, weight = (
+            tuple(_scaled(each.seconds[op], rows, count) for each, count in zip(found, operations, strict=True))
+            for op in range(3)
+        )
+        return Costs(
+            forward,
+            backward,
+            weight,
+            activation=tuple(rows * each.kept for each in found),
+            residue=tuple(rows * each.residue for each in found),
+            vocab_s=(rows * self.shard.scan,) * len(spans),
+            vocab_t=(rows * self.shard.update,) * len(spans),
+            vocab_state=(rows * self.shard.state,) * len(spans),
+            message=tuple(rows * each.message for each in found),
+            comm=self.link.latency if self.link else 0,
+            bandwidth=self.link.bandwidth if self.link else None,
+            **dict.fromkeys(("cast", "stats"), self._exchange(rows)),
+            time_unit="s",
+            memory_unit="bytes",
+        )
+
+    def stages(self, edges: Sequence[int], recompute: Recompute | None = None) -> list[StagePrice]:
+        """The price of each stage between `edges`."""
+        choices = self.choices if recompute is None else replace(self.choices, recompute=recompute)
+        spans = pairwise([0, *edges, len(self.line.nodes)])
+        return [self.stage(*span, choices.recompute_of(number)) for number, span in enumerate(spans)]
+
+    def stage(self, begin: int, end: int, policy: Policy) -> StagePrice:
+        """The price of the operations from `begin` to `end`; it is remembered, as many layouts have the same stage."""
+        key = begin, end, policy
+        if key not in self._stages:
+            known = self._known(policy)
+            received = self._received(begin, policy)
+            waits = known.kept.within(begin, end) + received
+            self._stages[key] = StagePrice(
+                *self._seconds(begin, end, policy),
+                min(waits, policy) if isinstance(policy, int) else waits,
+                known.residue.within(begin, end),
+                self._running(begin, end, policy, received),
+                self.footprint.resident(begin, end),
+                self.footprint.gradients(begin, end),
+                self._crossing(end),
+            )
+        return self._stages[key]
+
+    def kept(self, begin: int, end: int) -> int:
+        """What waits for the B of a stage that recomputes nothing."""
+        return self._known("off").kept.within(begin, end)
+
+    def _received(self, begin: int, policy: Policy) -> int:
+        """What a stage that recomputes everything keeps of what it received."""
+        found = self._known(policy).prices.blocks.get(begin)
+        return 0 if policy != "full" else self._crossing(begin) if found is None else found
+
+    def _crossing(self, edge: int) -> int:
+        return self.line.boundary_bytes(edge - 1) if 0 < edge < len(self.line.nodes) else 0
+
+    def _seconds(self, begin: int, end: int, policy: Policy) -> tuple[tuple[float, float, float], float]:
+        """Of F, B and W, and of B's those in which it recomputes. Full recomputation makes all but what only the last
+        block of the stage needs for its results."""
+        prices, last = self._known(policy).prices, begin
+        if policy == "full":
+            last = max(begin, max(block for block in prices.blocks if block < end))
+        again = self._sum(prices.passing, begin, last) + self._sum(prices.again, last, end)
+        forward, backward, weight = (self._sum(each, begin, end) for each in prices.seconds)
+        backward += again
+        return tuple(each + self._hardware.start * (each > 0) for each in (forward, backward, weight)), again  # type: ignore[return-value]
+
+    def _sum(self, seconds: Sequence[float], begin: int, end: int) -> float:
+        if self.measured is None:
+            return sum(seconds[begin:end])
+        return sum(a * b for a, b in zip(seconds[begin:end], self._scales[begin:end], strict=True))
+
+    def _running(self, begin: int, end: int, policy: Policy, received: int) -> tuple[int, int]:
+        """The most that is alive while F and while B run: at any operation what waits for those up to it, what those
+        behind it have left, and what is alive beside these."""
+        prices, kept, residue = self._known(policy)
+        grown = waits = kept.growing(begin, end)
+        if policy == "full":  # recomputed, all of it is there
+            waits = self._known("off").kept.growing(begin, end)
+        left, forward, backward = residue.shrinking(begin, end), 0, 0
+        second = next((block for block in prices.blocks if block > begin), end)  # the first one counts what it receives
+        for at in range(begin, end):
+            in_forward, in_backward = (each[at] for each in prices.beside)
+            if in_forward is not None:
+                forward = max(forward, grown[at - begin] + in_forward + (received if at >= second else 0))
+            if in_backward is not None:
+                backward = max(backward, waits[at - begin] + in_backward + left[at - begin])
+        return forward, backward
+
+    def _exchange(self, rows: float) -> float | None:
+        """Until every rank has the last stage's output, or the sum of all parts of its gradient."""
+        if self.link is None or not self.shard.output:
+            return None
+        return self.link.latency + rows * self.shard.output / self.link.bandwidth
+
+    @property
+    def shard_bytes(self) -> float:
+        """What a rank holds all the time of a sharded output layer."""
+        return self.shard.parameters * (2 + self.choices.optimizer_state)
+
+    def resident(self, edges: Sequence[int], placement: Placement) -> tuple[float, ...]:
+        """Bytes that each rank holds all the time: parameters, gradients, optimizer state and buffers."""
+        held = [self.footprint.resident(*span) for span in pairwise([0, *edges, len(self.line.nodes)])]
+        copies = (0, 1) if placement.kind == "dual" else (0,)
+        found = [self.shard_bytes] * placement.ranks
+        for stage, size in enumerate(held):
+            for copy in copies:
+                found[placement.rank(stage, copy)] += size
+        for positions, size, gradient in self.footprint.shared:
+            stages = {bisect_right(edges, at) for at in positions}
+            owners = Counter(placement.rank(stage, copy) for stage in stages for copy in copies if len(stages) > 1)
+            for rank, count in owners.items():  # held once, and a sum of gradients for each stage
+                found[rank] += count * gradient - (count - 1) * size
+        return tuple(found)
+
+    def gradients(self, edges: Sequence[int], placement: Placement) -> tuple[float, ...]:
+        """Bytes of the gradients that each rank sums over its replicas; of a sharded output layer those of its part."""
+        found = [self.shard.parameters] * placement.ranks
+        for stage, span in enumerate(pairwise([0, *edges, len(self.line.nodes)])):
+            found[placement.rank(stage)] += self.footprint.gradients(*span)
+        return tuple(found)
+
+    def always_held(self, placement: Placement, edges: Sequence[int], rows: float = 1) -> tuple[float, ...]:
+        """`resident`, and buffers for one message over each cut between two ranks."""
+        found = list(self.resident(edges, placement))
+        for stage, edge in enumerate(edges):
+            for copy in (0, 1) if placement.kind == "dual" else (0,):
+                ranks = {placement.rank(stage, copy), placement.rank(stage + 1, copy)}
+                for rank in ranks if len(ranks) > 1 else ():
+                    found[rank] += rows * self._crossing(edge)
+        return tuple(found)
+
+    def held_by_any_order(
+        self, placement: Placement, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None
+    ) -> tuple[float, ...]:
+        """The same with the pass that runs, as if it always were the one that needs most."""
+        costs = with_messages(self.costs(edges, rows, recompute), placement)
+        beside = most_beside(placement, costs, self._running_of(edges, rows, recompute))
+        return tuple(map(sum, zip(self.always_held(placement, edges, rows), beside, strict=True)))
+
+    def most_held(
+        self, schedule: Schedule, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None
+    ) -> tuple[float, ...]:
+        """The most bytes that each rank holds at any moment of a step."""
+        costs, placement = with_messages(self.costs(edges, rows, recompute), schedule.placement), schedule.placement
+        waiting = peak_memory(schedule, costs, self._running_of(edges, rows, recompute))
+        return tuple(map(sum, zip(waiting, self.always_held(placement, edges, rows), strict=True)))
+
+    def _running_of(
+        self, edges: Sequence[int], rows: float, recompute: Recompute | None
+    ) -> dict[str, tuple[float, ...]]:
+        found = [each.running for each in self.stages(edges, recompute)]
+        forward, backward = (tuple(rows * size for size in each) for each in zip(*found, strict=True))
+        return {F: forward, B: backward}
+
+    def held_before(self, recompute: bool) -> list[float]:
+        """Bytes that a rank with the first k nodes holds with one microbatch, by k; recomputed values not counted."""
+        ends = range(len(self.line.nodes) + 1)
+        kept = [0, *self._known("off").kept.growing(0, len(self.line.nodes))]
+        return [self.footprint.resident(0, end) + (0 if recompute else kept[end]) for end in ends]
+
+    @cached_property
+    def footprint(self) -> Footprint:
+        """What spans of the line hold all the time."""
+        return Footprint(self.canonical, self.line, self.choices.optimizer_state)
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int, Policy], StagePrice]:
+        return {}
+
+    @cached_property
+    def _by_policy(self) -> dict[Policy, Known]:
+        return {}
+
+    def _known(self, policy: Policy) -> Known:
+        if isinstance(policy, int) or (policy == "hints" and not self._has_hints):  # bytes decide about whole stages
+            policy = "off"
+        if policy not in self._by_policy:
+            base = self._known("off").prices if policy == "full" else None
+            choices = replace(self.choices, recompute=policy)
+            prices = price_line(self.canonical, self.line, choices, self.behind, self.made, base)
+            count = len(self.line.nodes)
+            self._by_policy[policy] = Known(
+                prices, DistinctBytes(prices.kept, count), DistinctBytes(prices.residue, count)
+            )
+        return self._by_policy[policy]
+
+    @cached_property
+    def _has_hints(self) -> bool:
+        return any(node.meta.get("recompute") is not None for node in self.line.nodes)
+
+    @cached_property
+    def _hardware(self) -> Hardware:
+        return self.choices.hardware or hardware_for(device_of(self.line))
+
+    @cached_property
+    def _scales(self) -> list[float]:
+        """How much longer each operation takes than the hardware says."""
+        if self.measured is None:
+            return [1.0] * len(self.line.nodes)
+        found = map(sum, zip(*self._known("off").prices.seconds, strict=True))
+        measured = measured_seconds(self.line, self.measured)
+        return [now / then if then else 0.0 for now, then in zip(measured, found, strict=True)]
+
+
+def _scaled(seconds: float, rows: float, operations: int) -> float:
+    """The time of so many operations on `rows` times as many rows: what it takes to start them stays."""
+    fixed = min(seconds, operations * START)
+    return fixed + rows * (seconds - fixed)
