@@ -8,7 +8,7 @@ from torch import nn
 from zbcompile.model.batch import Batch, Microbatch, Microbatches, require_divisible
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.options import Options, is_searched
-from zbcompile.planning.choose_schedule import count_for, counts_for, fit_to_batch, fit_to_count
+from zbcompile.planning.choose_schedule import counts_for, fit_to_batch, fit_to_count
 from zbcompile.planning.layout_search import LayoutSearch
 from zbcompile.program_cache.orders import order_at
 from zbcompile.program_cache.step_programs import Searched, StepPrograms
@@ -34,7 +34,7 @@ class BatchLayout:
             require_divisible(batch, compiled.schedule.microbatches)
             counts = counts_for(self._options, batch, compiled.schedule)
             self._decide(lambda count: batch.microbatch(0, count), counts)
-        count = count_for(batch, compiled.schedule.microbatches, self._rows if compiled.trains else None)
+        count = _count_for(batch, compiled.schedule.microbatches, self._rows if compiled.trains else None)
         if count == compiled.schedule.microbatches:
             self._rows = batch.rows(0, count)
         self._require_order(count)
@@ -72,3 +72,15 @@ class BatchLayout:
         assert found.program is not None
         compiled.schedule, compiled.decided = found.program.schedule, found.decision.choices
         compiled.searched = Searched(found.drawn, found.program)
+
+
+def _count_for(batch: Batch, usual: int, rows: int | None) -> int:
+    """How many microbatches `batch` is cut into: the usual number if that divides it, else as many as leave each no
+    more samples than the usual `rows` (None before the first step). Raises PipelineError if neither is possible."""
+    if rows is None or batch.divides_into(usual):
+        require_divisible(batch, usual)
+        return usual
+    fitting = (n for n in range(1, batch.size + 1) if batch.divides_into(n) and batch.size // n <= rows)
+    count = next(fitting, usual)  # inputs of several lengths may have no such divisor
+    require_divisible(batch, count)
+    return count

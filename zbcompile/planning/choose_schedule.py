@@ -2,7 +2,7 @@
 many microbatches each batch becomes."""
 
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Batch, require_divisible
+from zbcompile.model.batch import Batch
 from zbcompile.options import Options, is_searched
 from zbcompile.schedules import Schedule, admits, build, check, lower, smallest_microbatches
 
@@ -62,15 +62,3 @@ def fit_to_count(schedule: Schedule, options: Options, count: int) -> Schedule:
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
     return build(schedule.name, schedule.ranks, count, chunks=None if is_searched(options) else options.chunks)
-
-
-def count_for(batch: Batch, usual: int, rows: int | None) -> int:
-    """How many microbatches `batch` is cut into: the usual number if that divides it, else as many as leave each no
-    more samples than the usual `rows` (None before the first step). Raises PipelineError if neither is possible."""
-    if rows is None or batch.divides_into(usual):
-        require_divisible(batch, usual)
-        return usual
-    fitting = (n for n in range(1, batch.size + 1) if batch.divides_into(n) and batch.size // n <= rows)
-    count = next(fitting, usual)  # inputs of several lengths may have no such divisor
-    require_divisible(batch, count)
-    return count
