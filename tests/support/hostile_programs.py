@@ -2,9 +2,10 @@
 
     python -m tests.support.hostile_programs --programs 500 --seed 0
 
-from the repository's root. Each is loaded, run and inspected, in a process of its own. It is refused with one line of
-ours, or trains to the same numbers, or was edited into another program, which trains to other ones ("another program").
-It is raw if another exception comes out, executed if a payload has left its mark, and it hangs after a minute.
+from the repository's root. Each is loaded, run and inspected, in a process of its own or by both ranks of a mesh. It is
+refused with one line of ours, or trains to the same numbers, or was edited into another program, which trains to other
+ones ("another program"). It is raw if another exception comes out, executed if a payload has left its mark, and hangs
+after a minute.
 """
 
 import argparse
@@ -13,13 +14,11 @@ import copy
 import hashlib
 import io
 import json
-import multiprocessing
 import random
 import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Callable
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,10 @@ from torch import Tensor, nn
 
 import zbcompile
 import zbcompile.inspect
+from tests.support.apart import apart, on_two_ranks
 from tests.support.damage import OURS
+from tests.support.meshes import mesh_of
+from tests.support.parallel_models import Along
 from zbcompile.compiler.compile_example import compile_example_forward
 from zbcompile.compiler.inference import Frame
 from zbcompile.passes.compile_options import Choices
@@ -36,10 +38,9 @@ from zbcompile.program.directories import save_here
 from zbcompile.program.manifest import digest_of
 from zbcompile.schedules import build
 
-PATIENCE = 60  # seconds for one program
 MARK = "executed"  # the file that a payload leaves, in the directory that it came from
 Json = Any
-Use = Callable[[Path], str]
+Outcomes = dict[str, tuple[str, str]]
 
 
 class Asking(nn.Module):
@@ -79,7 +80,22 @@ class Bending(nn.Module):
         return bend(x)
 
 
-def model_of(name: str) -> nn.Module:
+class Halved(nn.Module):
+    """Of its first matrix each of two ranks has half of the columns."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.along, self.last = Along(mesh, "tp"), nn.Linear(8, 8)
+        self.columns = nn.Parameter(self.along.part(torch.randn(8, 4), 0).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.along.gather(nn.functional.linear(x, self.columns), 1)))
+
+
+def model_of(name: str, mesh: Any = None) -> nn.Module:
+    if name == MESH:
+        return Halved(mesh)
     torch.manual_seed(0)
     activation = Bending() if name == "foreign" else nn.Tanh()
     return Asking() if name == "asking" else nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 8, bias=False))
@@ -91,7 +107,7 @@ STEPS: dict[str, dict[str, Any]] = {
     "foreign": {"schedule": "zb-v", "loss": nn.functional.mse_loss},
     "words": {"schedule": "1f1b", "loss": nn.functional.cross_entropy, "vocab": 1},
 }
-FORWARD = "forward"
+FORWARD, MESH = "forward", "mesh"
 
 
 def batch_of(name: str) -> tuple[Tensor, Tensor]:
@@ -101,21 +117,37 @@ def batch_of(name: str) -> tuple[Tensor, Tensor]:
 def save_programs(folder: Path, *names: str) -> dict[str, Path]:
     """Programs by the names of their models."""
     for name in names:
-        if name == FORWARD:
+        if name == MESH:
+            on_two_ranks(_save_on_mesh, folder / name)
+        elif name == FORWARD:
             example = zbcompile.Example(model_of(name), (torch.ones(1, 4),))
             frame = Frame(build("zb-h1", 2, 4), None, Choices(), {})
             save_here(compile_example_forward(example, "eval", frame), folder / name)
-            continue
-        pipe = zbcompile.pipeline(model_of(name), ranks=2, microbatches=4, **STEPS[name])
-        x, target = batch_of(name)
-        pipe.compile(x, target=target).program.save(folder / name)
-        pipe.close()
+        else:
+            pipe = zbcompile.pipeline(model_of(name), ranks=2, microbatches=4, **STEPS[name])
+            x, target = batch_of(name)
+            pipe.compile(x, target=target).program.save(folder / name)
+            pipe.close()
     return {name: folder / name for name in names}
 
 
-def numbers_of(directory: Path, name: str) -> str:
+def _save_on_mesh(directory: Path, rank: int) -> None:
+    mesh, (x, target) = mesh_of(pp=1, tp=2), batch_of(MESH)
+    plan: dict[str, Any] = {**STEPS["plain"], "placements": {"columns": {"tp": "shard"}}}
+    pipe = zbcompile.pipeline(model_of(MESH, mesh), mesh=mesh, microbatches=4, **plan)
+    pipe.compile(x, target=target).program.save(directory)
+    pipe.close()
+
+
+def expected_of(directory: Path, name: str) -> list[str]:
+    """The numbers of a program that nobody has edited, on each rank of its mesh."""
+    return on_two_ranks(numbers_of, directory, name) if name == MESH else [numbers_of(directory, name)]
+
+
+def numbers_of(directory: Path, name: str, rank: int = 0) -> str:
     """The loss and the gradients of a step of a program, or what its forward returns."""
-    pipe = zbcompile.load(directory, model_of(name).state_dict(), operators=[FOREIGN])
+    mesh = mesh_of(pp=1, tp=2) if name == MESH else None
+    pipe = zbcompile.load(directory, model_of(name, mesh).state_dict(), operators=[FOREIGN], mesh=mesh)
     try:
         x, target = batch_of(name)
         if name == FORWARD:
@@ -151,33 +183,10 @@ def outcome_of(use: Callable[[], bool]) -> tuple[str, str]:
         return f"raw {type(error).__name__}", repr(error)[:300]
 
 
-def outcomes(directory: Path, name: str, expected: str) -> dict[str, tuple[str, str]]:
-    """What comes of running and of inspecting a program."""
-    return {
-        "run": outcome_of(lambda: numbers_of(directory, name) == expected),
-        "inspect": outcome_of(lambda: inspect(directory)),
-    }
-
-
-def apart(function: Callable[..., Any], *args: Any) -> Any:
-    """What a function returns in a process of its own; None if it did not end in time, or ended the process."""
-    context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-
-    def answer(to: Connection) -> None:
-        torch.set_num_threads(1)
-        to.send(function(*args))
-
-    process = context.Process(target=answer, args=(theirs,))
-    process.start()
-    theirs.close()
-    try:
-        return ours.recv() if ours.poll(PATIENCE) else None
-    except EOFError:
-        return None
-    finally:
-        process.kill()
-        process.join()
+def outcomes(directory: Path, name: str, expected: list[str], rank: int) -> Outcomes:
+    """What comes of running and of inspecting a program; one rank inspects."""
+    found = {"run": outcome_of(lambda: numbers_of(directory, name, rank) == expected[rank])}
+    return found if rank else found | {"inspect": outcome_of(lambda: inspect(directory))}
 
 
 # --- edits -----------------------------------------------------------------------------------------------------------
@@ -454,22 +463,37 @@ def edit(directory: Path, chance: random.Random) -> str:
     raise AssertionError("no file was edited")
 
 
-def attack(saved: Path, work: Path, expected: str, seed: int, use: Callable[..., Any] = apart) -> list[tuple[str, str]]:
+def attack(saved: Path, work: Path, expected: list[str], seed: int) -> list[tuple[str, str]]:
     """Edit a copy of a program and use it; gives the outcomes, each with its words."""
     directory = work / f"program {seed}"
     shutil.copytree(saved, directory)
     says = edit(directory, random.Random(seed))
-    found = use(used_in, directory, saved.name, expected) or {"both": ("hang or end of the process", "")}
+    given = directory, saved.name, expected
+    found = _of_both(on_two_ranks(used_in, *given)) if saved.name == MESH else apart(used_in, *given, 0)
+    found = found or {"both": ("hang or end of the process", "")}
     shutil.rmtree(directory)
     return [
         (f"{outcome} ({kind})", f"seed {seed}, {saved.name}, {says}: {text}") for kind, (outcome, text) in found.items()
     ]
 
 
-def used_in(directory: Path, name: str, expected: str) -> dict[str, tuple[str, str]]:
+def _of_both(found: list[Outcomes | None]) -> Outcomes | None:
+    """The outcomes of a program that two ranks have run, which must agree on whether it can run."""
+    first, second = found
+    if first is None or second is None:
+        return None
+    if "both" in first or "both" in second:
+        return first if "both" in first else second
+    if is_bad(f"{second['run'][0]} (run)"):
+        return first | {"run": second["run"]}
+    refusals = sum(each["run"][0] == "refused" for each in (first, second))
+    return first | {"run": ("refused on one rank", first["run"][1] + second["run"][1])} if refusals == 1 else first
+
+
+def used_in(directory: Path, name: str, expected: list[str], rank: int) -> Outcomes:
     """The outcomes for a program, in its directory, where payloads leave their mark."""
     with contextlib.chdir(directory):
-        found = outcomes(directory, name, expected)
+        found = outcomes(directory, name, expected, rank)
         return {"both": ("executed", "")} if Path(MARK).exists() else found
 
 
@@ -481,14 +505,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--programs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="programs whose name contains this")
     parser.add_argument("--show", action="store_true", help="print what was said of every program")
     options = parser.parse_args()
     counts = Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
-        programs = save_programs(Path(folder, "programs"), *STEPS, FORWARD)
-        expected = {name: numbers_of(path, name) for name, path in programs.items()}
+        programs = save_programs(Path(folder, "programs"), *STEPS, FORWARD, MESH)
+        expected = {name: expected_of(path, name) for name, path in programs.items()}
         for number in range(options.programs):
             name = sorted(programs)[number % len(programs)]
+            if options.only not in name:
+                continue
             for outcome, text in attack(programs[name], Path(folder), expected[name], options.seed + number):
                 counts[outcome] += 1
                 if is_bad(outcome) or options.show:

@@ -387,7 +387,7 @@ def test_the_methods_of_an_operator_reach_no_code(
 def test_hostile_programs_are_refused_or_train_the_same(tmp_path: Path) -> None:
     """A sample of `tests/support/hostile_programs.py`: nothing is executed, no exception is raw."""
     programs = hostile_programs.save_programs(tmp_path / "programs", "asking", "plain")
-    expected = {name: hostile_programs.numbers_of(path, name) for name, path in programs.items()}
+    expected = {name: hostile_programs.expected_of(path, name) for name, path in programs.items()}
     for seed in range(8):
         name = sorted(programs)[seed % 2]
         for outcome, text in hostile_programs.attack(programs[name], tmp_path, expected[name], 3000 + seed):
