@@ -113,6 +113,7 @@ def _problem(drawn: Mapping[str, Drawn], model: str, schedule: tuple[str, int, i
 
 
 @pytest.mark.slow
+@pytest.mark.mostly_slow(every=4, suite=4)  # every model and every schedule once
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("model", ["gpt", "head", "unet"])
 def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(

@@ -169,6 +169,7 @@ def under_zero() -> list[Tensor]:
     return [torch.equal(states[0][key], states[1][key]) for key in states[1]]
 
 
+@pytest.mark.slow
 def test_averages_beside_a_divided_optimizer(pool: Pool) -> None:
     assert all(all(each) for each in pool.run(under_zero))
 

@@ -134,6 +134,7 @@ def run_target(folder: str, tensor: int, target: str = "layers") -> None:
     train(job)
 
 
+@pytest.mark.slow
 def test_ranks_share_the_matrices_of_a_target(pool: Pool, tmp_path: Path) -> None:
     """Two ranks as a pipeline, and with parts of every matrix."""
     for tensor in (1, 2):

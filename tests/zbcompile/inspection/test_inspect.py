@@ -347,7 +347,7 @@ def target():
     ("base", "limit"),
     [
         (("--schedule", "zb-h1"), "--vocab"),
-        pytest.param(("--schedule", "zb-v", "--fused"), "--", marks=pytest.mark.slow),
+        pytest.param(("--schedule", "zb-v", "--fused"), "--", marks=[pytest.mark.slow, pytest.mark.beyond_sample]),
         pytest.param(("--schedule", "zb-h1", "--vocab", "1", "--hardware", "h100-sxm"), "--", marks=pytest.mark.slow),
     ],
     ids=str,

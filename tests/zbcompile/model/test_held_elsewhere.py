@@ -149,6 +149,7 @@ def usual_life() -> tuple[list[Tensor], dict[str, Tensor], dict[str, Tensor], st
     return losses, once, {**model.state_dict(), "output": model.eval()(ROWS).detach()}, says
 
 
+@pytest.mark.slow
 def test_everything_else_works_as_in_one_process(pool: Pool) -> None:
     losses, once, last, says = usual_life()
     assert not says
@@ -243,6 +244,7 @@ def whole(value: Any) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+@pytest.mark.slow
 def test_state_dicts_of_a_parallelised_model_have_its_dtensors(pool: Pool) -> None:
     for unlike, same, doubled, again in pool.run(parallel_state):
         assert not unlike
