@@ -42,9 +42,14 @@ class Optimizers:
             each.bind(self._trained())
 
     @property
-    def divided(self) -> tuple[Slices, ...]:
+    def slices(self) -> list[Slices]:
+        """What each of them updates."""
+        return [each.slices for each in self.made if each.bound]
+
+    @property
+    def divided(self) -> list[Slices]:
         """What is divided among replicas."""
-        return tuple(each.slices for each in self.made if each.bound and each.wanted.zero)
+        return [each for each in self.slices if each.divided]
 
     def arrive(self) -> None:
         """Wait until the parameters have the values of the last updates."""

@@ -418,6 +418,7 @@ class Pipeline:
         clip: float | None = None,
         early: bool = False,
         validate: str = "before",
+        reduce_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> PipelineOptimizer:
         """An optimizer over this pipeline's parameters; it can be made before or after compiling. Every rank calls it.
@@ -434,13 +435,14 @@ class Pipeline:
             early: update each stage within `pipe.step`, which then returns before other ranks have ended it: the loss
                 is completed when it is read, which waits for them.
             validate: "before", or "after" to update early although the norm is known later, and to correct the update.
+            reduce_dtype: in which dtype gradients travel between replicas and are summed over them, None: as they are.
 
         Raises PipelineError, on every rank.
 
         >>> optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, clip=1.0)            # doctest: +SKIP
         >>> pipe.step(inputs, target=targets); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
         """
-        wanted = Wanted(kind, options, params, groups, zero, clip, early, validate)
+        wanted = Wanted(kind, options, params, groups, zero, clip, early, validate, reduce_dtype)
         return self._optimizers.make(wanted)
 
     def from_replicas(self, value: Any) -> list[Any]:

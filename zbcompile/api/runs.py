@@ -128,7 +128,7 @@ class Runs:
             reduction=self.options.loss_reduction,
             recorder=self.observation.of_step(index + 1),
             scale=None if scaler is None else scaler.scale,
-            slices=self.optimizers.divided,
+            slices=self.optimizers.slices,
             actions=self.optimizers.actions,
             ahead=self.optimizers.all_early,
             outputs="last" if outputs == "last" else "all" if outputs else "",

@@ -18,7 +18,8 @@ PARCEL_BYTES = 25 << 20  # smaller tensors travel together up to this size, as i
 
 @dataclass
 class Parcel(Generic[Key]):
-    """Dense tensors of one dtype under way: `flat` is the memory of a single one, or a copy of several."""
+    """Dense tensors of one dtype under way: `flat` is the memory of a single one, or a copy of several, or in another
+    dtype."""
 
     contents: Sequence[Content[Key]]
     flat: torch.Tensor
@@ -39,9 +40,12 @@ class Parcel(Generic[Key]):
                 target.copy_(part.view(target.shape))
 
 
-def send(tensors: Iterable[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None]) -> list[Parcel[Key]]:
-    """Let a collective `begin` on these tensors, which are as large on all of its ranks."""
-    return [_sent(contents, begin) for contents in _divided(tensors)]
+def send(
+    tensors: Iterable[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None], dtype: torch.dtype | None = None
+) -> list[Parcel[Key]]:
+    """Let a collective `begin` on these tensors, which are as large on all of its ranks; real ones travel in `dtype`,
+    None: their own."""
+    return [_sent(contents, begin, dtype) for contents in _divided(tensors)]
 
 
 def _divided(tensors: Iterable[Content[Key]]) -> Iterator[list[Content[Key]]]:
@@ -57,8 +61,11 @@ def _divided(tensors: Iterable[Content[Key]]) -> Iterator[list[Content[Key]]]:
     yield from small.values()
 
 
-def _sent(contents: Sequence[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None]) -> Parcel[Key]:
+def _sent(
+    contents: Sequence[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None], dtype: torch.dtype | None
+) -> Parcel[Key]:
     views = [as_contiguous(tensor) for _, tensor in contents]
     alone = len(views) == 1 and views[0].is_contiguous()
     flat = views[0] if alone else torch.cat([view.reshape(-1) for view in views])
+    flat = flat if dtype is None or flat.is_complex() else flat.to(dtype)
     return Parcel(contents, flat, begin(flat))

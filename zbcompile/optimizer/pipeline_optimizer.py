@@ -26,6 +26,7 @@ from zbcompile.optimizer.wanted import (
 State = dict[str, Any]
 MASTER = "master"
 PLAIN = (bool, int, float, str, tuple, type(None))  # options that ranks compare
+SETTINGS = ("zero", "clip", "early", "validate", "reduce_dtype")  # what else they compare
 
 
 class PipelineOptimizer(ParameterUpdates):
@@ -59,7 +60,7 @@ class PipelineOptimizer(ParameterUpdates):
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
         try:
             together(self._ranks, "making the optimizer", lambda: self._bind(trained))
-            said = {key: repr(getattr(self.wanted, key)) for key in ("zero", "clip", "early", "validate")}
+            said = {key: repr(getattr(self.wanted, key)) for key in SETTINGS}
             options = [{k: repr(v) for k, v in g.items() if isinstance(v, PLAIN)} for g in self.param_groups]
             made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self.numbers, "options": options}
             what, remedy = "made different optimizers", "Every rank must make the same optimizer."
@@ -89,6 +90,7 @@ class PipelineOptimizer(ParameterUpdates):
             slices = divided_slices(trained, self.numbers, self._rule, keep=wanted.zero == 1)
         else:
             slices = whole_slices(trained, self.numbers, parts)
+        slices.reduce_dtype = wanted.reduce_dtype
         groups: list[State] = [{**group, "params": []} for group in self.param_groups]
         for each in slices.mine():
             groups[self.numbers[each.name]]["params"].append(each.tensor)
@@ -96,13 +98,16 @@ class PipelineOptimizer(ParameterUpdates):
         self._slices, self.trained = slices, trained
 
     def _require_alone(self, trained: TrainedParameters) -> None:
-        """Refuse parameters of another optimizer if replicas hold parts of them for either, or stages update them."""
+        """Refuse parameters of another optimizer if either wants them alone."""
         wanted = self.wanted
         for other in self._made:
             both = self.numbers.keys() & other.numbers.keys() & trained.program.trained
             if other is not self and other.bound and both and (wanted.alone or other.wanted.alone):
-                asked = " and ".join(f"zero={each.zero}, early={each.updates_early}" for each in (other.wanted, wanted))
-                remedy = "One that is divided, or early, must be the only one: pass params=, or close() the other."
+                asked = " and ".join(map(_what_needs_it_alone, (other.wanted, wanted)))
+                remedy = (
+                    "One that is divided, early or has a reduce_dtype must be the only one: pass params=, or close() "
+                )
+                remedy += "the other."
                 raise PipelineError(f"{min(both)} is in two optimizers of this pipeline, with {asked}. {remedy}")
 
     def add_param_group(self, param_group: State) -> None:
@@ -153,3 +158,8 @@ class PipelineOptimizer(ParameterUpdates):
                 "(name, begin, end of a parameter). Load what this rank has saved, or use zbcompile.save_checkpoint, "
                 "which any rank can read."
             )
+
+
+def _what_needs_it_alone(wanted: Wanted) -> str:
+    more = "" if wanted.reduce_dtype is None else f", reduce_dtype={wanted.reduce_dtype}"
+    return f"zero={wanted.zero}, early={wanted.updates_early}{more}"

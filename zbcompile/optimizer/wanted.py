@@ -119,6 +119,7 @@ class Wanted:
     clip: float | None = None
     early: bool = False
     validate: str = "before"
+    reduce_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         _require_known(self)
@@ -136,7 +137,7 @@ class Wanted:
     @property
     def alone(self) -> bool:
         """Whether no other optimizer may have the same parameters."""
-        return bool(self.zero) or self.updates_early
+        return bool(self.zero) or self.updates_early or self.reduce_dtype is not None
 
     def make(self, groups: Sequence[dict[str, Any]]) -> Optimizer:
         """The torch optimizer over these groups."""
@@ -153,6 +154,10 @@ EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "clip": (lambda given: given is None or (is_real(given) and given > 0), "a norm above 0, or None"),
     "early": (lambda given: isinstance(given, bool), "True or False"),
     "validate": (lambda given: given in ("before", "after"), '"before" or "after"'),
+    "reduce_dtype": (
+        lambda given: given is None or (isinstance(given, torch.dtype) and given.is_floating_point),
+        "a dtype of floating-point numbers, such as torch.bfloat16, or None",
+    ),
 }
 
 

@@ -23,6 +23,8 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.slices import LATE, Observe, Slices
 
+Way = tuple[dist.ProcessGroup, torch.dtype | None]
+
 
 @dataclass(frozen=True)
 class Sum:
@@ -50,13 +52,13 @@ def start_reduction(
     slices: Sequence[Slices] = (),
     observe: Observe = lambda name, part: None,
 ) -> "Reduction":
-    """The reductions of one step on pipeline rank `rank`. `sums` has the parameters whose gradients are summed; of
-    those in `slices` each replica gets its part of the sum. `observe` sees what this rank adds to each."""
+    """The reductions of one step on pipeline rank `rank`. `sums` has the parameters whose gradients are summed; what
+    replicas divide in `slices` is summed to its owners. `observe` sees what this rank adds to each."""
     stages = program.stages_of(rank)
     names = {stage: [name for name in program.complete_with(stage) if name in sums] for stage in stages}
     held = {name for stage in stages for name in program.stages[stage].trained}
     shared = sorted(name for name in program.late - (program.shared - held) if name in sums)
-    reduces = bool(sums or slices) and replicas.synchronise
+    reduces = bool(sums or any(each.divided for each in slices)) and replicas.synchronise
     summed = {name for found in (*names.values(), shared) for name in found}
     if reduces:
         _require_all(name for name in replicas.partial - summed if gradients.parameters[name].grad is not None)
@@ -78,7 +80,7 @@ def _require_all(parts: Iterable[str]) -> None:
 
 @dataclass
 class Reduction:
-    """The reductions of one step: `parcels[stage]` are under way. `observe` sees what this rank adds to each sum."""
+    """The reductions of one step: `parcels[stage]` are under way. `slices` are those of all optimizers."""
 
     replicas: Replicas
     gradients: Gradients
@@ -93,14 +95,15 @@ class Reduction:
     def start(self, stage: int) -> None:
         """Begin to reduce a stage's gradients; returns at once. What no microbatch here trained, those of another
         replica did: it takes part with zeros."""
-        for each in self.slices:
+        for each in self._divided:
             each.reduce(stage, self.gradients, self.observe)
-        names = sorted(self._whole(self.names[stage]), key=lambda name: self.order[self._group(name)])
-        for group, found in groupby(names, key=self._group):
-            self._send(stage, group, ((name, self._part(name, stage)) for name in found))
+        names = sorted(self._whole(self.names[stage]), key=lambda name: self.order[self._way(name)])
+        for way, found in groupby(names, key=self._way):
+            self._send(stage, way, ((name, self._part(name, stage)) for name in found))
 
-    def _send(self, stage: int, group: dist.ProcessGroup, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
-        self.parcels[stage] += send(gradients, lambda flat: dist.all_reduce(flat, group=group, async_op=True))
+    def _send(self, stage: int, way: Way, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
+        group, dtype = way
+        self.parcels[stage] += send(gradients, lambda flat: dist.all_reduce(flat, group=group, async_op=True), dtype)
 
     def _part(self, name: str, stage: int) -> torch.Tensor:
         own = self.gradients[name].total()
@@ -112,7 +115,7 @@ class Reduction:
         """Wait for the sums of a stage."""
         for parcel in self.parcels.pop(stage, ()):
             parcel.unpack()
-        for each in self.slices:
+        for each in self._divided:
             each.finish(stage)
 
     def finish(self) -> None:
@@ -122,33 +125,38 @@ class Reduction:
         """
         summed = {name for found in (*self.names.values(), self.shared) for name in found}
         self.replicas.partial = set() if self.reduces else self.replicas.partial | summed
-        for each in self.slices if self.reduces else ():
+        for each in self._divided if self.reduces else ():
             each.reduce(LATE, self.gradients, self.observe)
         for name in self._whole(self.shared) if self.reduces else ():
             found = self.gradients[name].total()
             if found is not None:
                 self.observe(name, found)
-                self._send(LATE, self._group(name), [(name, found)])
+                self._send(LATE, self._way(name), [(name, found)])
         for stage in list(self.parcels):
             for parcel in self.parcels.pop(stage):
                 parcel.unpack()
-        for each in self.slices:
+        for each in self._divided:
             each.finish()
 
     def results(self) -> dict[str, torch.Tensor | None]:
         """The gradients that this rank has after the step, whole or its part."""
         found = self.gradients.parameters.items()
         whole = {name: None if is_held_elsewhere(parameter) else parameter.grad for name, parameter in found}
-        return whole | {name: part for each in self.slices for name, part in each.sums().items()}
+        return whole | {name: part for each in self._divided for name, part in each.sums().items()}
+
+    @cached_property
+    def _divided(self) -> list[Slices]:
+        return [each for each in self.slices if each.divided]
 
     def _whole(self, names: Sequence[str]) -> list[str]:
         """Those of which every replica gets the whole sum."""
-        return [name for name in names if not any(name in each.names for each in self.slices)]
+        return [name for name in names if not any(name in each.names for each in self._divided)]
 
-    def _group(self, name: str) -> dist.ProcessGroup:
-        return self.sums[name].group
+    def _way(self, name: str) -> Way:
+        """Over whom a whole gradient is summed, and in which dtype, None: its own."""
+        return self.sums[name].group, next((s.reduce_dtype for s in self.slices if name in s.names), None)
 
     @cached_property
-    def order(self) -> dict[dist.ProcessGroup, int]:
-        """The groups, numbered as all of their ranks do: as the parameters come."""
-        return {group: i for i, group in enumerate(dict.fromkeys(each.group for each in self.sums.values()))}
+    def order(self) -> dict[Way, int]:
+        """The ways, numbered as all ranks of a group do: as the parameters come."""
+        return {way: i for i, way in enumerate(dict.fromkeys(map(self._way, self.sums)))}

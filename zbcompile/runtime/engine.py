@@ -23,7 +23,7 @@ from zbcompile.schedules import Lowered, Schedule, with_updates
 @dataclass(frozen=True)
 class StepInput:
     """One step: the tensors of each microbatch by input path, which step it is, how losses combine, what records it,
-    how a GradScaler scales the loss, what replicas divide, what the optimizers do for a stage by kind of action
+    how a GradScaler scales the loss, what each optimizer updates, what the optimizers do for a stage by kind of action
     (VALIDATE, GATHER, OPT), whether the rank goes on before all have ended the step, and which ranks get the model's
     outputs: "all", "last" (that of the last stage) or none ("")."""
 

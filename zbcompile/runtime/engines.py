@@ -43,7 +43,7 @@ class Engine:
         program, ranks = executable.program, self.ranks
         buffers, count = executable.first.buffers, program.schedule.microbatches
         transport = ranks.transport(channels or program.schedule, count, buffers, executable.first.number)
-        for each in given.slices:
+        for each in (each for each in given.slices if each.divided):
             each.begin(program)
         if program.output is None:
             self.equal.begin(program)

@@ -105,7 +105,8 @@ class Slices:
     """The slices of one optimizer in this process, those of other owners too, in the order of their collectives.
 
     `divided` says whether replicas divide them, `keep` whether the memory of whole gradients stays allocated from step
-    to step; of the parameters that are `chosen` every step trains those in `trained`. The ranks that share a parameter
+    to step; of the parameters that are `chosen` every step trains those in `trained`. Gradients are summed over
+    replicas in `reduce_dtype`, None: as they are. The ranks that share a parameter
     make all calls in the same order; each returns at once but `arrive` and `finish`.
     """
 
@@ -115,6 +116,7 @@ class Slices:
     keep: bool
     chosen: frozenset[str]
     trained: frozenset[str]
+    reduce_dtype: torch.dtype | None = None
     summed: bool = False  # whether the slices have gradients,
     used: bool = False  # and an update has used them
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -171,7 +173,7 @@ class Slices:
         sums = {name: _taken(gradients[name], partial(observe, name)) for name in {s.name: s for s in self.of(stage)}}
         for group, owner, slices in self._by_owner(stage):
             parts = ((each, memory_of(sums[each.name])[each.begin : each.end]) for each in slices)
-            self.reducing[stage] += send(parts, partial(_reduce, group, owner))
+            self.reducing[stage] += send(parts, partial(_reduce, group, owner), self.reduce_dtype)
 
     def finish(self, stage: int | None = None) -> None:
         """Wait for the sums of `stage`, or of all; what belongs to others is freed."""
