@@ -61,7 +61,11 @@ class Result:
 TRAIN = ("examples/train_gpt.py", "--device", "cuda", "--steps", "40", "--layers", "8")
 SMALL = ("--steps", "12", "--layers", "4", "--width", "32", "--sequence-length", "16", "--batch", "8")
 BENCHMARKS = "examples/benchmarks"
-GPU_TESTS = ("tests/zbcompile/runtime/test_cuda.py", "tests/zbcompile/backends/test_cuda_graphs.py")
+GPU_TESTS = (
+    "tests/zbcompile/runtime/test_cuda.py",
+    "tests/zbcompile/runtime/test_cuda_composition.py",
+    "tests/zbcompile/backends/test_cuda_graphs.py",
+)
 ITEMS = (
     Item("doctor", "what the machine has", 60, ("-m", "zbcompile.doctor")),
     Item(
@@ -110,6 +114,11 @@ ITEMS = (
         *("predicted", "measured passes beside predicted ones", 240),
         (f"{BENCHMARKS}/predicted_passes.py", "{output}/machine.toml"),
         ("gpt", "--rounds", "1"),
+    ),
+    Item(
+        *("one-gpu", "two processes on one GPU, messages staged through the host", 120),
+        (*TORCHRUN, f"{BENCHMARKS}/one_gpu.py", *TRAIN[1:], "--verify"),
+        SMALL,
     ),
     Item("two", "two processes over NCCL", 120, (*TORCHRUN, *TRAIN, "--verify"), SMALL, gpus=2),
     Item(

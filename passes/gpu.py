@@ -123,7 +123,7 @@ def restore_generator(device: torch.device, state: torch.Tensor) -> None:
 
 
 def set_generator(device: torch.device, seed: int, offset: int) -> None:
-    restore_generator(device, torch.tensor([seed, offset]).view(torch.uint8))
+    restore_generator(device, torch.tensor([seed, offset], device="cpu").view(torch.uint8))
 
 
 def forked_generators(device: torch.device) -> contextlib.AbstractContextManager[None]:

@@ -282,16 +282,21 @@ class NeverThere:
         return True
 
 
-def peer_of_a_device(rank: int, timeout: float) -> Ended | None:
-    """A rank does not come to a call that another one has given to its device, and goes on from."""
+def peer_of_a_device(rank: int, timeout: float, what: str = "") -> Ended | None:
+    """A rank does not come to a call that another one has given to its device, and goes on from; or what it is ordered
+    to do instead."""
     pipe = trained(timeout=timeout)
     watch: Any = pipe._watch
     if dist.get_rank() == rank:
+        ACTS.get(what, int)()
         region = watch.position.region + 1
         _wait_until(lambda: watch.board.posted(region) is not None)
     else:
         with watch.region("step 1"):
-            watch.progress = NeverThere()
+            if watch.backend == "nccl":  # the stream stands still until the message comes
+                pipe._ranks.opened.inward[rank].recv([rows(1)], 0, 0).wait()  # type: ignore[attr-defined]
+            else:
+                watch.progress = NeverThere()
         _wait_until(lambda: watch.fault is not None)
     return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
@@ -437,6 +442,14 @@ SCENARIOS = (
         peer_of_a_device,
         (1, 2.0),
         "rank 1 failed at the end of step 0: it went no further; rank 0 waited 2 s for it at the end of step 1",
+    ),
+    Scenario(
+        "a rank that a device waits for is killed",
+        1,
+        peer_of_a_device,
+        (1, 2.0, "kill"),
+        "rank 1 failed at .*: (its process ended|it went no further)",
+        silent=True,
     ),
     Scenario("another schedule", 1, other_program, (1, "schedule"), DIFFERENT + "schedule is 1f1b on rank 0 and gpipe"),
     Scenario("another timeout=", 1, other_program, (1, "timeout"), DIFFERENT + "timeout is 60 on rank 0 and 90"),

@@ -27,7 +27,9 @@ class Run:
 
 
 def mesh_of_replicas() -> DeviceMesh:
-    return init_device_mesh("cpu", (REPLICAS, dist.get_world_size() // REPLICAS), mesh_dim_names=("dp", "pp"))
+    return init_device_mesh(
+        torch.get_default_device().type, (REPLICAS, dist.get_world_size() // REPLICAS), mesh_dim_names=("dp", "pp")
+    )
 
 
 def replicated(problem: str, schedule: str, reduction: str, unsynchronised: int) -> Run:

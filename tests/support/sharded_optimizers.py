@@ -136,7 +136,7 @@ def saved_and_moved(training: Training, folder: str, moves: tuple[tuple[str, int
         zbcompile.save_checkpoint(f"{folder}/{zero}", pipe, optimizer)
         pipe.close()
     for number, (schedule, zero, replicas) in enumerate(moves, 1):
-        mesh = init_device_mesh("cpu", (replicas, 4 // replicas), mesh_dim_names=("dp", "pp"))
+        mesh = init_device_mesh(torch.get_default_device().type, (replicas, 4 // replicas), mesh_dim_names=("dp", "pp"))
         pipe, optimizer = pipeline_with(replace(training, schedule=schedule), zero, mesh)
         batch = in_dtype(next(iter(batches(training, 1)[0].parts(REPLICAS))), training.dtype)
         pipe.compile(*batch.args, target=batch.target)

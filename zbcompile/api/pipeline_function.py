@@ -58,6 +58,7 @@ class Keywords(TypedDict, total=False):
     debug_nan: bool
     backend: str | GraphCompiler
     cuda_graphs: bool
+    max_ctas: int | None
     compare_batches: int
 
 

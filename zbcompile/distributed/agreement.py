@@ -5,8 +5,6 @@ from collections.abc import Callable, Mapping, Sequence
 from statistics import median
 from typing import Any, TypeVar
 
-import torch
-
 from zbcompile.distributed.mesh import PLACE
 from zbcompile.distributed.ranks import Ranks
 
@@ -41,10 +39,8 @@ def equal_everywhere(ranks: Ranks, count: int, value: object, compare: bool) -> 
     """Whether all ranks have one count and, if any of them asks to `compare`, one value by its repr. One reduction of
     five numbers: cheap enough for every step, where gathering objects is not."""
     mark = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-    largest = torch.tensor([count, -count, mark, -mark, compare], dtype=torch.int64, device=ranks.device)
     with ranks.watch.position.waiting("the exchange"):
-        ranks.largest(largest)
-    most, least, high, low, compared = largest.tolist()
+        most, least, high, low, compared = ranks.largest_of_hosts([count, -count, mark, -mark, compare])
     return most == -least and (not compared or high == -low)
 
 

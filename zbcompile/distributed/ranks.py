@@ -78,7 +78,14 @@ class Ranks:
     def largest(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with its elementwise maximum over the processes of the mesh."""
 
-    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int) -> Transport:
+    def largest_of_hosts(self, numbers: Sequence[int]) -> list[int]:
+        """The elementwise maximum over the processes of the mesh, which their hosts tell each other: none waits for
+        its device."""
+        return list(numbers)
+
+    def transport(
+        self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int, max_ctas: int | None = None
+    ) -> Transport:
         """The transport for the messages of one pass over `microbatches` microbatches, of program `number`."""
         return Transport()
 
@@ -133,6 +140,7 @@ class GroupRanks(Ranks):
     replicas: Replicas
     ordered: bool  # messages are told apart only by their order, as with NCCL
     collectives: dist.ProcessGroup | None = None
+    hosts: dist.ProcessGroup | None = None  # over gloo, where `everyone` is a group of devices
     opened: Ordered | None = None
     rank: int = field(init=False)
 
@@ -160,17 +168,27 @@ class GroupRanks(Ranks):
     def largest(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.everyone)
 
-    def transport(self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int) -> Transport:
-        return PointToPoint(channels=self.channels(schedule, microbatches, number), buffers=buffers)
+    def largest_of_hosts(self, numbers: Sequence[int]) -> list[int]:
+        if self.hosts is None:
+            self.hosts = self.everyone if self.backend == "gloo" else self.apart()
+        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.hosts)
+        return found.tolist()
 
-    def channels(self, schedule: Schedule, microbatches: int, number: int) -> Channels:
+    def transport(
+        self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int, max_ctas: int | None = None
+    ) -> Transport:
+        return PointToPoint(channels=self.channels(schedule, microbatches, number, max_ctas), buffers=buffers)
+
+    def channels(self, schedule: Schedule, microbatches: int, number: int, max_ctas: int | None) -> Channels:
         """What carries messages between the ranks of a schedule; the first call opens the rank-local channels."""
         if not self.ordered:
             return Tagged(self.group, microbatches, f"{self.watch.position.doing} ({number})")
         if self.opened is None:
             store, pairs = self.watch.board.private_store(self.group), channels_of(schedule)
             with self.watch.position.waiting("the opening of the channels"):
-                self.opened = open_channels(self.backend, pairs, self.rank, store, self.device, self.watch.timeout)
+                given = self.backend, pairs, self.rank, store, self.device, self.watch.timeout
+                self.opened = open_channels(*given, max_ctas)
             self.watch.groups = (*self.watch.groups, *self.opened.links)
         return self.opened
 
@@ -199,8 +217,8 @@ class GroupRanks(Ranks):
 
     def disconnect(self) -> None:
         """Close the channels; all ranks call it, as NCCL ends a communicator from both its ends."""
-        if self.opened is not None and self.watch.fault is None:
-            self.opened.close(self.backend)
+        if self.opened is not None:
+            self.opened.close(self.backend, broken=self.watch.fault is not None)
         self.opened = None
 
 

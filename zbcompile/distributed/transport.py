@@ -79,10 +79,11 @@ class Ordered:
     def receive(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.inward[peer].recv([tensor], SOURCE, 0)
 
-    def close(self, backend: str) -> None:
-        """Close the connections. gloo's close with their groups."""
+    def close(self, backend: str, broken: bool) -> None:
+        """Close the connections. gloo's close with their groups; if a step was `broken` off, NCCL's kernels that wait
+        for a message that never comes are ended."""
         for link in self.links if backend == gpu.BACKEND else ():
-            link.shutdown()
+            (link.abort if broken else link.shutdown)()
 
     @property
     def links(self) -> tuple[Link, ...]:
@@ -93,7 +94,13 @@ Channels = Tagged | Ordered
 
 
 def open_channels(
-    backend: str, pairs: Sequence[Pair], rank: int, store: dist.Store, device: torch.device, timeout: float
+    backend: str,
+    pairs: Sequence[Pair],
+    rank: int,
+    store: dist.Store,
+    device: torch.device,
+    timeout: float,
+    max_ctas: int | None = None,
 ) -> Ordered:
     """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use `store`.
 
@@ -108,7 +115,8 @@ def open_channels(
             end = SOURCE if rank == source else DESTINATION
             place = dist.PrefixStore(f"{source}>{destination}", store)
             given = place, end, patience(backend, timeout)
-            link = nccl_link(*given, (source, destination)) if backend == gpu.BACKEND else gloo_link(*given)
+            of_nccl = backend == gpu.BACKEND
+            link = nccl_link(*given, (source, destination), max_ctas) if of_nccl else gloo_link(*given)
             _greet(link, end, device)
             if end == SOURCE:
                 outward[destination] = link

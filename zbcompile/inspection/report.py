@@ -17,6 +17,7 @@ from zbcompile.prediction.advice import (
     idle_by_cause,
     what_limits,
 )
+from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import count_messages, hardware_of
 from zbcompile.prediction.rank_memory import ALONE, Memory, Sharding, complete_peak, rank_memories
 from zbcompile.prediction.recompile_trials import Impossible
@@ -65,6 +66,7 @@ class Summary:
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         self.memory = rank_memories(self.program, prediction.timeline.costs, tensors, sharding)
         self.peak = complete_peak(self.program, tensors, sharding)
+        self.replicas = sharding.replicas
 
     def tables(self) -> Iterator[Table]:
         yield self._model()
@@ -194,16 +196,33 @@ class Summary:
         return Table("ranks", f"Ranks in one step, predicted {self.prediction.basis.text}", rows)
 
     def _memory(self) -> Table:
+        names = [each.name for each in fields(Memory)]
+        if not any(memory.communicators for memory in self.memory):
+            names.remove("communicators")
         rows = [
             [
                 Figure("rank", rank),
-                *(Figure(each.name.replace("_state", ""), getattr(memory, each.name), "B") for each in fields(Memory)),
+                *(Figure(name.replace("_state", ""), getattr(memory, name), "B") for name in names),
                 Figure("copies", copies_bytes(self.program, rank, self.sizes), "B"),
             ]
             for rank, memory in enumerate(self.memory)
         ]
-        notes = ['Copies are what pipe.optimizer(validate="after") keeps besides.', *self._fit()]
+        notes = [
+            'Copies are what pipe.optimizer(validate="after") keeps besides.',
+            *self._communicators(),
+            *self._fit(),
+        ]
         return Table("memory", "Memory of the ranks: the most at any moment, and of all together", rows, notes)
+
+    def _communicators(self) -> Iterator[str]:
+        """What NCCL takes on the rank that has the most neighbours."""
+        every = [communicators_of(self.program, rank, self.replicas) for rank in range(len(self.memory))]
+        most = max(every, key=lambda each: each.links)
+        if most.links:
+            yield (
+                f"A rank has up to {most.links + most.groups} NCCL communicators, {most.links} of them links to "
+                f"another rank, in which up to {most.waiting} thread blocks wait; max_ctas= makes links smaller."
+            )
 
     def _fit(self) -> Iterator[str]:
         """Whether the fullest rank is within the limit."""

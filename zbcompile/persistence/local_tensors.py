@@ -138,7 +138,7 @@ class Pieces(torch.Tensor):
 
     @classmethod
     def made(cls, shape: Sequence[int], dtype: torch.dtype, parts: Mapping[Corner, torch.Tensor]) -> "Pieces":
-        made = torch.empty((), dtype=dtype).expand(tuple(shape)).as_subclass(cls)
+        made = torch.empty((), dtype=dtype, device="cpu").expand(tuple(shape)).as_subclass(cls)
         made.parts = parts
         return made
 
@@ -152,7 +152,10 @@ class Pieces(torch.Tensor):
             parts = {tuple(chunk.offsets): local_part(tensor)}
         else:
             parts = {(0,) * tensor.dim(): tensor}
-        copies = {at: torch.empty(part.shape, dtype=part.dtype).copy_(part.detach()) for at, part in parts.items()}
+        copies = {
+            at: torch.empty(part.shape, dtype=part.dtype, device="cpu").copy_(part.detach())
+            for at, part in parts.items()
+        }
         return cls.made(tensor.shape, tensor.dtype, copies)
 
     def __create_chunk_list__(self) -> list[Any]:

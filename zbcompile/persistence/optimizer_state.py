@@ -173,7 +173,7 @@ def _room(described: Any, name: str, parameter: torch.Tensor | None, holding: Ho
     if parameter is not None and rows is not None and described.shape == tuple(rows.shape):
         own = torch.empty_like(parameter, dtype=described.dtype, requires_grad=False)
         return like_rows(own, rows) if is_distributed(rows) and not is_distributed(own) else own
-    return torch.empty(described.shape, dtype=described.dtype)
+    return torch.empty(described.shape, dtype=described.dtype, device="cpu")
 
 
 def _groups(optimizer: Optimizer, leaders: Mapping[int, str], values: Values) -> list[Values]:

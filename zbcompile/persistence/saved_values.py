@@ -28,7 +28,7 @@ def read_values(saved: SavedState, wanted: Values, section: str) -> Values:
 def read_process(saved: SavedState, name: str) -> Any:
     """`random` or `extra` as it was saved, with its tensors on the CPU."""
     found = {key: each for key, each in saved.tensors.items() if key.split(".")[0] == name}
-    tensors = {key: torch.empty(each.shape, dtype=each.dtype) for key, each in found.items()}
+    tensors = {key: torch.empty(each.shape, dtype=each.dtype, device="cpu") for key, each in found.items()}
     _fill(saved, tensors)
     return from_data(saved.fields["values"][name], tensors)
 

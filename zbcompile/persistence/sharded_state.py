@@ -103,7 +103,9 @@ def wanted_state(
                 rooms[number][key] = torch.zeros_like(each.tensor, dtype=described.dtype)
                 wanted[f"state.{name}.{key}"] = _pieces(each, rooms[number][key], holding)
             else:
-                wanted[f"state.{name}.{key}"] = described and torch.empty(described.shape, dtype=described.dtype)
+                wanted[f"state.{name}.{key}"] = described and torch.empty(
+                    described.shape, dtype=described.dtype, device="cpu"
+                )
 
     def state(values: Values) -> dict[int, Values]:
         return {

@@ -17,6 +17,7 @@ from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
+from zbcompile.prediction.communicators import communicators_of
 from zbcompile.program.program import Program
 from zbcompile.runtime.rank_plan import assign_buffers, completed_sends
 from zbcompile.runtime.stage_plan import AFTER, arrivals_of
@@ -43,6 +44,7 @@ class Memory:
     * `messages`: receive buffers, which stay from step to step, less what counts as an activation while it is in them;
       what was sent and is not known to have arrived.
     * `collectives`: the copies in which small gradients travel to other replicas.
+    * `communicators`: on a GPU, the buffers that NCCL takes at most (`communicators_of`).
     """
 
     parameters: int
@@ -51,6 +53,7 @@ class Memory:
     activations: int
     messages: int
     collectives: int
+    communicators: int
     peak: int
 
 
@@ -134,6 +137,8 @@ def _memory(
     state /= replicas if sharding.zero else 1
     waiting = max(sum(moment) for moment in moments)
     last = moments[-1]
+    communicators = communicators_of(program, rank, replicas).bytes
+    stays = parameters + gradients + state + communicators
     return Memory(
         parameters=int(parameters),
         gradients=int(gradients + parts + last.sums),
@@ -141,7 +146,8 @@ def _memory(
         activations=int(max(m.activations for m in moments)),
         messages=int(max(m.messages for m in moments)),
         collectives=int(collectives),
-        peak=int(parameters + gradients + state + max(waiting, parts + collectives + last.messages + last.sums)),
+        communicators=communicators,
+        peak=int(stays + max(waiting, parts + collectives + last.messages + last.sums)),
     )
 
 

@@ -16,6 +16,7 @@ from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
@@ -141,9 +142,9 @@ class Program:
 
     @property
     def device_type(self) -> str:
-        """The kind of device that the program was compiled for."""
+        """The kind of device that the program was compiled for, which need not be there."""
         holders = self.stages[0].pieces["F"].module.graph.find_nodes(op="placeholder")
-        return str(next(node.meta["val"].device.type for node in holders))
+        return kind_of(next(node.meta["val"].device for node in holders))
 
     def rank_of(self, stage: int, microbatch: int = 0) -> int:
         """The rank that runs `stage` for `microbatch`: with two model copies it depends on the microbatch."""

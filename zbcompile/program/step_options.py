@@ -64,6 +64,9 @@ class StepOptions:
             function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.
         cuda_graphs: Record every pass as a CUDA graph and replay it (docs/backends.md). Takes memory for the copies of
             what goes in and out, and gradients that stay in place: `optimizer.zero_grad(set_to_none=False)`.
+        max_ctas: Thread blocks that NCCL may take for each link between two ranks (by default up to 32). One link per
+            direction is at work at a time with one message; from the posting of its receive on its blocks wait on
+            multiprocessors, each with 9 MiB of buffers on the receiver. Few blocks move large messages more slowly.
         compare_batches: After how many steps the ranks of a pipeline compare their batches again, as they do in the
             first step: a checksum of each tensor. A difference warns, once for each input. 0: in the first step only.
     """
@@ -74,4 +77,5 @@ class StepOptions:
     placements: Placements | None = option(None, PLACEMENTS.or_none())
     backend: str | Callable[..., Any] = option("fx", BACKEND)
     cuda_graphs: bool = option(False, SWITCH)
+    max_ctas: int | None = option(None, whole(" of thread blocks").or_none())
     compare_batches: int = option(100, whole(" of steps", least=0))

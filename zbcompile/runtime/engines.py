@@ -42,7 +42,8 @@ class Engine:
         """
         program, ranks = executable.program, self.ranks
         buffers, count = executable.first.buffers, program.schedule.microbatches
-        transport = ranks.transport(channels or program.schedule, count, buffers, executable.first.number)
+        opened, number = channels or program.schedule, executable.first.number
+        transport = ranks.transport(opened, count, buffers, number, program.step.max_ctas)
         for each in (each for each in given.slices if each.divided):
             each.begin(program)
         if program.output is None:

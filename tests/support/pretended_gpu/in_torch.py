@@ -73,6 +73,9 @@ class Event(torch.Event):
     def record(self, stream: Any = None) -> None:
         super().record(torch.cuda.current_stream() if stream is None else stream)
 
+    def elapsed_time(self, other: "Event") -> float:
+        return device.milliseconds_between(self.event_id, other.event_id)
+
     def wait(self, stream: Any = None) -> None:
         super().wait(torch.cuda.current_stream() if stream is None else stream)
 
@@ -248,6 +251,7 @@ def _install_below(c: Any) -> None:
     _put(c, _cuda_getDeviceCount=lambda: DEVICES, _cuda_getDevice=device.device, _cuda_setDevice=device.set_device)
     _put(c, _cuda_isInBadFork=lambda: False, _cuda_init=_nothing, _cuda_synchronize=torch.accelerator.synchronize)
     _put(c, _cuda_exchangeDevice=_exchange, _cuda_maybeExchangeDevice=_exchange)
+    _put(c, _nccl_version=lambda: 2 << 32 | 27 << 16, _nccl_version_suffix=lambda: b"pretended")
     c._cuda_getCurrentRawStream = lambda index: torch.accelerator.current_stream(index).stream_id
     c._cuda_isCurrentStreamCapturing = device.is_capturing
 

@@ -32,6 +32,10 @@ PYBIND11_MODULE(pretended_gpu, m) {
   m.def("faults", [] { Lock lock(state().mutex); return state().faults; });
   m.def("syncs", [] { Lock lock(state().mutex); return state().syncs; });
   m.def("contexts", [] { Lock lock(state().mutex); return state().contexts; });
+  m.def("milliseconds_between", [](int64_t begin, int64_t end) {
+    return Guard().elapsedTime(reinterpret_cast<void*>(begin), reinterpret_cast<void*>(end), 0);
+  });
+  m.def("communicators", [] { return state().communicators; });
   m.def("streams_of", [](const std::string& op) { Lock lock(state().mutex); return state().ops[op]; });
   m.def("forget", [] {
     Lock lock(state().mutex);

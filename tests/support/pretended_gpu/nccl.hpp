@@ -41,7 +41,7 @@ struct Communicator {  // a queue with a thread: what NCCL does on one stream
   StreamKey key() const { return key_of(device, stream); }
   void give(std::shared_ptr<Job> job) {
     std::lock_guard<std::mutex> lock(mutex);
-    if (aborted) job->done->finish(ended());
+    if (aborted) job->done->finish(ended(), true);
     else jobs.push_back(std::move(job));
     changed.notify_all();
   }
@@ -51,10 +51,12 @@ struct Communicator {  // a queue with a thread: what NCCL does on one stream
   void abort() {
     std::lock_guard<std::mutex> lock(mutex);
     aborted = true;
-    if (running) running->done->finish(ended());
-    for (auto& job : jobs) job->done->finish(ended());
+    if (running) running->done->finish(ended(), true);
+    for (auto& job : jobs) job->done->finish(ended(), true);
     jobs.clear();
     changed.notify_all();
+    Lock state_lock(state().mutex);
+    join(state().host, state().clocks[key()]);  // its kernels are over
   }
   static void live(std::shared_ptr<Communicator> self) {
     for (;;) {
@@ -66,10 +68,14 @@ struct Communicator {  // a queue with a thread: what NCCL does on one stream
         self->running = self->jobs.front();
         self->jobs.pop_front();
       }
-      self->run(*self->running);
+      if (self->run(*self->running)) continue;
+      std::unique_lock<std::mutex> lock(self->mutex);
+      self->changed.wait(lock, [&] { return self->aborted; });
+      return;
     }
   }
-  static void run(Job& job) {
+  // Whether it came to an end: a kernel whose peer is gone spins on.
+  static bool run(Job& job) {
     try {
       for (auto& need : job.needs) need->wait();
       std::vector<Works> works;
@@ -78,11 +84,14 @@ struct Communicator {  // a queue with a thread: what NCCL does on one stream
         if (work) work->wait();
       for (auto& each : job.after) each();
       job.done->finish(nullptr);
-    } catch (...) {
+    } catch (const c10::Error&) {
       job.done->finish(std::current_exception());
+    } catch (...) {  // gloo's: the connection is closed
+      return false;
     }
     job.starts.clear();
     job.after.clear();
+    return true;
   }
 };
 
@@ -139,7 +148,7 @@ struct Nccl final : c10d::Backend {
   std::map<std::pair<DeviceIndex, std::string>, std::shared_ptr<Communicator>> communicators;
   std::mutex mutex;
   uint64_t host_name;
-  bool bound = false, coalescing = false;
+  bool bound = false, coalescing = false, ended = false;
   std::shared_ptr<Job> batch;
   Tensors batch_held;
   std::shared_ptr<Communicator> batch_on;
@@ -163,12 +172,14 @@ struct Nccl final : c10d::Backend {
   // The communicator of a device: `peer` is the other rank of a pair, -1 for all.
   std::shared_ptr<Communicator> on(DeviceIndex device, std::string name, int peer) {
     std::lock_guard<std::mutex> lock(mutex);
+    TORCH_CHECK(!ended, "NCCL communicator was aborted");
     auto& found = communicators[{device, name}];
     if (found) return found;
     found = std::make_shared<Communicator>(device);
     {
       Lock state_lock(state().mutex);
       state().contexts.insert(device);
+      state().communicators++;
     }
     auto greeting = std::make_shared<Job>();
     greeting->starts.push_back([group = inner, host = host_name, device, peer] { return greet(*group, host, device, peer); });
@@ -307,6 +318,28 @@ struct Nccl final : c10d::Backend {
     }
     return begin("allgather", v, held, [=, group = inner]() mutable { return group->allgather(h, i, o); });
   }
+  Works gather(std::vector<Tensors>& out, Tensors& in, const c10d::GatherOptions& o) override {
+    Views v;
+    auto i = host(v, in, false);
+    std::vector<Tensors> h;
+    Tensors held(in);
+    for (auto& each : out) {
+      h.push_back(host(v, each, true));
+      held.insert(held.end(), each.begin(), each.end());
+    }
+    return begin("gather", v, held, [=, group = inner]() mutable { return group->gather(h, i, o); });
+  }
+  Works scatter(Tensors& out, std::vector<Tensors>& in, const c10d::ScatterOptions& o) override {
+    Views v;
+    auto h = host(v, out, true);
+    std::vector<Tensors> i;
+    Tensors held(out);
+    for (auto& each : in) {
+      i.push_back(host(v, each, false));
+      held.insert(held.end(), each.begin(), each.end());
+    }
+    return begin("scatter", v, held, [=, group = inner]() mutable { return group->scatter(h, i, o); });
+  }
   Works _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) override {
     Views v;
     auto i = v.host(in, false), h = v.host(out, true);
@@ -375,7 +408,12 @@ struct Nccl final : c10d::Backend {
   }
   void abort() override {
     std::lock_guard<std::mutex> lock(mutex);
+    ended = true;
     for (auto& [key, communicator] : communicators) communicator->abort();
+    {
+      Lock state_lock(state().mutex);
+      state().communicators -= static_cast<int>(communicators.size());
+    }
     communicators.clear();
   }
   void shutdown() override {

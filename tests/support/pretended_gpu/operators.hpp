@@ -38,6 +38,16 @@ inline Storage storage_of(c10::DataPtr data, size_t bytes, c10::Allocator* alloc
   return Storage(c10::make_intrusive<Impl>(Impl::use_byte_size_t(), bytes, std::move(data), allocator, true));
 }
 
+// Its bytes: two operations may work on different parts of one block at a time.
+inline Span span_of(const Tensor& tensor) {
+  auto first = static_cast<size_t>(tensor.storage_offset()), last = first;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
+    if (!tensor.size(dim)) return {tensor.storage().mutable_data(), 0, 0};
+    last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  }
+  return {tensor.storage().mutable_data(), first * tensor.itemsize(), (last + 1) * tensor.itemsize()};
+}
+
 struct View {
   Tensor device, host;
   bool written;
@@ -45,7 +55,7 @@ struct View {
 struct Views {
   std::unordered_map<c10::StorageImpl*, Storage> storages;  // device -> host
   std::vector<View> tensors;
-  std::vector<void*> reads, writes;
+  std::vector<Span> reads, writes;
   bool any = false;
 
   Tensor host(const Tensor& tensor, bool written) {
@@ -54,7 +64,7 @@ struct Views {
     auto* key = tensor.storage().unsafeGetStorageImpl();
     for (auto& view : tensors)
       if (view.device.is_same(tensor)) {
-        if (written && !view.written) writes.push_back(key->mutable_data());
+        if (written && !view.written) writes.push_back(span_of(tensor));
         view.written = view.written || written;
         return view.host;
       }
@@ -66,7 +76,7 @@ struct Views {
     Tensor made = on_storage(at->second, tensor, CPU_KEYS);
     if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) made.unsafeGetTensorImpl()->set_wrapped_number(true);
     tensors.push_back({tensor, made, written});
-    (written ? writes : reads).push_back(key->mutable_data());
+    (written ? writes : reads).push_back(span_of(tensor));
     return made;
   }
   Tensor device(const Tensor& made) {

@@ -21,6 +21,7 @@
 #include <set>
 #include <string>
 #include <thread>
+#include <tuple>
 #include <unordered_map>
 #include <unordered_set>
 #include <vector>
@@ -47,10 +48,17 @@ struct Use {
   std::string op;
   bool freed = false;
 };
+struct Span {  // the bytes of a block that a tensor covers
+  void* memory;
+  size_t begin = 0, end = SIZE_MAX;
+  Span(void* block, size_t from = 0, size_t to = SIZE_MAX) : memory(block), begin(from), end(to) {}
+  operator void*() const { return memory; }
+};
+using Place = std::tuple<StreamKey, size_t, size_t>;  // a stream, and the bytes that it used
 struct Block {  // of memory: which streams used it last, and which ones `record_stream` named
   StreamKey owner = 0;
   size_t bytes = 0;
-  std::map<StreamKey, Use> reads, writes;
+  std::map<Place, Use> reads, writes;
   std::set<StreamKey> recorded;
 };
 struct Memory {
@@ -60,14 +68,15 @@ struct Memory {
 struct Done {  // of one message or collective, which may still be under way
   std::mutex mutex;
   std::condition_variable changed;
-  bool over = false;
+  bool over = false, aborted = false;
   std::exception_ptr error;
   std::chrono::milliseconds patience{300'000};
 
-  void finish(std::exception_ptr found) {
+  void finish(std::exception_ptr found, bool ended_early = false) {
     std::lock_guard<std::mutex> lock(mutex);
     if (over) return;
     over = true;
+    aborted = ended_early;
     error = std::move(found);
     changed.notify_all();
   }
@@ -94,6 +103,7 @@ struct State {
   std::unordered_set<void*> pinned;
   std::map<StreamKey, std::map<StreamKey, Use>> pending;  // by owner, by stream: uses of memory that was freed
   std::set<int> contexts;                                 // devices that this process has talked to
+  int communicators = 0;                                  // of NCCL, that are open
   int64_t next_stream = 1;
   Memory of_device[MOST_DEVICES];
   size_t launches = 0, waits = 0;
@@ -137,13 +147,20 @@ inline void stand_still(StreamKey stream, const Pending& more) {
   for (auto& each : more)
     if (std::find(all.begin(), all.end(), each) == all.end()) all.push_back(each);
 }
-// Kernels are the host's: it waits for what the stream waits for when it has one to run, or looks at a result.
+// Kernels are the host's: it waits for what the stream waits for when it has one to run, or looks at a result. Behind
+// what was aborted a stream goes on, with whatever is there; the work tells of it.
 inline void settle(const Pending& pending) {
   if (pending.empty()) return;
   PyThreadState* python = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
   std::exception_ptr error;
   try {
-    for (auto& each : pending) each->wait();
+    for (auto& each : pending) {
+      try {
+        each->wait();
+      } catch (...) {
+        if (!each->aborted) throw;
+      }
+    }
   } catch (...) {
     error = std::current_exception();
   }
@@ -222,7 +239,7 @@ inline void note_allocation(void* memory, size_t bytes) {
     bool over = has_seen(clock, at->first, at->second.time) || has_seen(s.host, at->first, at->second.time);
     at = over ? pending.erase(at) : std::next(at);
   }
-  block.reads = pending;  // an allocator may hand out any of it
+  for (auto& [stream, use] : pending) block.reads[{stream, 0, SIZE_MAX}] = use;  // an allocator may hand out any of it
   s.memory[memory] = block;
   auto& count = s.of_device[current];
   count.now += bytes;
@@ -239,7 +256,8 @@ inline void note_free(void* memory) {
   Clock owner = s.clocks[block.owner];
   join(owner, s.host);
   for (auto* uses : {&block.reads, &block.writes})
-    for (auto& [stream, use] : *uses) {
+    for (auto& [place, use] : *uses) {
+      auto stream = std::get<0>(place);
       if (stream == block.owner || use.freed || has_seen(owner, stream, use.time)) continue;
       // record_stream means an event at this moment: it also covers what that stream has already waited for
       bool named = false;
@@ -252,8 +270,8 @@ inline void note_free(void* memory) {
 }
 
 // An operation is launched on a stream: it must be ordered after whoever used its memory.
-inline void launch(StreamKey stream, const std::string& op, const std::vector<void*>& reads,
-                   const std::vector<void*>& writes) {
+inline void launch(StreamKey stream, const std::string& op, const std::vector<Span>& reads,
+                   const std::vector<Span>& writes) {
   if (capturing()) return;
   auto& s = state();
   std::vector<std::string> found;
@@ -264,24 +282,25 @@ inline void launch(StreamKey stream, const std::string& op, const std::vector<vo
     uint64_t now = ++clock[stream];
     s.launches++;
     s.ops[op].insert(stream);
-    auto check = [&](std::map<StreamKey, Use>& uses, const char* kind) {
-      for (auto& [other, use] : uses)
-        if (other != stream && !has_seen(clock, other, use.time))
+    auto check = [&](std::map<Place, Use>& uses, const Span& span, const char* kind) {
+      for (auto& [place, use] : uses)
+        if (auto [other, begin, end] = place;
+            other != stream && begin < span.end && span.begin < end && !has_seen(clock, other, use.time))
           found.push_back(std::string(use.freed ? "REUSE (freed, no record_stream): " : "RACE: ") + op + " on " +
                           name_of(stream) + " " + kind + " of " + use.op + " on " + name_of(other));
     };
-    for (auto* memory : reads) {
-      auto at = s.memory.find(memory);
+    for (auto& span : reads) {
+      auto at = s.memory.find(span.memory);
       if (at == s.memory.end()) continue;
-      check(at->second.writes, "reads the result");
-      at->second.reads[stream] = {now, op};
+      check(at->second.writes, span, "reads the result");
+      at->second.reads[{stream, span.begin, span.end}] = {now, op};
     }
-    for (auto* memory : writes) {
-      auto at = s.memory.find(memory);
+    for (auto& span : writes) {
+      auto at = s.memory.find(span.memory);
       if (at == s.memory.end()) continue;
-      check(at->second.writes, "overwrites the result");
-      check(at->second.reads, "overwrites the input");
-      at->second.writes[stream] = {now, op};
+      check(at->second.writes, span, "overwrites the result");
+      check(at->second.reads, span, "overwrites the input");
+      at->second.writes[{stream, span.begin, span.end}] = {now, op};
     }
   }
   for (auto& each : found) note_fault(each);

@@ -1,7 +1,6 @@
 """On CUDA: the same gradients, and a host that never waits. Skipped, with the reason, where there are too few GPUs."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -10,26 +9,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 import zbcompile
+from tests.support.on_gpus import one_gpu, two_gpus, waiting_forbidden
 from tests.support.oracle import PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.training import interpreted
 
-GPUS = torch.cuda.device_count()
-one_gpu = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
-two_gpus = pytest.mark.skipif(GPUS < 2, reason=f"NCCL connects GPUs: needs 2, found {GPUS}")
-
 # float32 GEMMs of another shape or order: 2^-23 per addition, some hundred of them. TF32 is off by default.
 BOUND = 1e-4
-
-
-@contextmanager
-def waiting_forbidden() -> Iterator[None]:
-    """Every operation that makes the host wait for the device raises."""
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def assert_steps_as_eager(

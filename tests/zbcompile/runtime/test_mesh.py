@@ -72,7 +72,8 @@ def trained(
 ) -> tuple[float, float, float, float, list[str]]:
     """Two steps: of the loss, a gradient, the norm and an evaluation (of what EVALUATES) by how much they differ;
     collectives that are needless."""
-    mesh = init_device_mesh("cpu", (2, dist.get_world_size() // 2), mesh_dim_names=names)
+    device = torch.get_default_device().type
+    mesh = init_device_mesh(device, (2, dist.get_world_size() // 2), mesh_dim_names=names)
     model, (x, y) = model_of(kind, mesh), batch()
     total, whole, norm = in_one_process(kind)
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, **options_of(kind, model))

@@ -25,15 +25,17 @@ from tests.support.pretended_gpu.build import ROOT, built, environment, why_not
 from zbcompile.backends.cuda_graphs import WARM_UP, Recorded
 from zbcompile.model.seeds import Relay
 from zbcompile.passes import gpu
+from zbcompile.prediction.communicators import Communicators, communicators_of
 
 HERE = "pretended_gpu_in_torch" in sys.modules
 pretended = pytest.mark.skipif(not HERE, reason="runs on the pretended GPU, in a process of its own")
 FILES = (
     "tests/zbcompile/runtime/test_cuda.py",
+    "tests/zbcompile/runtime/test_cuda_composition.py",
     "tests/zbcompile/backends/test_cuda_graphs.py",
     "tests/zbcompile/runtime/test_pretended_gpu.py",
 )
-OF_GPUS = 11 + 7  # of the first two files, without the slow ones
+OF_GPUS = 26 + 13 + 7  # of the first three files
 
 
 @pytest.mark.skipif(HERE, reason="is on the pretended GPU")
@@ -41,14 +43,14 @@ OF_GPUS = 11 + 7  # of the first two files, without the slow ones
 @pytest.mark.several_processes
 @pytest.mark.timeout(1200)  # on a busy machine; the libraries may have to be built
 def test_gpu_tests_on_the_pretended_gpu(tmp_path: Path) -> None:
-    """Those that are not slow, which have every trait once, each without a fault against CUDA's order. With
-    `python -m tests.support.pretended_gpu.build` before the command, pytest runs the others too."""
+    """Each without a fault against CUDA's order. `python -m tests.support.pretended_gpu.build --devices 4` before
+    another command of pytest runs that one so."""
     reason = why_not()
     if reason is not None:
         pytest.skip(reason)
     plugins = ["-p", "no:cacheprovider", "-p", "tests.support.pretended_gpu.checked"]
-    command = [sys.executable, "-m", "pytest", "-q", "-rs", "-m", "not slow", *plugins, "--timeout", "300", *FILES]
-    given = environment(built(), faults=tmp_path)
+    command = [sys.executable, "-m", "pytest", "-q", "-rs", *plugins, "--timeout", "300", *FILES]
+    given = environment(built(), devices=4, faults=tmp_path)
     done = subprocess.run(command, cwd=ROOT, env=given, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stdout[-20_000:] + done.stderr[-4000:]
     passed = int(done.stdout.split(" passed")[0].split()[-1])
@@ -83,6 +85,17 @@ def test_a_read_without_an_event_is_found(device: ModuleType, ordered: bool) -> 
         kept = written * 2
     assert kinds(device) == (set() if ordered else {"RACE"})
     del kept
+
+
+@pretended
+@pytest.mark.parametrize(("begin", "found"), [(4, set()), (3, {"RACE"})])
+def test_parts_of_one_tensor_are_told_apart(device: ModuleType, begin: int, found: set[str]) -> None:
+    whole, other = torch.zeros(8, device="cuda"), torch.cuda.Stream()
+    torch.cuda.synchronize()
+    whole[:4].add_(1)
+    with torch.cuda.stream(other):
+        whole[begin:].add_(1)
+    assert kinds(device) == found
 
 
 @pretended
@@ -283,6 +296,50 @@ def test_ranks_whose_scripts_only_moved_the_model(pool: Pool) -> None:
         assert used == {rank}
         assert seeded == 0
         assert {"zbcompile 0>1", "zbcompile 1>0"} <= set(names)
+
+
+def made_of_nccl(max_ctas: int | None) -> tuple[int, list[int | None], Communicators]:
+    """How many communicators a step adds to that of the group, the limits of its links, and what was predicted."""
+    device = sys.modules["pretended_gpu_in_torch"].device  # type: ignore[attr-defined]
+    here = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(here)
+    dist.barrier()
+    before, known = device.communicators(), len(dist.ProcessGroupNCCL.made)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(here)
+    pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, loss=squared, max_ctas=max_ctas)
+    pipe.step(torch.ones(8, 8, device=here), target=torch.zeros(8, 8, device=here))
+    added = device.communicators() - before
+    limits = [options.config.max_ctas for options in dist.ProcessGroupNCCL.made[known:]]
+    predicted = communicators_of(pipe.program, dist.get_rank())
+    pipe.close()
+    return added, limits, predicted
+
+
+@pretended
+@pytest.mark.parametrize("max_ctas", [None, 4])
+def test_communicators_are_those_predicted(pool: Pool, max_ctas: int | None) -> None:
+    for added, limits, predicted in pool.run(made_of_nccl, max_ctas, backend="nccl"):
+        assert added == predicted.links == 2
+        assert predicted.groups == 1
+        assert limits == [max_ctas] * predicted.links
+        assert predicted.waiting == 2 * (max_ctas or 32)
+
+
+@pretended
+def test_what_a_recording_cannot_hold_is_refused() -> None:
+    """A host that waits, a seed; and nothing is computed before the replay."""
+    torch.cuda.synchronize()
+    tensor, graph = torch.ones(4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        doubled = tensor * 2
+        with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+            tensor.cpu()
+        with pytest.raises(RuntimeError, match="during CUDA graph capture"):
+            torch.cuda.manual_seed(3)
+    assert doubled.isnan().all()  # as new memory is
+    tensor.fill_(3)
+    graph.replay()
+    assert doubled.tolist() == [6.0] * 4
 
 
 @pretended
