@@ -1,13 +1,15 @@
 """What an optimizer of a pipeline promises, held against one that is neither divided nor early, in a checkout:
 
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part kinds
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part validation
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part bounds
 
 `levels`, at dp2 x pp2: losses, norms and parameters of 20 updates are compared bit by bit with `zero=0`, for `zero=1`
 and `zero=2`, updated after the step and inside of it (with clipping: `validate="after"`), and the bytes of the
-optimizer's state are counted. `validation`, at pp4: 40 updates with three clips, with a scaler also two infinities and
-one NaN. `bounds`, at dp4, where replicas add in another order: gradients at equal parameters, and parameters after 20
+optimizer's state are counted. `kinds`: the same for torch's optimizers that can be divided, parameters in float32 and
+bfloat16, with clipping and without. `validation`, at pp4: 40 updates with three clips, with a scaler also two
+infinities and one NaN. `bounds`, at dp4, where replicas add in another order: gradients at equal parameters, and parameters after 20
 updates by SGD, relative to the largest entry.
 """
 
@@ -56,6 +58,20 @@ def levels() -> Iterator[Row]:
             fair = held[1] <= whole.held / 2 + 512 and held[2] <= whole.held / 2 + 512
             text = f"{schedule:10} clip={clip}: {len(others)} runs bitwise {equal}; bytes of state by zero: {held}"
             yield text, equal and fair
+
+
+def kinds() -> Iterator[Row]:
+    """Bit by bit at dp2 x pp2, with each optimizer."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    for dtype, kind in product(("float32", "bfloat16"), ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Muon")):
+        found = []
+        with compiled_once(f"short-mlp {dtype}", exact=True):
+            for clip in (None, 0.05):
+                usual = Training("short-mlp", "zb-v", kind=kind, dtype=dtype, clip=clip, updates=5)
+                inside = replace(usual, early=clip is None, validate="before" if clip is None else "after")
+                whole = trained(usual, 0, mesh)
+                found += [same(trained(each, zero, mesh), whole) for each in (usual, inside) for zero in (0, 1, 2)]
+        yield f"{kind:8} {dtype:8}: {len(found)} runs bitwise {all(found)}", all(found)
 
 
 def same(found: Result, whole: Result) -> bool:
@@ -140,7 +156,12 @@ def furthest(parts: Parts, whole: Parts) -> float:
     return max(float((part - all_[at : at + len(part)]).abs().max() / all_.abs().max()) for part, all_, at in pairs)
 
 
-PARTS: dict[str, Callable[[], Iterator[Row]]] = {"levels": levels, "validation": validation, "bounds": bounds}
+PARTS: dict[str, Callable[[], Iterator[Row]]] = {
+    "levels": levels,
+    "kinds": kinds,
+    "validation": validation,
+    "bounds": bounds,
+}
 
 
 def main() -> int:
