@@ -9,8 +9,8 @@
 and `zero=2`, updated after the step and inside of it (with clipping: `validate="after"`), and the bytes of the
 optimizer's state are counted. `kinds`: the same for torch's optimizers that can be divided, parameters in float32 and
 bfloat16, with clipping and without. `validation`, at pp4: 40 updates with three clips, with a scaler also two
-infinities and one NaN. `bounds`, at dp4, where replicas add in another order: gradients at equal parameters, and parameters after 20
-updates by SGD, relative to the largest entry.
+infinities and one NaN. `bounds`, at dp4, where replicas add in another order: gradients at equal parameters, and
+parameters after 20 updates by SGD, relative to the largest entry.
 """
 
 import argparse
