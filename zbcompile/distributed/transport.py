@@ -171,8 +171,9 @@ class Transport:
         return message in self.boxes
 
     def wait(self, message: Message) -> None:
-        for work in self.receives.pop(message, ()):
-            work.wait()
+        if self.receives:
+            for work in self.receives.pop(message, ()):
+                work.wait()
 
     def take(self, message: Message) -> Tensors:
         return self.boxes.pop(message)

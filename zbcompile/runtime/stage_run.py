@@ -60,9 +60,10 @@ class StageRun:
         if call.opens:
             self._open(microbatch, arrived)
         frame = self.frames.pop(microbatch) if call.closes else self.frames[microbatch]
-        for (place, spec), value in zip(call.arrives, arrived, strict=True):
-            frame[place] = laid_out(value, spec)
-        arrived.clear()
+        if arrived or call.arrives:
+            for (place, spec), value in zip(call.arrives, arrived, strict=True):
+                frame[place] = laid_out(value, spec)
+            arrived.clear()
         return self._take(call, frame)
 
     def _open(self, microbatch: int, arrived: Tensors) -> None:
@@ -82,9 +83,12 @@ class StageRun:
         """Store the results of a pass; the tensors to pass on."""
         stage = self.of(microbatch)
         call = stage.calls[name]
-        for at, _ in call.checks:
-            if not results[at]:
-                raise AssertionError(self._violation(at, microbatch))
+        if call.opens:
+            for at, _ in call.checks:
+                if not results[at]:
+                    raise AssertionError(self._violation(at, microbatch))
+            for at, buffer in call.mutations:
+                stage.resident[Slot("buffer", buffer)].copy_(results[at])
         if call.saves:
             frame = self.frames[microbatch]
             for at, place in call.saves:
@@ -93,8 +97,6 @@ class StageRun:
             self.losses[microbatch] = results[call.loss]
         for at, leaf in call.outputs:
             self.outputs.setdefault(leaf, {})[microbatch] = results[at]
-        for at, buffer in call.mutations:
-            stage.resident[Slot("buffer", buffer)].copy_(results[at])
         for parameter, places in call.gradients:
             self.gradients[parameter].add(self.index, microbatch, [results[at] for at in places])
         sends = [laid_out(results[at], spec) for at, spec in call.sends]
