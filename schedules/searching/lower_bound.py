@@ -99,14 +99,14 @@ def _in_flight(problem: Problem, rank: int, stage: int, limit: float) -> Iterato
     each = sum(costs.activation[s] for s in mine if (s <= stage and problem.placement.kind != "dual") or s == stage)
     if each <= 0:
         return
-    later = 0.0
+    later, many = 0.0, problem.microbatches
     for other in mine:
         if other == stage or (other > stage and problem.placement.kind != "dual"):
             later += costs.activation[other] if other > stage else 0
-            yield B, other, max(1, math.floor((limit - later) / each))
+            yield B, other, max(1, math.floor(min(many, (limit - later) / each)))
     least = min(costs.activation[stage], costs.residue[stage])
     if least > 0:
-        yield W, stage, max(1, 1 + math.floor((limit - each) / least))
+        yield W, stage, max(1, 1 + math.floor(min(many, (limit - each) / least)))
 
 
 def _one_machine(ways: _Ways, passes: Sequence[int], time: Sequence[float]) -> float:

@@ -1,5 +1,6 @@
 """What a search is asked, made precise: one problem for every placement that the costs and the ranks allow."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -31,10 +32,23 @@ def problems_of(
         Problem(placement, microbatches, cut, limits, barrier, barriers)
         for placement, cut in _cuts(costs, ranks, placements)
     ]
+    for problem in every:
+        _require_finite(problem)
     fitting = [problem for problem in every if problem.fits(one_by_one(problem))]
     if not fitting:
         raise ScheduleError("\n  ".join(("memory_limit: no order fits", *map(_shortage, every))))
     return fitting
+
+
+def _require_finite(problem: Problem) -> None:
+    delays = sum(delay for waits in problem.waits for _, delay in waits)
+    if (
+        not 2 * (sum(problem.time) + sum(map(abs, problem.added)) + delays) < math.inf
+    ):  # what precedes, and what follows
+        raise ScheduleError(
+            f"placement {problem.placement}: the times, or the bytes, of all passes add up to more than a float can "
+            "be; give costs in a larger unit"
+        )
 
 
 def _limits(limit: float | Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:

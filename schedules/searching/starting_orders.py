@@ -33,6 +33,7 @@ class Rule(NamedTuple):
         return f"{self.first or 'F and B in turn'}{' first' if self.first else ''}, W into gaps of {self.gap:g}{ahead}"
 
 
+HEURISTIC, HEURISTIC_SECONDS = ("zb-1p", "zb-2p"), 1.5e-4  # for each pass
 AHEAD = (1.25, math.inf, 1, 1.5, 2)
 RULES = tuple(Rule(first, gap, ahead) for ahead, gap, first in product(AHEAD, (0.5, 0, 1), (B, "", F)))
 
@@ -45,9 +46,12 @@ class Seed(NamedTuple):
     schedule: Schedule | None = None
 
 
-def named_seeds(problem: Problem) -> Iterator[Seed]:
-    """Every name of this placement that fits into the limits, in the order of the registry."""
+def named_seeds(problem: Problem, seconds: float = math.inf) -> Iterator[Seed]:
+    """Every name of this placement that fits into the limits, in the order of the registry; without those whose own
+    heuristics would take most of so many seconds."""
     for family in FAMILIES:
+        if family.name in HEURISTIC and HEURISTIC_SECONDS * len(problem.time) > seconds / 2:
+            continue
         schedule = _built(family, problem)
         words = None if schedule is None else problem.words(schedule)
         if words is not None:
@@ -58,7 +62,7 @@ def _built(family: Family, problem: Problem) -> Schedule | None:
     placement = problem.placement
     if family.generate is None or family.placement not in _KINDS[placement.kind]:
         return None
-    limit = min(problem.limits) if problem.limits and family.name in ("zb-1p", "zb-2p") else None
+    limit = min(problem.limits) if problem.limits and family.name in HEURISTIC else None
     try:
         task = admitted_task(family, placement.ranks, problem.microbatches, placement.chunks, {}, problem.costs)
         schedule = generated(family, replace(task, memory_limit=limit), {})

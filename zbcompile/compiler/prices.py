@@ -178,13 +178,14 @@ class LinePrices:
         if policy == "full":  # recomputed, all of it is there
             waits = self._known("off").kept.growing(begin, end)
         left, forward, backward = residue.shrinking(begin, end), 0, 0
+        arriving = 0 if end in prices.blocks else self._crossing(end)  # gradients in a buffer; a block alone frees them
         second = next((block for block in prices.blocks if block > begin), end)  # the first one counts what it receives
         for at in range(begin, end):
             in_forward, in_backward = (each[at] for each in prices.beside)
             if in_forward is not None:
                 forward = max(forward, grown[at - begin] + in_forward + (received if at >= second else 0))
             if in_backward is not None:
-                backward = max(backward, waits[at - begin] + in_backward + left[at - begin])
+                backward = max(backward, waits[at - begin] + in_backward + left[at - begin] + arriving)
         return forward, backward
 
     def _exchange(self, rows: float) -> float | None:

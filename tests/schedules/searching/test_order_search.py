@@ -3,6 +3,7 @@
 import json
 import math
 import random
+import time
 from fractions import Fraction
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -159,6 +160,22 @@ def test_a_frontier_is_the_curve_of_time_against_memory(limit: float | None) -> 
         if limit is None or max(timeline.peak_memory) <= limit:
             assert any(t <= timeline.makespan and m <= max(timeline.peak_memory) for t, m in points)
     assert not search(costs, 4, 8, limit, moves=0).frontier
+
+
+def test_costs_without_a_finite_sum_are_refused() -> None:
+    with pytest.raises(ScheduleError, match="add up to more than a float can be"):
+        search(Costs((1e308,), (1,), (1,)), 1, 2)
+    for limit, kept in ((math.inf, 1), (4, 1e-300)):
+        assert search(Costs((1,), (1,), (1,), activation=(kept,)), 1, 2, limit, moves=0).proven
+
+
+def test_seconds_are_a_cap_of_names_that_take_long_too() -> None:
+    """zb-1p and zb-2p try eight orders of their own; where passes are many, a rule of preference is tried first."""
+    costs = Costs.uniform(32, activation=1, residue=0.5)
+    begun = time.process_time()
+    found = search(costs, 32, 256, 25.0, ["linear"], seconds=0.5)
+    assert time.process_time() - begun < 5
+    assert found.objective < 1.1 * found.bound
 
 
 def test_limits_may_differ_by_rank() -> None:
