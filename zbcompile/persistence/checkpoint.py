@@ -99,7 +99,7 @@ def save_checkpoint(
         raise PipelineError(f"step={count!r}; expected how many steps have been trained, a whole number from 0 on.")
     kept: Any = nullcontext(source.attached(FolderWriter)) if isinstance(source, Pipeline) else closing(FolderWriter())
     with kept as writer, ranks.watch.region(what):
-        together(ranks, what, writer.finish)
+        together(ranks, what, lambda: writer.finish(ranks.watch.position))
         _require_same_call(ranks, step=count, wait=wait, frozen=frozen)
         _hold(writer, folder, ranks)
         tensors, own = together(ranks, what, lambda: _contents(source, holding, optimizer, ema, frozen))
@@ -154,7 +154,8 @@ def load_checkpoint(
     ranks = source.ranks if isinstance(source, Pipeline) else holding_of(source).ranks
     with ranks.watch.region(f"loading a checkpoint from {path}"):
         if isinstance(source, Pipeline):
-            together(ranks, f"saving before loading {path}", source.attached(FolderWriter).finish)
+            writer = source.attached(FolderWriter)
+            together(ranks, f"saving before loading {path}", lambda: writer.finish(ranks.watch.position))
         found = _newest_whole(Path(path), ranks, fallback)
         if found is None and not required:
             return Checkpoint(step=0)
@@ -290,7 +291,8 @@ def _write(
     from zbcompile.persistence.checkpoint_storage import CheckpointWriter
 
     position, alone = ranks.watch.position, ranks.everyone is None
-    storage = CheckpointWriter(part_of(partial, ranks.number), own, commit, nullcontext if later else position.working)
+    working = later.working if later else position.working
+    storage = CheckpointWriter(part_of(partial, ranks.number), own, commit, working)
     if later is not None:
         group = later.group_of(ranks)
         warnings.filterwarnings("ignore", message=ONE_PROCESS)  # the thread outlives any context

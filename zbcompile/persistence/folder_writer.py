@@ -1,16 +1,21 @@
 """What a pipeline keeps for the checkpoints that it writes."""
 
 import shutil
-from concurrent.futures import Future
+from collections.abc import Iterator
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 
+from zbcompile.distributed.faults import Position
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.persistence.saved_values import first_cause
+
+LOOK = 0.05  # seconds between two looks at the thread of a save
 
 
 class FolderWriter:
@@ -22,6 +27,7 @@ class FolderWriter:
         self.lock: FolderLock | None = None
         self.group: dist.ProcessGroup | None = None
         self._pending: tuple[Path, Future[Any]] | None = None
+        self._works = False
 
     def take(self, folder: Path | None, lock: FolderLock | None) -> None:
         """Keep the lock of `folder` in place of that of another folder."""
@@ -40,12 +46,29 @@ class FolderWriter:
         """Remember a save that is under way."""
         self._pending = partial, pending
 
-    def finish(self) -> None:
-        """Wait for the save that is under way. Raises PipelineError if it failed, and removes what it has written."""
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Around what the thread of a save does alone, for as long as it takes."""
+        self._works = True
+        try:
+            yield
+        finally:
+            self._works = False
+
+    def finish(self, position: Position | None = None) -> None:
+        """Wait for the save that is under way. Raises PipelineError if it failed, and removes what it has written.
+        While the thread waits for other ranks, so does this one at its `position`, if it is given."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
         partial, future = pending
+        while position is not None and not future.done():
+            if self._works:
+                wait((future,), LOOK)
+                continue
+            with position.waiting("the checkpoint of all ranks"):
+                while not (self._works or future.done()):
+                    wait((future,), LOOK)
         error = future.exception()
         if error is not None:
             if self.lock is not None:
