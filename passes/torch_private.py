@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint
+from torch._library import custom_ops  # 2.11-2.13: where torch.library.custom_op keeps what it has made
 from torch._ops import (
     HigherOrderOperator as HigherOrderOperator,  # 2.11-2.13: the class of torch.ops.higher_order.*
     OpOverload as OpOverload,  # 2.11-2.13: the class of torch.ops.aten.*.*
@@ -184,6 +185,12 @@ def known_operator(library: str, function: str, overload: str) -> OpOverload | N
     found = getattr(packet, overload)
     known = type(found) is OpOverload and torch._C._dispatch_has_kernel(found.name())
     return found if known and str(found) == f"{library}.{function}.{overload}" else None
+
+
+def custom_kernel(operation: OpOverload) -> Callable[..., Any] | None:
+    """The Python function that torch.library.custom_op made an operator of; None for any other operator (2.11-2.13)."""
+    found = custom_ops.OPDEFS.get(str(operation.name()).partition(".")[0])
+    return None if found is None else found._init_fn
 
 
 def returns_tensors(operation: OpOverload) -> bool:
@@ -433,6 +440,16 @@ def traced_node(tensor: torch.Tensor) -> tuple[Node, torch.nn.Module] | None:
         return None
     proxy = getattr(proxy_tensor.get_proxy_slot(tensor, mode.tracer, None), "proxy", None)
     return None if proxy is None else (proxy.node, mode.tracer.root)  # type: ignore[union-attr]
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """What a trace knows of a tensor (2.11-2.13): of a DTensor this rank's part, of one that is being made functional
+    its present value; any other tensor itself."""
+    local = getattr(tensor, "_local_tensor", tensor)
+    if not isinstance(local, functional_tensor.FunctionalTensor):
+        return local
+    torch._sync(local)
+    return torch._from_functional_tensor(local.elem)
 
 
 def is_part_of_vmap(function: object) -> bool:

@@ -11,7 +11,11 @@ if TYPE_CHECKING:
     from zbcompile.api.grad_scaler import GradScaler as GradScaler
     from zbcompile.api.pipeline import Pipeline as Pipeline
     from zbcompile.api.pipeline_function import pipeline as pipeline
-    from zbcompile.errors import FaultError as FaultError, PipelineError as PipelineError
+    from zbcompile.errors import (
+        FaultError as FaultError,
+        PipelineError as PipelineError,
+        PlacementError as PlacementError,
+    )
     from zbcompile.inspection.explain_model import Explanation as Explanation, explain as explain
     from zbcompile.model.example import Example as Example
     from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan as apply_tensor_parallel_plan
@@ -53,7 +57,7 @@ _HOME = {
     "model.huggingface_plan": ("apply_tensor_parallel_plan",),
     "model.padding": ("buckets",),
     "model.seeds": ("microbatch_seed",),
-    "errors": ("FaultError", "PipelineError"),
+    "errors": ("FaultError", "PipelineError", "PlacementError"),
     "passes.hardware.hardware": ("Hardware",),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),
     "schedules.errors": ("ScheduleError",),

@@ -60,6 +60,11 @@ def is_call(node: Node) -> bool:
     return node.target in (_OPERATOR, _RANDOM)
 
 
+def kernel_of_call(target: object) -> Callable[..., Any] | None:
+    """What an operator that stands for a call does, in Python; None for any other."""
+    return _kernel if target in (_OPERATOR, _RANDOM) else None
+
+
 def form_of(node: Node) -> Hashable:
     """Equal for operators that compute alike on tensors of equal form."""
     tensors, name = node.args

@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
+from zbcompile.passes.capture.custom_functions import kernel_of_call
 from zbcompile.passes.capture.functional_writes import GRADIENT_LAYOUT
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import any_gradient, is_use, leaf_like, like, output_values
@@ -26,6 +27,7 @@ from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.shared_parameters import SEPARATE_USES
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter, described_backward
+from zbcompile.passes.split.gradient_flow import FlowRecorder, GradientFlow
 from zbcompile.passes.split.in_place import calculate_alike, in_place_operation, replace_writes_into_fresh
 from zbcompile.passes.torch_private import FakeTensorMode, functional, make_fx, single_threaded_backward
 
@@ -57,6 +59,7 @@ class Joint:
     gradient_of_input: Mapping[str, torch.Tensor]
     recomputed: Recomputed | None = None
     deferred: Mapping[str, str] = field(default_factory=dict)
+    flow: GradientFlow | None = None
 
 
 def trace_joint(
@@ -81,7 +84,7 @@ def trace_joint(
     with mode:
         primals = [leaf_like(node, trainable) for node in holders]
         arriving = [like(value) for value in tangents.values()]
-    run = _Run(stage, len(primals), tuple(tangents))
+    run = _Run(stage, len(primals), tuple(tangents), dimensions)
     with mode, kernels_layouts(), single_threaded_backward(), preserve_node_meta():
         module = make_fx(run)(*primals, *arriving)
         replace_writes_into_fresh(module)
@@ -96,7 +99,9 @@ def trace_joint(
     leaving = {s.name: boundary_like(n.meta["val"], exact) for s, n in outputs if s.kind == "input_gradient"}
     for node, slot in zip(nodes, slots, strict=True):
         node.meta["slot"] = slot
-    return Joint(stage, module, tuple(zip(slots, nodes, strict=True)), tuple(outputs), leaving)
+    inputs = tuple(zip(slots, nodes, strict=True))
+    flow = None if run.flow is None else run.flow.of(module, inputs, tuple(outputs))
+    return Joint(stage, module, inputs, tuple(outputs), leaving, flow=flow)
 
 
 def _trace_functional(run: "_Run", values: list[Any], written: GraphModule, exact: bool) -> GraphModule:
@@ -143,13 +148,15 @@ def _drop_results_without_value(module: GraphModule) -> None:
 class _Run:
     """The function that is traced: the stage's forward, then `torch.autograd.grad` for whatever wants a gradient."""
 
-    def __init__(self, stage: Stage, primals: int, tangents: tuple[str, ...]) -> None:
-        self.stage, self.primals, self.tangents = stage, primals, tangents
+    def __init__(self, stage: Stage, primals: int, tangents: tuple[str, ...], dimensions: Mapping[str, str]) -> None:
+        self.stage, self.primals, self.tangents, self.dimensions = stage, primals, tangents, dimensions
         self.gradients: list[Slot] = []
+        self.flow: FlowRecorder | None = None
 
     def __call__(self, *flat: Any) -> list[Any]:
         primals, tangents = flat[: self.primals], flat[self.primals :]
         interpreter = _UseInterpreter(self.stage.module, garbage_collect_values=False)
+        interpreter.flow = self.flow = FlowRecorder(self.dimensions) if set(self.dimensions.values()) - {"pp"} else None
         with torch.enable_grad():
             outputs = interpreter.run(*primals)
         pairs = []
@@ -160,6 +167,10 @@ class _Run:
         pairs += [(Slot("virtual_gradient", node.name), interpreter.env[node]) for node in first]
         pairs = [(slot, value) for slot, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
         self.gradients = [slot for slot, _ in pairs]
+        if self.flow is not None:
+            self.flow.leaves = [
+                (self.flow.number(value), slot) for slot, value in pairs if slot.kind != "virtual_gradient"
+            ]
         return [*outputs, *self._backward(outputs, [value for _, value in pairs], tangents)]
 
     def _backward(self, outputs: Any, wanted: list[torch.Tensor], tangents: tuple[Any, ...]) -> list[Any]:
@@ -172,6 +183,9 @@ class _Run:
                 )
         if not wanted or not roots:
             return [None] * len(wanted)
+        if self.flow is not None:
+            tangents_of_roots = zip(self.tangents, roots, strict=True)
+            self.flow.roots = [(self.flow.number(root), Slot("tangent", name)) for name, root in tangents_of_roots]
         with described_backward():
             return list(torch.autograd.grad(roots, wanted, grad_outputs=tangents, allow_unused=True))
 
@@ -201,6 +215,10 @@ class _UseInterpreter(MarkingInterpreter):
         return loaded
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inside = kernel_of_call(target) if self.flow is not None else None
+        if inside is not None and self.flow is not None:  # an operator would hide what it calls from the recorder
+            with self.flow:
+                return inside(*args, **kwargs)
         return super().call_function(kernel_of(target, args), args, kwargs)
 
     def run_node(self, n: Node) -> Any:

@@ -102,6 +102,8 @@ class Shares:
         return "" if slot.kind in ("parameter", "buffer") and self.is_part(slot.name) else str(slot)
 
     def _of_operation(self, node: Node, held: Mapping[Node, str], forward: Piece) -> str:
+        if node.target is torch.ops.aten.copy.default:  # what an exchange in place gives
+            return held[node.args[1]]  # type: ignore[index]
         sources = [held[each] for each in node.all_input_nodes]
         if group_of(node) == self.dimension and (found := self._of_collective(node, all(sources))) is not None:
             return found

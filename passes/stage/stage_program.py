@@ -17,6 +17,7 @@ from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter
+from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.split.in_place import replace_writes_into_fresh
 from zbcompile.passes.split.joint_graph import Recomputed
 from zbcompile.passes.split.saved_bytes import Crossing
@@ -37,7 +38,8 @@ class StageProgram:
     their activation. `flops` is per pass and microbatch, a multiply-add counts as two. `original` is the stage that was
     compiled: another one where its graphs are used, renamed. `recomputed` says what B recomputes, None if nothing;
     `improvements` what the split did beyond the dependency closure; `deferred` along which dimension of the mesh the
-    gradient of a parameter is still to be summed.
+    gradient of a parameter is still to be summed; `flow` how gradients flow, for the proof of placements, if there is a
+    mesh.
     """
 
     stage: int
@@ -56,6 +58,7 @@ class StageProgram:
     improvements: tuple[Improvement, ...] = ()
     recomputed: Recomputed | None = None
     deferred: Mapping[str, str] = field(default_factory=dict)
+    flow: GradientFlow | None = field(default=None, repr=False, compare=False)
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -100,6 +103,7 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
         flops=_flops(raw, mode),
         recomputed=split.joint.recomputed,
         deferred=dict(split.joint.deferred),
+        flow=split.joint.flow,
     )
 
 

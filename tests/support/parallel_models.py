@@ -88,6 +88,19 @@ class Along:
         return x if self.size == 1 else collectives.all_to_all_single_autograd(x.contiguous(), None, None, self.group)
 
 
+class Gather(torch.autograd.Function):
+    """Gathers, and hands back this rank's slice of its own gradient: right if all ranks have one loss."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, along: Along, dim: int) -> Tensor:
+        ctx.along, ctx.dim = along, dim
+        return collectives.all_gather_tensor(x.contiguous(), dim, along.group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.along.part(gradient, ctx.dim).contiguous(), None, None
+
+
 class Norm(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -43,7 +43,9 @@ class Program:
     inputs, with the answers that the program was compiled for, `operations` a hash of the graph before it was cut.
     `groups` are this process's names of the process groups, by what the graphs call them. `also` are the forwards that
     a directory holds beside it, by what they compute, and the steps for other answers; `premises` what the
-    model's Python read. `plan` says how `schedule="auto"` chose, None for a schedule that was given.
+    model's Python read. `unproven` names what could not be proven equal, or a part, along a dimension of the mesh, and
+    is compared by the first step; None if nothing was proven. `plan` says how `schedule="auto"` chose, None for a
+    schedule that was given.
     """
 
     model: ModelFacts
@@ -67,6 +69,7 @@ class Program:
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: ChosenPlan | None = field(default=None, compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
+    unproven: Mapping[str, frozenset[str]] | None = field(default=None, repr=False, compare=False)
 
     def _repr_html_(self) -> str:
         """In notebooks, the predicted step."""

@@ -36,6 +36,7 @@ from zbcompile.program_cache.apart_draws import draw_apart
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.cache import Entry, ProgramCache, refuse_answers
 from zbcompile.program_cache.orders import step_order
+from zbcompile.program_cache.placement_check import with_proof
 from zbcompile.program_cache.program_keys import key_of, torch_modes, what_is_new
 from zbcompile.program_cache.replica_steps import require_equal_steps
 from zbcompile.program_cache.step_outputs import kept_for, keyword
@@ -278,7 +279,7 @@ class StepPrograms(BoundPrograms):
                 return compile_drawn(*task, edges=edges)  # what an evaluation has placed is in another order
 
         program = replace(together(self.ranks, "compiling", compile_), step=self._options.step)
-        return draw_apart(self.ranks, program)
+        return draw_apart(self.ranks, with_proof(self.ranks, program))
 
     @property
     def _placed(self) -> Program | None:

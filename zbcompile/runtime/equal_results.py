@@ -1,5 +1,5 @@
-"""What ranks beside the pipeline must have in common is compared in the first step, and once more what was zero there,
-in the first step in which it is not."""
+"""What ranks beside the pipeline must have in common is compared in the first step, unless it was proven when compiling
+(`zbcompile.program_cache.placement_check`); and once more what was zero there, in the first step in which it is not."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,33 +20,41 @@ Found = Mapping[str, torch.Tensor | None]
 @dataclass
 class EqualResults:
     """`pending` says, alike on all ranks, whether any of them has something left to compare: what is in `settled` has
-    been. `program` is that of the last step, `parts` are checksums of what this rank adds to the sums of this one."""
+    been; `first` whether their losses have not been compared yet. `program` is that of the last step, `parts` are
+    checksums of what this rank adds to the sums of this one."""
 
     ranks: Ranks
     settled: set[str] = field(default_factory=set)
     pending: bool = False
+    first: bool = False
     program: Program | None = None
     parts: dict[str, int] = field(default_factory=dict)
 
     def begin(self, program: Program) -> None:
         """A step begins. Another program trains other parameters."""
-        self.pending = self.pending or (program is not self.program and bool(self.ranks.mesh.beside("pp", "dp")))
+        self.first = self.first or (program is not self.program and bool(self.ranks.mesh.beside("pp", "dp")))
+        self.pending = self.pending or self.first
         self.program = program
         self.parts.clear()
 
     def note(self, name: str, part: torch.Tensor) -> None:
         """What this rank adds to the sum of a gradient."""
-        if self.pending and part.numel() >= ENOUGH:
+        if self.pending and part.numel() >= ENOUGH and self._is_open(name):
             self.parts[name] = checksum(part)
 
     def has_news(self, executable: Executable, gradients: Found) -> bool:
         """Whether something here that has not been compared is not zero."""
-        return self.pending and any(bool(value.any()) for value in self._unsettled(executable, gradients).values())
+        found = self._unsettled(executable, gradients) if self.pending else {}
+        return self.first or any(bool(value.any()) for value in found.values())
 
     def compare(self, executable: Executable, gradients: Found, losses: torch.Tensor) -> None:
         """Raise PipelineError on every rank if something differs. Some rank has news."""
         program, ranks = executable.program, self.ranks
         require_equal_losses(ranks, losses)
+        self.first = False
+        if not (program.unproven is None or any(program.unproven.values())):
+            self.pending = False
+            return
         count = program.schedule.microbatches
         own = losses[ranks.replicas.rank * count :][:count, ranks.mesh.index("tp")]
         chosen = ranks.mesh.beside("pp", "dp")
@@ -57,13 +65,21 @@ class EqualResults:
         self.pending = require_equal_results(ranks, whole, program.trained)
         self.settled |= {name for name, value in found.items() if value.any()}
 
+    def _is_open(self, name: str) -> bool:
+        """Whether nothing was proven of a gradient or buffer along some dimension."""
+        unproven = None if self.program is None else self.program.unproven
+        return unproven is None or any(name in names for names in unproven.values())
+
     def _unsettled(self, executable: Executable, gradients: Found) -> dict[str, torch.Tensor]:
         """What this rank computes a whole of: gradients, zeros for those it has not got yet, and buffers."""
         program = executable.program
-        names = [n for n in program.trained - self.settled if self.ranks.rank in program.holders(n)]
+        names = [
+            n for n in program.trained - self.settled if self.ranks.rank in program.holders(n) and self._is_open(n)
+        ]
         held = {name: gradients.get(name) for name in sorted(names)}
         found = {name: torch.zeros(1) if each is None else each for name, each in held.items()}
-        return found | {n: each for n, each in written_buffers(executable).items() if n not in self.settled}
+        written = written_buffers(executable).items()
+        return found | {name: each for name, each in written if name not in self.settled and self._is_open(name)}
 
 
 def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:

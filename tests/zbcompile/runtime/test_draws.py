@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 import zbcompile
 from tests.support.meshes import mesh_of
-from tests.support.parallel_models import Along, enter
+from tests.support.parallel_models import Along, enter, leave
 from tests.support.pool import Pool
 
 MICROBATCHES, ROWS, LENGTH, WIDTH = 4, 2, 8, 16
@@ -52,8 +52,12 @@ class ByHand(nn.Module):
             own = enter(torch.ones_like(common)[..., : len(self.columns)], self.along.group)
         else:
             own = self.along.part(x, 1)
-        parts = self.along.gather(F.dropout(own * self.columns), -1 if self.name == "tp" else 1)
-        return common, parts, F.dropout(torch.ones_like(parts) + 0 * parts)
+        dropped = F.dropout(own * self.columns)
+        if self.name == "cp":
+            parts = self.along.gather(dropped, 1)
+            return common, parts, F.dropout(torch.ones_like(parts) + 0 * parts)
+        parts, total = self.along.gather(dropped.detach(), -1), leave(dropped.sum(-1, keepdim=True), self.along.group)
+        return common, parts, F.dropout(torch.ones_like(parts) + 0 * parts) * (1 + (total - total.detach()))
 
 
 def drawn_by_hand(name: str, folder: Path) -> tuple[list[Tensor], Tensor, bool]:

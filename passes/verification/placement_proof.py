@@ -1,0 +1,259 @@
+"""The proof that a step is right along a dimension of the mesh: that its loss is one, every gradient complete where
+it leaves, nothing is summed twice, and buffers are written alike.
+
+The stages are followed forward and back (`value_kinds`, `gradient_kinds`); what is left unknown is compared by the
+first step instead.
+"""
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+
+from torch.fx import Node
+
+from zbcompile.passes.graph.fx import nodes_behind
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.split.gradient_flow import GradientFlow
+from zbcompile.passes.torch_private import TO_COPY
+from zbcompile.passes.verification.gradient_kinds import GradientKinds, Share
+from zbcompile.passes.verification.value_kinds import Fault, Kind, ValueKinds, aten
+
+PLACED: Mapping[str, Kind] = {"replicate": "equal", "partial": "equal", "shard": "differing"}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of the mesh: whether each rank has inputs of its own there, whether the step adds up its losses,
+    what a parameter or buffer is along it ("replicate", "partial" or "shard"), and whether a mean of the ranks' means
+    must be the mean of all."""
+
+    dimension: str
+    own_inputs: bool
+    averaged: bool
+    placement: Callable[[str], str]
+    means: bool = False
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """A fault with the parameter, or the other result of the step, that it spoils, and what to do. In the texts {name}
+    and {line} stand for what it spoils and for the line of the model, {dimension} for that of the mesh."""
+
+    what: str
+    name: str
+    node: Node | None
+    remedy: str
+
+
+_AT_LINE = "the gradient of {name} is wrong: {line} "
+_SUM = "Let the backward of what enters there sum the gradient over the ranks."
+_ONCE = "Leave out one of the sums; a forward that sums needs a backward that does not, if all ranks have one loss."
+_PARTIAL = (
+    "Sum it in the model; or, if each rank computes a part, say so: "
+    'placements={{"{name}": {{"{dimension}": "partial"}}}}, and it is summed once per step.'
+)
+_WHOLE = 'If every rank computes all of it, say so: placements={{"{name}": {{"{dimension}": "replicate"}}}}.'
+_EQUAL = "Sum or gather it over the ranks first."
+_BACK = "What the forward exchanges, the backward must exchange back, and nothing else."
+_COUNT = 'Divide by the count of all ranks: all_reduce it first, and use loss_reduction="sum".'
+_REMEDIES = {"sums": _ONCE, "exchanges": _BACK, "takes": _BACK}  # by the first word of what is wrong
+
+
+@dataclass
+class PlacementProof:
+    """The proof for the stages of a model along one axis. `apart` are the operations of a stage whose constants differ
+    between the ranks, None if the ranks' graphs cannot be compared; `groups` as for `ValueKinds`. `unknown` names what
+    the first step compares."""
+
+    axis: Axis
+    stages: Sequence[GradientFlow]
+    apart: Sequence[Collection[Node] | None]
+    groups: Mapping[str, str]
+    values: list[ValueKinds] = field(default_factory=list)
+    gradients: dict[int, GradientKinds] = field(default_factory=dict)
+    shares: dict[str, set[Share]] = field(default_factory=dict)  # of the uses of a parameter
+    wrong: list[Wrong] = field(default_factory=list)
+    unknown: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        kinds: dict[str, Kind] = {}
+        for flow, apart in zip(self.stages, self.apart, strict=True):
+            given = {
+                slot: self._given(slot, kinds) for slot, _ in flow.inputs if slot.kind not in ("tangent", "constant")
+            }
+            values = ValueKinds(self.axis.dimension, flow, given, apart, self.groups)
+            kinds |= {slot.name: values.of[node] for slot, node in flow.outputs if slot.kind == "activation"}
+            self.values.append(values)
+        shares: dict[str, Share] = {}
+        for index in reversed(range(len(self.values))):
+            self.gradients[index] = self._backward(index, shares)
+        self._judge()
+
+    def _given(self, slot: Slot, kinds: Mapping[str, Kind]) -> Kind:
+        if slot.kind in ("parameter", "buffer"):
+            return PLACED[self.axis.placement(slot.name)]
+        return kinds.get(slot.name, "differing" if self.axis.own_inputs else "equal")
+
+    def _backward(self, index: int, shares: dict[str, Share]) -> GradientKinds:
+        """The gradients of a stage, of which those of its inputs are added to `shares`."""
+        values = self.values[index]
+        outputs = {slot.name or "loss": values.of[node] for slot, node in values.flow.outputs if node in values.of}
+        behind = {slot.name: shares.get(slot.name) or self._first(outputs[slot.name]) for _, slot in values.flow.roots}
+        found = GradientKinds(values, behind)
+        for _, slot in values.flow.leaves:
+            uses = found.of_leaf(slot)
+            if slot.kind == "input_gradient" and uses:
+                shares[slot.name] = uses.pop() if len(uses) == 1 else "unknown"
+            elif slot.kind == "gradient":
+                self.shares.setdefault(slot.name, set()).update(uses)
+        return found
+
+    def _first(self, kind: Kind) -> Share:
+        """The share that arrives for what ends the stages: the factor of the loss."""
+        if kind == "unknown":
+            return "unknown"
+        return "own" if kind == "differing" else "part" if self.axis.averaged else "whole"
+
+    def _judge(self) -> None:
+        for index, values in enumerate(self.values):
+            for fault in values.faults:
+                self._refuse_fault(index, fault)
+        results = [(v, *each) for v in self.values for each in v.flow.outputs if each[0].kind in ("loss", "mutation")]
+        for values, slot, node in results:
+            self._judge_result(values, slot, node)
+        for index, gradients in self.gradients.items():
+            for fault in gradients.faults:
+                self._refuse_fault(index, fault)
+        for name, shares in self.shares.items():
+            self._judge_gradient(name, shares)
+
+    def _refuse_fault(self, index: int, fault: Fault) -> None:
+        remedy = _REMEDIES.get(fault.what.partition(" ")[0], _SUM)
+        self.wrong.append(Wrong(_AT_LINE + fault.what, self._spoiled(index, fault), fault.node, remedy))
+
+    def _judge_result(self, values: ValueKinds, slot: Slot, node: Node) -> None:
+        name = slot.name or "the loss"
+        if self.axis.means and slot.kind == "loss" and (count := _count_behind(values, node)) is not None:
+            what = "{name} is a mean over a count of its own on every rank, and their mean is not that of all: {line}"
+            self.wrong.append(Wrong(what, name, count, _COUNT))
+        expected = not self.axis.averaged if slot.kind == "loss" else self.axis.placement(name) != "shard"
+        if not expected or self.axis.own_inputs:
+            return
+        if values.of[node] == "unknown":
+            self.unknown.add(slot.name or "loss")
+        elif values.of[node] == "differing":
+            what = "{name} must be the same on all ranks, and is not, because of {line}"
+            self.wrong.append(Wrong(what, name, _first_differing(values, node), _EQUAL))
+
+    def _judge_gradient(self, name: str, shares: set[Share]) -> None:
+        word = self.axis.placement(name)
+        if word == "shard" or not shares:
+            return
+        node = self._reader(name)
+        if "unknown" in shares:
+            self.unknown.add(name)
+        elif len(shares) > 1:
+            what = "{name} is used where its gradient is whole on every rank, and where it is a part of a sum: {line}"
+            self.wrong.append(Wrong(what, name, node, _SUM))
+        elif shares == {"whole"} and word == "partial":
+            what = "the gradient of {name} is whole on every rank, and would be summed once more: {line}"
+            self.wrong.append(Wrong(what, name, node, _WHOLE))
+        elif shares != {"whole"} and word == "replicate":
+            what = "every rank computes a part of the gradient of {name}, and nothing sums the parts: {line}"
+            self.wrong.append(Wrong(what, name, node, _PARTIAL))
+
+    def _reader(self, name: str) -> Node | None:
+        """The first operation, of those whose line is known, that depends on a parameter."""
+        slot = Slot("parameter", name)
+        queue = [node for flow in self.stages for each, node in flow.inputs if each == slot]
+        for node in queue:
+            if node.op == "call_function" and origin_of(node) is not None:
+                return node
+            queue += [user for user in node.users if user not in queue]
+        return None
+
+    def _spoiled(self, index: int, fault: Fault) -> str:
+        """The parameter that a fault spoils: the first behind its value, or the first that the operation depends on."""
+        flow = self.values[index].flow
+        if fault.value is not None:
+            return next(self._behind(flow, fault.value), "") or next(self._earlier(index), "the loss")
+        return _parameter_before(flow, fault.node) or next(self._earlier(index), "the loss")
+
+    def _behind(self, flow: GradientFlow, value: int) -> Iterator[str]:
+        """The parameters whose gradients follow from that of a value, the nearest first."""
+        steps = {number: step for step in flow.steps for number, _ in step.results}
+        leaves = {number: slot.name for number, slot in flow.leaves if slot.kind == "gradient"}
+        queue, seen = [value], set[int]()
+        for number in queue:
+            if number in leaves:
+                yield leaves[number]
+            following = [each for each, *_ in steps[number].arguments] if number in steps else []
+            queue += [n for n in following if n not in seen]
+            seen.update(following)
+
+    def _earlier(self, index: int) -> Iterator[str]:
+        """The parameters of the stages before, the nearest first."""
+        for flow in reversed(self.stages[:index]):
+            yield from (slot.name for _, slot in reversed(flow.leaves) if slot.kind == "gradient")
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many values there are of each kind: of the forwards' operations, and of the gradients of their values."""
+        found = {"equal": 0, "differing": 0, "partial": 0, "unknown": 0}
+        names = {
+            "zero": "equal",
+            "whole": "equal",
+            "alike": "equal",
+            "own": "differing",
+            "part": "partial",
+            "loose": "differing",
+        }
+        for index, values in enumerate(self.values):
+            forward = (kind for node, kind in values.of.items() if node.op == "call_function")
+            for kind in chain(forward, self.gradients[index].of.values()):
+                found[names.get(kind, kind)] += 1
+        return found
+
+
+def _first_differing(values: ValueKinds, node: Node) -> Node:
+    """Where what differs entered a value that should not: the last operation on the way to it that reads what differs
+    beside what is equal."""
+    while True:
+        given = [each for each in node.all_input_nodes if each.op == "call_function"]
+        differing = [each for each in given if values.of[each] == "differing"]
+        equal = [each for each in node.all_input_nodes if values.of[each] in ("equal", "zero") and each in values.data]
+        if len(differing) != 1 or equal:
+            return node
+        node = differing[0]
+
+
+def _count_behind(values: ValueKinds, loss: Node) -> Node | None:
+    """The division of a loss by a number that each rank counts in its own part of the inputs."""
+    slots = {node: slot for slot, node in values.flow.inputs}
+    node = loss
+    while node.op == "call_function":
+        packet = getattr(node.target, "overloadpacket", None)
+        if packet is aten.div and len(node.all_input_nodes) == 2:
+            count = node.all_input_nodes[1]
+            behind = {slots[each].kind for each in nodes_behind([count]) if each in slots}
+            if values.of[count] == "differing" and count.meta["val"].ndim == 0 and behind == {"input"}:
+                return node
+        if packet not in _SCALAR:
+            return None
+        node = node.all_input_nodes[0]
+    return None
+
+
+_SCALAR = {aten.div, aten.mul, aten.neg, aten.view, aten.clone, aten.squeeze, TO_COPY.overloadpacket}
+
+
+def _parameter_before(flow: GradientFlow, node: Node) -> str:
+    """The nearest parameter that an operation depends on."""
+    slots, queue, seen = {each: slot for slot, each in flow.inputs}, [node], set[Node]()
+    for each in queue:
+        if each in slots and slots[each].kind == "parameter":
+            return slots[each].name
+        queue += [other for other in each.all_input_nodes if other not in seen]
+        seen.update(each.all_input_nodes)
+    return ""
