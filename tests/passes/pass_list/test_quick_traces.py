@@ -61,6 +61,7 @@ def test_torch_is_as_before_after_a_pass_that_fails() -> None:
     assert [getattr(owner, name) for owner, name in names] == before
 
 
+@pytest.mark.slow
 def test_one_copy_to_run_of_each_graph_and_no_longer_than_it() -> None:
     gc.collect()
     gc.collect()  # a copy that has gone may have held another graph

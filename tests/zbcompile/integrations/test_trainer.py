@@ -272,6 +272,7 @@ def test_a_collator_that_pads_to_few_lengths(tmp_path: Path) -> None:
     assert len(piped.pipe.compilations) == 3
 
 
+@pytest.mark.slow
 def test_weights_of_a_model_without_memory(tmp_path: Path) -> None:
     """A model on the meta device gets its weights from a folder when the first batch compiles it."""
     accelerate = pytest.importorskip("accelerate")

@@ -139,6 +139,7 @@ def with_few_rows(least: int, rows: int) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_microbatches_with_too_few_rows_for_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     refused = "auto does not split this batch into {} microbatches, or more: torch.export cannot capture NeedsRows"
     assert with_few_rows(1, rows=16) == 16

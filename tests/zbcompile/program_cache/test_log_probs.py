@@ -65,6 +65,7 @@ def pipe() -> zbcompile.Pipeline:
     return made.compile(tokens, target=tokens)
 
 
+@pytest.mark.slow
 def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
     """A batch that divides, and one whose last microbatch is smaller."""
     for rows in (8, 7):
