@@ -137,18 +137,6 @@ def root_of(mesh: Any) -> Any:
     return mesh._get_root_mesh()
 
 
-def reduce_scatter(part: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to sum `whole` over a group, each rank its part (2.13 renamed the function)."""
-    begin = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    return begin(part, whole, group=group, async_op=True)  # type: ignore[no-any-return]
-
-
-def all_gather(whole: torch.Tensor, part: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
-    """Begin to put the parts of all ranks together (2.13 renamed the function)."""
-    begin = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    return begin(whole, part, group=group, async_op=True)  # type: ignore[no-any-return]
-
-
 def writes_into(tensor: torch.Tensor) -> int:
     """How often a tensor was written in place, through any view but `.data` (2.11-2.13: what autograd compares)."""
     return tensor._version
