@@ -360,3 +360,40 @@ def offset_of(local: torch.Tensor) -> tuple[int, ...] | None:
 def without_offset(local: torch.Tensor) -> torch.Tensor:
     """The part that `with_offset` was given."""
     return local.local_shards()[0] if hasattr(local, "local_shards") else local  # type: ignore[no-any-return]
+
+
+FACTORY = ("dtype", "layout", "device", "pin_memory")  # arguments that an `out=` form takes from the tensors it writes
+
+
+@functools.cache
+def out_form(operation: object) -> Callable[..., Any] | None:
+    """The form of an operator that writes into given tensors, as a function of its arguments, keywords and these; None
+    if it has none (2.11-2.13: the schema of an operator has no public name)."""
+    if not isinstance(operation, torch._ops.OpOverload) or is_in_place(operation):
+        return None
+    packet, wanted = operation.overloadpacket, _arguments(operation)
+    forms = [getattr(packet, name) for name in packet.overloads()]
+    of_out = [each for each in forms if any(argument.is_out for argument in each._schema.arguments)]
+    for dropped in ((), FACTORY):
+        kept = [each for each in wanted if each[0] not in dropped]
+        for form in of_out:
+            outs = [each.name for each in form._schema.arguments if each.is_out]
+            if _arguments(form) == kept and len(outs) == len(operation._schema.returns):
+                return functools.partial(_call_out, form, tuple(outs), dropped)
+    return None
+
+
+def _arguments(operation: torch._ops.OpOverload) -> list[tuple[str, str]]:
+    return [(each.name, str(each.type)) for each in operation._schema.arguments if not each.is_out]
+
+
+def _call_out(
+    form: Callable[..., Any],
+    names: Sequence[str],
+    dropped: Sequence[str],
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    places: Sequence[torch.Tensor],
+) -> Any:
+    given = {name: value for name, value in kwargs.items() if name not in dropped}
+    return form(*args, **given, **dict(zip(names, places, strict=True)))

@@ -57,7 +57,7 @@ class Keywords(TypedDict, total=False):
     init: Init | None
     debug_nan: bool
     backend: str | GraphCompiler
-    cuda_graphs: bool
+    cuda_graphs: bool | str
     max_ctas: int | None
     compare_batches: int
 

@@ -11,6 +11,7 @@ from zbcompile.distributed.faults import Position
 from zbcompile.distributed.mesh import Mesh, Replicas, new_group
 from zbcompile.distributed.transport import (
     Channels,
+    CopiedMessages,
     Ordered,
     PointToPoint,
     ReceiveBuffers,
@@ -87,7 +88,7 @@ class Ranks:
         self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int, max_ctas: int | None = None
     ) -> Transport:
         """The transport for the messages of one pass over `microbatches` microbatches, of program `number`."""
-        return Transport()
+        return CopiedMessages(buffers=buffers) if buffers.placed else Transport()
 
     def collective_group(self) -> dist.ProcessGroup | None:
         """The process group of the vocabulary's collectives, made at the first call; None in one process."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from zbcompile.model.batch_split import Split
 from zbcompile.model.placements import Placements, read_placements
-from zbcompile.passes.option import SWITCH, Kind, accept, one_of, option, whole
+from zbcompile.passes.option import Kind, accept, one_of, option, whole
 
 
 def _read_split(given: Any) -> dict[str, bool | int]:
@@ -40,6 +40,13 @@ BACKEND = accept(
     '"fx", "inductor", or a function of a graph and its example inputs',
     choices=BACKENDS,
 )
+CUDA_GRAPHS = accept(
+    lambda given: isinstance(given, bool) or given == "step",
+    'True, False or "step"',
+    nargs="?",
+    const=True,
+    choices=("step",),
+)
 
 
 @dataclass(frozen=True)
@@ -62,8 +69,9 @@ class StepOptions:
         backend: What runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor": compiled by torch's
             inductor, once per distinct graph and machine, gradients equal within 2e-6 of the largest entry (fp32); or a
             function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.
-        cuda_graphs: Record every pass as a CUDA graph and replay it (docs/backends.md). Takes memory for the copies of
-            what goes in and out, and gradients that stay in place: `optimizer.zero_grad(set_to_none=False)`.
+        cuda_graphs: True: record every pass as a CUDA graph and replay it (docs/backends.md). Takes memory for the
+            copies of what goes in and out, and gradients that stay in place: `optimizer.zero_grad(set_to_none=False)`.
+            "step": record a whole step, whose values have fixed places (docs/memory.md).
         max_ctas: Thread blocks that NCCL may take for each link between two ranks (by default up to 32). One link per
             direction is at work at a time with one message; from the posting of its receive on its blocks wait on
             multiprocessors, each with 9 MiB of buffers on the receiver. Few blocks move large messages more slowly.
@@ -76,6 +84,6 @@ class StepOptions:
     split: Split | None = option(None, SPLIT.or_none())
     placements: Placements | None = option(None, PLACEMENTS.or_none())
     backend: str | Callable[..., Any] = option("fx", BACKEND)
-    cuda_graphs: bool = option(False, SWITCH)
+    cuda_graphs: bool | str = option(False, CUDA_GRAPHS)
     max_ctas: int | None = option(None, whole(" of thread blocks").or_none())
     compare_batches: int = option(100, whole(" of steps", least=0))

@@ -120,21 +120,29 @@ class ProgramCache:
         return bool(old)
 
     def plan(
-        self, graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], order: Callable[[Program, int], Lowered]
+        self,
+        graphs: Sequence[BoundGraphs],
+        everywhere: Sequence[BoundGraphs],
+        order: Callable[[Program, int], Lowered],
+        finish: Callable[[Executable], Executable] = lambda planned: planned,
     ) -> Executable:
         """The plan of a step, or of an evaluation, whose microbatches run `graphs`, and those of all replicas any of
-        `everywhere`, in the `order` of a program for as many."""
+        `everywhere`, in the `order` of a program for as many; a new one as `finish` makes it."""
         first = graphs[0].program
         evaluates = first.output is not None
         named = evaluates, tuple(each.number for each in graphs), tuple(each.number for each in everywhere)
         found = self._plans.pop(named, None)
-        self._plans[named] = found = found or plan_step(
-            graphs, everywhere, order(first, len(graphs)), self._ranks.local
+        self._plans[named] = found = found or finish(
+            plan_step(graphs, everywhere, order(first, len(graphs)), self._ranks.local)
         )
         alike = [each for each in self._plans if each[0] == evaluates]
         for each in alike[: max(0, len(alike) - self._limit)]:
             del self._plans[each]
         return found
+
+    def forget_plans(self) -> None:
+        """Let plans be made again, with new memory: a message of a failed step may still arrive in the old one."""
+        self._plans.clear()
 
     def find(
         self,

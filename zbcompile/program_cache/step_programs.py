@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
@@ -42,6 +43,7 @@ from zbcompile.program_cache.replica_steps import require_equal_steps
 from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
 from zbcompile.runtime.engine import BoundGraphs, Executable
+from zbcompile.runtime.placed_step import require_recordable, with_places
 from zbcompile.schedules import Schedule
 
 
@@ -66,6 +68,7 @@ class StepPrograms(BoundPrograms):
         self.searched: Searched | None = None  # until it is an executable
         self.cache = ProgramCache(ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns beside its loss, of KINDS
+        self._gradients: dict[str, torch.Tensor] = {}  # where they stay, if whole steps are recorded
         self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
         self._last_state: tuple[Any, ...] | None = None
         if saved is not None:
@@ -92,7 +95,7 @@ class StepPrograms(BoundPrograms):
             self._require_equal_steps(step, known)
         if known and self._last[0].guards is None:
             graphs = self._last[0].graphs * len(step.each)
-            return self.cache.plan(graphs, graphs[:1], step_order)
+            return self.cache.plan(graphs, graphs[:1], step_order, self._with_memory)
         if self.saved is None:
             _require_few(step.each, self._options.max_shapes)
         if self.program is not None and not known:  # what is lazy has no shape before
@@ -112,7 +115,8 @@ class StepPrograms(BoundPrograms):
         else:
             self._last, self._last_state = [], None
         ordered = [own[place] for place in range(len(own))]
-        return self.cache.plan(ordered, [each for _, each in sorted(everywhere.items())], step_order)
+        needed_anywhere = [each for _, each in sorted(everywhere.items())]
+        return self.cache.plan(ordered, needed_anywhere, step_order, self._with_memory)
 
     def _find(self, microbatches: Sequence[Microbatch]) -> tuple[list[Entry], list[Entry]]:
         """The entries of microbatches of one shape, and those that any replica needs."""
@@ -124,6 +128,18 @@ class StepPrograms(BoundPrograms):
                 self._refuse(known, new or 0, microbatches[new or 0])
 
         return self.cache.find(partial(self._key, microbatches[0]), [each.tensors for each in microbatches], add)
+
+    def _with_memory(self, planned: Executable) -> Executable:
+        """With cuda_graphs="step", the step with a place for each value, so that one recording can hold it. Raises
+        PipelineError, on every rank, for a step that cannot be recorded."""
+
+        def place() -> Executable:
+            require_recordable(planned, self.ranks, loaded=self.saved is not None)
+            return with_places(planned, self.ranks.device, self._gradients)
+
+        if self._options.cuda_graphs != "step":
+            return planned
+        return together(self.ranks, "planning the step's memory", place)
 
     def require_step(self, outputs: bool | str) -> None:
         """Raise PipelineError if there is no step, or none that returns more than its loss."""
@@ -174,6 +190,7 @@ class StepPrograms(BoundPrograms):
             self.ranks.replicas.forget()
             for graphs in self:
                 graphs.buffers.made.clear()  # a message may still arrive in them
+            self.cache.forget_plans()
             raise
 
     def _add(self, known: Sequence[Entry], microbatch: Microbatch, leads: bool) -> None:

@@ -16,6 +16,7 @@ from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.slices import Slices
+from zbcompile.runtime.step_memory import StepMemory
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules import Lowered, Schedule, with_updates
 
@@ -59,12 +60,14 @@ class BoundGraphs:
 class Executable:
     """What a step runs: microbatch i the graphs `graphs[i]`, and in the same step some microbatch of some replica each
     of `everywhere`. `program` is that of the first, in the order of the step, with the parameters that any of them
-    trains; `plans` are those of this process's ranks."""
+    trains; `plans` are those of this process's ranks. `memory` is where the values of a step are, if all steps have
+    them at the same addresses."""
 
     program: Program
     graphs: tuple[BoundGraphs, ...]
     everywhere: tuple[BoundGraphs, ...]
     plans: tuple[RankPlan, ...]
+    memory: StepMemory | None = None
     ordered: dict[frozenset[str], tuple[Schedule, tuple[RankPlan, ...]]] = field(init=False, default_factory=dict)
 
     @property

@@ -18,6 +18,7 @@ from torch import nn
 from zbcompile.passes.compile_options import Choices
 
 WHOLE = -1  # in place of a microbatch: the running sum of all
+OWN = -2  # in place of a stage: that of all of them
 
 
 @dataclass
@@ -26,7 +27,8 @@ class GradientSum:
 
     `parts[stage][microbatch]` has, in exact mode, one gradient per use of a shared parameter on the stage, in the order
     in which eager adds them; otherwise `parts[stage][WHOLE]` is the stage's running sum. `whole` is the parameter of
-    which this rank trains rows, but looks up all as an embedding: `parts[WHOLE]` has those gradients.
+    which this rank trains rows, but looks up all as an embedding: `parts[WHOLE]` has those gradients. `staying` keeps
+    the memory of sums for the next step, by stage.
     """
 
     parameter: nn.Parameter
@@ -34,6 +36,7 @@ class GradientSum:
     exact: bool = False
     shared: bool = False
     whole: nn.Parameter | None = None
+    staying: dict[int, torch.Tensor] | None = None
     running: torch.Tensor | None = None
     parts: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
 
@@ -43,7 +46,7 @@ class GradientSum:
         if self.shared or looks_up:
             part = self.parts.setdefault(WHOLE if looks_up else stage, {})
             if WHOLE not in part:
-                part[WHOLE] = [self._zeros(self.whole if looks_up else None)]
+                part[WHOLE] = [self._zeros(stage, self.whole if looks_up else None)]
             return part[WHOLE][0]
         if self._odd or self.dtype != grad_dtype(self.parameter):
             return self._running()
@@ -61,9 +64,29 @@ class GradientSum:
             self.running = self._zeros()
         return self.running
 
-    def _zeros(self, like: nn.Parameter | None = None) -> torch.Tensor:
+    def _zeros(self, stage: int = OWN, like: nn.Parameter | None = None) -> torch.Tensor:
+        if self.staying is not None and stage in self.staying:
+            return self.staying[stage].zero_()
         like = self.parameter if like is None else like
-        return torch.zeros_like(like, dtype=self.dtype, requires_grad=False)
+        made = torch.zeros_like(like, dtype=self.dtype, requires_grad=False)
+        if self.staying is not None:
+            self.staying[stage] = made
+        return made
+
+    def new_gradient(self) -> torch.Tensor:
+        """Memory for `.grad`."""
+        return torch.empty_like(self.parameter, dtype=grad_dtype(self.parameter), requires_grad=False)
+
+    def stay_in(self, home: torch.Tensor) -> None:
+        """Let `.grad` be `home`. Where the first sum would have become `.grad`, it is added to -0.0, which changes no
+        bit of it."""
+        grad = self.parameter.grad
+        if grad is None:
+            adds = not (self.exact or self.shared) and self.dtype == home.dtype
+            home.fill_(0.0 if adds else -0.0)
+        elif grad.data_ptr() != home.data_ptr():
+            home.copy_(grad)
+        self.parameter.grad = home
 
     def add(self, stage: int, microbatch: int, uses: Sequence[torch.Tensor]) -> None:
         """Add one microbatch's gradients, one per use, as eager does: each is cast to the dtype of `.grad`, then they
@@ -130,17 +153,20 @@ class GradientSum:
 
 class Gradients(dict[str, GradientSum]):
     """The sums of one rank during one step by parameter, each made when it is first asked for. `shared` are the
-    parameters of several stages; of those in `whole` this rank trains rows."""
+    parameters of several stages; of those in `whole` this rank trains rows. `staying` keeps their memory for the next
+    step, if that is to be the same."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: Choices) -> None:
         super().__init__()
         self.parameters, self.shared, self.choices = parameters, shared, choices
         self.whole: Mapping[str, nn.Parameter] = {}
+        self.staying: dict[str, dict[int, torch.Tensor]] | None = None
 
     def __missing__(self, name: str) -> GradientSum:
         parameter, choices = self.parameters[name], self.choices
         dtype = choices.dtype_of_sum(parameter.dtype)
-        self[name] = GradientSum(parameter, dtype, choices.exact, name in self.shared, self.whole.get(name))
+        staying = None if self.staying is None else self.staying.setdefault(name, {})
+        self[name] = GradientSum(parameter, dtype, choices.exact, name in self.shared, self.whole.get(name), staying)
         return self[name]
 
     def settle(self, names: Iterable[str] | None = None) -> None:

@@ -4,7 +4,7 @@ FX graphs are merged into one, in which collectives and messages of each half hi
 (`zbcompile.passes.stage.overlap`). Graphs that a backend has compiled can no longer be interleaved: the halves run in
 turn or, with ZBCOMPILE_PAIR_STREAMS=1, on two streams, so that the second need not wait for the first. That pays
 if the kernels of one half leave the device partly idle, and costs memory, because the allocator keeps the memory of
-the two streams apart. Recorded CUDA graphs share memory and always run in turn.
+the two streams apart. Recorded CUDA graphs and placed runs share memory and always run in turn.
 
 All of these take one list: the first half's inputs, a function that takes its results, and one that returns the
 second half's inputs. They return the second half's results.
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from zbcompile.backends.cuda_graphs import Recorded
+from zbcompile.backends.placed import PlacedRun
 from zbcompile.backends.types import Run
 from zbcompile.compiler.compile_stage import make_manager
 from zbcompile.env import PAIR_STREAMS
@@ -55,7 +56,7 @@ def _pair_of(one: Half, other: Half, aside: Any) -> Run:
         merged = make_manager().run(OVERLAP, (stage.program.pieces[op], other_stage.program.pieces[other_op]))
         return boxed(merged.module).forward  # type: ignore[no-any-return]
     first, second = stage.calls[op].run, other_stage.calls[other_op].run
-    if aside is None or isinstance(first, Recorded) or isinstance(second, Recorded):
+    if aside is None or isinstance(first, Recorded | PlacedRun) or isinstance(second, Recorded | PlacedRun):
         return in_turn(first, second)
     return on_two_streams(first, second, stage.device, aside)
 

@@ -89,11 +89,18 @@ Stages = Mapping[int, CompiledStage]
 
 def plan_rank(program: Program, rank: int, graphs: Sequence[Stages]) -> RankPlan:
     """The plan of `rank`; `graphs[i]` are the compiled stages of this process as microbatch i runs them."""
-    steps = [step if isinstance(step, Pair) else (step,) for step in program.lowered.programs[rank]]
 
     def stage_of(action: Action) -> CompiledStage:
         return graphs[action.microbatch][action.stage]
 
+    pairs = make_pairs(_steps(program, rank), stage_of)
+    return RankPlan(rank, instructions_of(program, rank, stage_of), pairs)
+
+
+def instructions_of(
+    program: Program, rank: int, stage_of: Callable[[Action], Receiver]
+) -> tuple[tuple[Instruction, ...], ...]:
+    """The instructions of `rank`, as a `RankPlan` has them."""
     edges = edges_of(program.lowered, rank)
     buffers = assign_buffers(program, rank, stage_of)
     completes = completed_sends(program, rank, buffers)
@@ -103,8 +110,11 @@ def plan_rank(program: Program, rank: int, graphs: Sequence[Stages]) -> RankPlan
         local, posted, over = peer == rank, buffers.get(action, ()), completes.get(action, ())
         return Instruction(action, needs, makes, local, carries, peer, posted, over)
 
-    pairs = make_pairs(steps, stage_of)
-    return RankPlan(rank, tuple(tuple(map(instruction, step)) for step in _send_within_pairs(steps)), pairs)
+    return tuple(tuple(map(instruction, step)) for step in _send_within_pairs(_steps(program, rank)))
+
+
+def _steps(program: Program, rank: int) -> list[Sequence[Action]]:
+    return [step if isinstance(step, Pair) else (step,) for step in program.lowered.programs[rank]]
 
 
 def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, ...]]:

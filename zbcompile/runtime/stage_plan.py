@@ -136,10 +136,10 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
     follow = [program.pieces[later] for later in _FOLLOWS[name] if later in program.pieces]
     kept = {slot for later in follow for slot in later.inputs}
     places = {slot: place for place, slot in enumerate(piece.outputs)}
-    arrives = _travelling("activation", program.receives) if name in _OPEN else {}
-    arrives |= _travelling("tangent", program.gradients_in) if name in _RETURN else {}
-    sends = _travelling("activation", program.sends) if name in _OPEN else {}
-    sends |= _travelling("input_gradient", program.gradients_out)
+    arrives = travelling("activation", program.receives) if name in _OPEN else {}
+    arrives |= travelling("tangent", program.gradients_in) if name in _RETURN else {}
+    sends = travelling("activation", program.sends) if name in _OPEN else {}
+    sends |= travelling("input_gradient", program.gradients_out)
     by_name: dict[str, list[int]] = {}
     for at, parameter in _named(piece, "gradient"):
         by_name.setdefault(parameter, []).append(at)
@@ -161,7 +161,8 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
     )
 
 
-def _travelling(kind: Kind, specs: Mapping[str, TensorSpec]) -> dict[Slot, TensorSpec]:
+def travelling(kind: Kind, specs: Mapping[str, TensorSpec]) -> dict[Slot, TensorSpec]:
+    """The slots of boundary tensors, in the order in which they travel."""
     return {Slot(kind, name): spec for name, spec in specs.items()}
 
 

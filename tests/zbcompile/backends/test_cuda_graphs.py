@@ -55,6 +55,72 @@ def test_replays_compute_what_launches_do(problem: str, exact: bool) -> None:
 
 
 @needs_gpu
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("problem", ["mlp", "small-tied"])
+def test_a_recorded_step_computes_what_launches_do(problem: str, schedule: str) -> None:
+    """Bit by bit, with other data in every step, whether gradients are zeroed or dropped; from the third step on
+    replayed."""
+    chosen = problem_of(problem)
+    found: list[tuple[list[Tensor], dict[str, Tensor]]] = []
+    for graphs in (False, "step"):
+        pipe = zbcompile.pipeline(
+            chosen.model().cuda(),
+            schedule=schedule,
+            ranks=2,
+            microbatches=MICROBATCHES,
+            loss=chosen.loss,
+            cuda_graphs=graphs,
+            vocab="off",
+        )
+        losses, optimizer = [], None
+        for index, batch in enumerate(map(on_gpu, chosen.batches(6, MICROBATCHES * 2))):
+            losses.append(pipe.step(*batch.args, **batch.kwargs, target=batch.target))
+            optimizer = optimizer or torch.optim.SGD(pipe.parameters(), lr=0.1)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=index % 2 == 0)
+        found.append((losses, pipe.state_dict()))
+        pipe.close()
+    (plain_losses, plain), (its_losses, its) = found
+    assert [loss.item() for loss in its_losses] == [loss.item() for loss in plain_losses]
+    assert all(torch.equal(its[name], value) for name, value in plain.items())
+
+
+@needs_gpu
+@pytest.mark.parametrize(
+    ("problem", "options", "reason"),
+    [
+        ("gpt-dropout", {}, "it draws random numbers"),
+        ("mlp", {"backend": lambda graph, inputs: graph}, "which backend=.* does not leave to it"),
+        ("mlp", {"debug_nan": True}, "which debug_nan=True does not leave to it"),
+    ],
+)
+def test_steps_that_cannot_be_recorded_are_refused(problem: str, options: dict[str, object], reason: str) -> None:
+    chosen = problem_of(problem)
+    batch = on_gpu(chosen.batches(1, 4)[0])
+    kept = {"schedule": "zb-h1", "ranks": 2, "loss": chosen.loss, "vocab": "off", **options}
+
+    def step() -> None:
+        pipe = zbcompile.pipeline(chosen.model().cuda(), cuda_graphs="step", **kept)
+        pipe.step(*batch.args, **batch.kwargs, target=batch.target)
+
+    with pytest.raises(zbcompile.PipelineError, match=reason):
+        step()
+
+
+@needs_gpu
+def test_what_changes_between_steps_is_refused() -> None:
+    chosen = problem_of("mlp")
+    pipe = zbcompile.pipeline(
+        chosen.model().cuda(), schedule="zb-h1", ranks=2, microbatches=2, loss=chosen.loss, cuda_graphs="step"
+    )
+    batch = on_gpu(chosen.batches(1, 4)[0])
+    losses = {pipe.step(*batch.args, target=batch.target).item() for _ in range(4)}
+    assert len(losses) == 1
+    with pytest.raises(zbcompile.PipelineError, match="it returns outputs beside its loss"):
+        pipe.step(*batch.args, target=batch.target, return_outputs=True)
+
+
+@needs_gpu
 def test_gradients_that_move_are_recorded_again() -> None:
     """Correct wherever the gradients are; from the ninth place on without a graph, with a warning."""
     chosen = problem_of("mlp")
