@@ -140,7 +140,6 @@ def run(pipe: zbcompile.Pipeline, executable: Executable, batch: Batch, recorder
         ("small-tied", "zb-h1", True),
         pytest.param("llama", "zb-v", False, marks=pytest.mark.slow),
         pytest.param("mixtral", "dualpipe-v", False, marks=pytest.mark.slow),
-        pytest.param("resnet", "zb-h1", True, marks=pytest.mark.slow),
     ],
 )
 def test_steps_write_the_same_addresses(problem: str, schedule: str, exact: bool) -> None:
