@@ -3,6 +3,7 @@
 import contextlib
 import dis
 import functools
+import gc
 import inspect
 import linecache
 import sys
@@ -43,7 +44,9 @@ class FunctionWatch:
     def __init__(self, entered: Entered) -> None:
         self._entered = entered
         self.codes: dict[int, CodeType] = {}
-        self._others: dict[int, CodeType] = {}
+        # A garbage collection may come at any moment, so what its callbacks run is not of forward.
+        callbacks = (getattr(each, "__code__", None) for each in gc.callbacks)
+        self._others: dict[int, CodeType] = {id(code): code for code in callbacks if code is not None}
         self._switch: Callable[[Any], None] | None = None
 
     @contextlib.contextmanager

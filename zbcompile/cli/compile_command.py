@@ -1,6 +1,7 @@
 """The compile command: compile ahead of time, for `zbcompile.load`."""
 
 import argparse
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def _run(chosen: argparse.Namespace, say: Say) -> None:
         save_weights(request.weights, example.model)
     say("saved")
     if backend.compiler is not None:
-        say(str(compile_passes(program, range(schedule.ranks), backend).compilation))
+        say(f"compiling the graphs with {backend.name}")
+        print(compile_passes(program, range(schedule.ranks), backend).compilation, file=sys.stderr)
     print(request.output)
 
 

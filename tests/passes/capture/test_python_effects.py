@@ -1,5 +1,6 @@
 """What forward does in Python: numbers drawn outside torch are refused by line, output is mentioned once."""
 
+import gc
 import random
 import warnings
 from collections.abc import Callable
@@ -128,3 +129,22 @@ def test_what_draws_nothing_is_left_alone() -> None:
         warnings.simplefilter("error", UserWarning)
         train(Net(lambda net: 0.0))
     assert random.getstate() == before
+
+
+COLLECTIONS = {"count": 0}
+
+
+def count_collections(phase: str, _: dict[str, int]) -> None:
+    if phase == "stop":
+        COLLECTIONS["count"] += COLLECTIONS["count"] + 1
+
+
+def test_what_a_garbage_collection_calls_is_not_forwards() -> None:
+    """Such as hypothesis's clock of collections: one that comes inside of a trace is no change of forward's."""
+    gc.callbacks.append(count_collections)
+    try:
+        before = COLLECTIONS["count"]
+        train(Net(lambda net: 0.0 * gc.collect()))
+    finally:
+        gc.callbacks.remove(count_collections)
+    assert COLLECTIONS["count"] > before
