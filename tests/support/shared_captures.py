@@ -80,7 +80,8 @@ def _named(*_: Any) -> Any:
 def sketch(*given: Any) -> bytes | None:
     """Equal for what would be captured alike; None where that cannot be told."""
     switches = (
-        *(torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")),
+        torch.is_grad_enabled(),
+        *((torch.is_autocast_enabled(each), torch.get_autocast_dtype(each)) for each in ("cpu", "cuda")),
         *(torch.get_default_dtype(), torch.get_num_threads(), torch.backends.mkldnn.enabled),
         *(torch.are_deterministic_algorithms_enabled(), torch.backends.mha.get_fastpath_enabled()),
         *(torch.backends.cuda.flash_sdp_enabled(), torch.backends.cuda.math_sdp_enabled()),
