@@ -6,16 +6,18 @@ has no bound, so it is refused. Printing, or reading a value for logging, happen
 
 import builtins
 import contextlib
+import inspect
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from types import ModuleType
+from collections.abc import Callable, Collection, Iterator, Mapping
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
 
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import outside_of_trace, replaced
+from zbcompile.passes.values.executed_code import is_users_name, line_that_writes
 from zbcompile.passes.values.tokens import state_of
 
 _REMEDY = (
@@ -74,6 +76,28 @@ def _states(held: Mapping[str, Any]) -> dict[str, Any]:
     return found | {f"the generator {path}": state_of(value) for path, value in held.items()}
 
 
+# What forward may ask of torch and no graph can answer, by the names in its code
+_UNANSWERED: Mapping[tuple[str, ...], str] = {
+    ("default_generator", "set_state"): "the state of torch's generator",
+    ("initial_seed",): "the seed",
+    ("mkldnn", "enabled"): "whether oneDNN is enabled, which torch.export turns off while it traces",
+    ("get_num_threads",): "the number of threads",
+    ("is_anomaly_enabled",): "whether anomalies are detected",
+}
+
+
+def refuse_unanswered(codes: Collection[CodeType], problem: Callable[[str], None]) -> None:
+    """Call `problem` if code that ran asks torch for what is another thing in a compiled step."""
+    for names, asked in _UNANSWERED.items():
+        for code in codes:
+            if set(names) <= set(code.co_names):
+                problem(
+                    f"forward asks torch for {asked} ({line_that_writes([code], names[-1])}); a compiled step would "
+                    "keep the answer that it got at capture. Ask outside of forward, and keep the answer in an "
+                    "attribute: a step sees whether that has changed."
+                )
+
+
 @contextlib.contextmanager
 def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
     """Around a forward: call `problem` if it seeds torch's generator, also inside of torch.random.fork_rng. A trace
@@ -83,7 +107,7 @@ def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
 
     def restored(state: torch.Tensor) -> None:
         with outside_of_trace():
-            if not torch.equal(state, torch.get_rng_state()):
+            if not torch.equal(state, torch.get_rng_state()) or _is_users_call(inspect.currentframe()):
                 lines.append(calling_line())
             restore(state)
 
@@ -100,6 +124,15 @@ def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
             f"forward seeds torch's generator{line}; a compiled step draws from one sequence per microbatch "
             "(zbcompile.microbatch_seed), and a graph has no seeds. Draw before the step, and pass that as an input."
         )
+
+
+def _is_users_call(frame: FrameType | None) -> bool:
+    """Whether code of a user has called the function of this frame, also by way of torch.random.fork_rng: what is drawn
+    between a state and its return is drawn again in eager. torch's own code puts states back around what it traces."""
+    frame = None if frame is None else frame.f_back
+    while frame is not None and frame.f_globals.get("__name__") in ("contextlib", torch.random.__name__):
+        frame = frame.f_back
+    return frame is not None and is_users_name(frame.f_globals.get("__name__"))
 
 
 def _noted(function: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:

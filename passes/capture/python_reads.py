@@ -7,6 +7,7 @@ itself.
 """
 
 import contextlib
+import copy
 import functools
 import inspect
 import types
@@ -63,7 +64,10 @@ class PythonReads:
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Around forward and loss."""
-        with replaced(torch, "compile", functools.partial(self._compile, torch.compile)), self._patches:
+        copying = contextlib.ExitStack()
+        for name in ("copy", "deepcopy"):
+            copying.enter_context(replaced(copy, name, self._copying(getattr(copy, name))))
+        with replaced(torch, "compile", functools.partial(self._compile, torch.compile)), copying, self._patches:
             self._patch(nn.Module)
             self._reach.add("model", None, "root", "model", self._roots.model)
             if self._roots.loss is not None:
@@ -77,6 +81,7 @@ class PythonReads:
         while a trace runs, others stand there."""
         if self._has_compiled:
             self._note_untold()
+        self._reach.note_special_methods(self.functions.codes)
         kept: dict[int, int] = {}
         reads: list[Read] = []
         for each in self._reach.found:
@@ -105,6 +110,15 @@ class PythonReads:
                         self._patch(kind)
 
         return run
+
+    def _copying(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        """As copy.copy, which reads what an object stores without asking for its attributes."""
+
+        def copied(value: Any, *memo: Any) -> Any:
+            self._reach.read_stored(value)
+            return original(value, *memo)
+
+        return copied
 
     def _note_untold(self) -> None:
         """Code was traced in another way, by its bytes (torch.cond): nothing has told what it reads, so that all

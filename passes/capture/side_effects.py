@@ -22,9 +22,15 @@ from zbcompile.passes.capture.attention_kernels import (
 from zbcompile.passes.capture.custom_functions import calls_as_operators, emit_into
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
 from zbcompile.passes.capture.function_calls import FunctionCall, refuse_set_data
-from zbcompile.passes.capture.python_effects import generator_seeded, numbers_drawn_outside_torch, output_of_forward
+from zbcompile.passes.capture.python_effects import (
+    generator_seeded,
+    numbers_drawn_outside_torch,
+    output_of_forward,
+    refuse_unanswered,
+)
 from zbcompile.passes.capture.python_reads import PythonReads, Roots
 from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
+from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, buffer_table, replaced
@@ -79,6 +85,7 @@ class Watch:
             numbers_drawn_outside_torch(lambda: reads.generators, self.problem),
             generator_seeded(self.problem),
             output_of_forward(self.warning),
+            told_of_hooks_on_nodes(self.note_hook_on_node),
             failed_questions(self.note_unanswered),
         ]
         with self.reads.recording(), _Calls(self, parameters), contextlib.ExitStack() as around:
@@ -87,6 +94,7 @@ class Watch:
             with contextlib.ExitStack() as self._around:
                 yield
                 self._put_back(buffers)
+        refuse_unanswered(reads.functions.codes.values(), self.problem)
         self._refuse_replaced(model, modules, own)
 
     def _refuse_replaced(self, model: nn.Module, modules: dict[str, Any], parameters: list[nn.Parameter]) -> None:
@@ -118,6 +126,14 @@ class Watch:
             f"forward makes a Python number, or a decision, from the values of a tensor ({calling_line()}), and "
             "catches the error that this raises in a capture; eager raises none. Use a tensor operation (torch.where), "
             "or do it outside of forward."
+        )
+
+    def note_hook_on_node(self) -> None:
+        """Forward has registered a hook on a node of autograd."""
+        self.problem(
+            f"forward registers a hook on a node of autograd ({calling_line()}); gradients of a compiled stage do not "
+            "pass through autograd, so it would be silently lost. Write it as a torch.library.custom_op with "
+            "register_autograd."
         )
 
     def note_open(self) -> None:

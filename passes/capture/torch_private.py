@@ -9,6 +9,7 @@ import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
 from torch._subclasses import fake_impls  # 2.11-2.13: as before
+from torch.autograd.function import _HookMixin  # 2.11-2.13: see `told_of_hooks_on_nodes`
 from torch.export import decomp_utils, exported_program  # 2.11-2.13: as before
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental import proxy_tensor
@@ -293,3 +294,15 @@ def release_shapes(graph: Graph) -> None:
             shapes.fake_tensor_cache.clear()
             shapes.tracked_fakes = None
             return
+
+
+def told_of_hooks_on_nodes(tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
+    """Inside, `tell` is called as a hook is registered on a node of autograd (2.11-2.13: in C++, which asks this method
+    for a mapping to keep the hook in)."""
+    original = _HookMixin._register_hook
+
+    def register(backward_hooks: Any, hook: Any) -> Any:
+        tell()
+        return original(backward_hooks, hook)
+
+    return replaced(_HookMixin, "_register_hook", staticmethod(register))

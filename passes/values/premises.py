@@ -7,9 +7,9 @@ the model, the loss or a module's globals to each value. Two models built alike 
 import functools
 import gc
 import hashlib
-import operator
 import sys
 import types
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from zbcompile.passes.torch_private import children_of, forward_hook_functions, module_tables, storage_key
-from zbcompile.passes.values.tokens import MISSING, PLAIN, Identity, Missing, has_contents, is_followed, is_users, token
+from zbcompile.passes.values.tokens import MISSING, Identity, Missing, has_contents, is_followed, is_users, token
 
-MOST = 64  # items of a container that are told apart
+MOST = 64  # items of a container that are told apart, if the others are plain
 _ERRORS = (LookupError, AttributeError, TypeError, ValueError)
 
 
@@ -62,15 +62,21 @@ def vars_of(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else dict(found)
 
 
+def items_of(value: Any) -> list[Any]:
+    """The items of a container, of a mapping pairs, in order. No code of a subclass runs: some import what they are
+    asked for."""
+    if isinstance(value, dict):
+        return list((OrderedDict if isinstance(value, OrderedDict) else dict).items(value))
+    return list(value)
+
+
 def _size(value: Any) -> Any:
-    return ", ".join(map(repr, dict.keys(value))) if isinstance(value, dict) else len(value)
+    return ", ".join(repr(key) for key, _ in items_of(value)) if isinstance(value, dict) else len(value)
 
 
 def _rest(value: Any) -> str:
-    """The plain items of a long list or tuple that are not told apart, as a digest; of other ones their number."""
-    rest = list(value)[MOST:]
-    text = repr(rest) if all(type(each) in PLAIN for each in rest) else str(len(rest))
-    return hashlib.sha256(text.encode()).hexdigest()
+    """The items of a long container that are not told apart, as a digest."""
+    return hashlib.sha256(repr(items_of(value)[MOST:]).encode()).hexdigest()
 
 
 STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
@@ -86,6 +92,7 @@ STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
     "part": getattr,  # of what Python's own classes hold: partials, methods, functions
     "names": lambda value, _: ", ".join(vars_of(value)),
     "rest": lambda value, _: _rest(value),
+    "class": lambda value, _: type(value),
     "mapping": lambda value, _: gc.get_referents(value)[0],  # behind a proxy
     "referent": lambda value, _: value(),  # of a weak reference
     "context": lambda value, _: value.get(),
@@ -216,10 +223,10 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
         yield len, parent, len(parent)
         if isinstance(parent, dict) and 1 < len(parent) <= MOST:
             yield functools.partial(_has_order, tuple(parent)), parent, True
-    elif read.step == "rest" and type(parent) is list and all(type(each) in PLAIN for each in parent):
-        yield functools.partial(operator.eq, list(parent)), parent, True
+    elif read.step == "rest" and not isinstance(parent, tuple):
+        yield functools.partial(_has_items, items_of(parent)), parent, True
     elif read.step == "names":
-        yield len, vars_of(parent), len(vars_of(parent))
+        yield functools.partial(_has_names, tuple(vars_of(parent))), parent, True
     elif read.step == "children":
         yield len, children_of(parent), len(children_of(parent))
     elif read.step == "child":
@@ -242,6 +249,14 @@ def _has_token(saw: Any, value: Any) -> bool:
 
 def _has_order(keys: tuple[Any, ...], value: dict[Any, Any]) -> bool:
     return tuple(value) == keys
+
+
+def _has_names(names: tuple[str, ...], value: Any) -> bool:
+    return tuple(vars_of(value)) == names
+
+
+def _has_items(items: list[Any], value: Any) -> bool:
+    return items_of(value) == items
 
 
 def _at_attribute(parent: Any, name: str, value: Any) -> Iterator[Look]:

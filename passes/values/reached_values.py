@@ -11,7 +11,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -23,7 +23,7 @@ from torch import nn
 from zbcompile.passes.graph.source_location import is_users_file
 from zbcompile.passes.torch_private import children_of, forward_hook_functions, module_tables
 from zbcompile.passes.values.executed_code import globals_read, modules_imported, text_constants
-from zbcompile.passes.values.premises import MOST, attribute, owner_of, step_from, vars_of
+from zbcompile.passes.values.premises import MOST, attribute, items_of, owner_of, step_from, vars_of
 from zbcompile.passes.values.tokens import (
     CONTAINERS,
     MISSING,
@@ -39,6 +39,9 @@ from zbcompile.passes.values.tokens import (
 
 TABLES = frozenset(vars(nn.Module()))  # modes, hooks and tensors, which others compare
 _INDIRECT = frozenset(("globals", "eval", "vars", "modules", "attrgetter", "import_module", "__import__", "__dict__"))
+_INDIRECT |= {"__getattribute__"}
+_OF_CLASSES = frozenset(("type", "__class__", "super", "dir"))  # by which code asks a class instead of its instance
+_MOST_OBJECTS = 4096  # in one container
 _PARTS: Mapping[Any, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords"),
     functools.partialmethod: ("func", "args", "keywords"),
@@ -86,6 +89,7 @@ class Reach:
         self.generators: dict[str, tuple[Any, Any]] = {}  # with their states when they were found
         self._namespaces: list[Reached] = []
         self._names: set[str] = set()
+        self._asks_classes = self._asks_names = False
 
     def add(
         self, path: str, parent: Reached | None, step: str, key: Any, value: Any, code: types.CodeType | None = None
@@ -122,6 +126,24 @@ class Reach:
             if name not in TABLES:
                 self.read(value, name)
 
+    def read_stored(self, value: Any) -> None:
+        """A copy is made of a value: what it stores counts, and what that stores in turn."""
+        seen, left = set[int](), [value]
+        while left:
+            each = left.pop()
+            found = self.known.get(id(vars_of(each))) or self.known.get(id(each))
+            if found is None or id(found) in seen:
+                continue
+            seen.add(id(found))
+            if not isinstance(found.stored, dict) or isinstance(each, CONTAINERS):
+                left += found.stored.values() if isinstance(found.stored, dict) else found.stored or ()
+                continue
+            self._follow_class(found)
+            self._note_names(found)
+            for name in list(found.stored):
+                self.read(each, name)
+            left += found.stored.values()
+
     def enter(self, code: types.CodeType, space: dict[str, Any]) -> None:
         """A function begins: what it can name."""
         indirect = not _INDIRECT.isdisjoint(code.co_names)
@@ -137,9 +159,38 @@ class Reach:
             imported = sys.modules.get(module)
             if imported is not None and is_users(imported) and vars(imported) is not space:
                 self.read_globals(vars(imported), names & vars(imported).keys())
+        self._enter_indirect(code, words)
         if "vars" in code.co_names or "__dict__" in code.co_names:
             for each in [each for each in self._namespaces if isinstance(each.value, type | types.SimpleNamespace)]:
                 self._name(each, set(each.stored))
+
+    def _enter_indirect(self, code: types.CodeType, words: set[str]) -> None:
+        """Code may ask a class for what its instances read, or an object in a way that tells nobody."""
+        before = list(self.known.values())
+        if not (self._asks_classes or _OF_CLASSES.isdisjoint(code.co_names)):
+            self._asks_classes = True
+            for each in before:
+                self._follow_class(each)
+        if "dir" in code.co_names and not self._asks_names:
+            self._asks_names = True
+            for each in list(self.known.values()):
+                self._note_names(each)
+        if "__getattribute__" in code.co_names:
+            for each in before:
+                for name in words & (each.stored.keys() if isinstance(each.stored, dict) else set()):
+                    self.read(each.value, name)
+
+    def note_special_methods(self, codes: Mapping[int, types.CodeType]) -> None:
+        """Code of the methods that Python itself calls (`__len__`) has run: they may be replaced."""
+        kinds: set[type] = set()
+        for each in [each for each in self.known.values() if _is_of_users_class(each.value)]:
+            kind = type(each.value)
+            names = {name for base in kind.__mro__ if is_users(base) for name in _special_methods(base, codes)}
+            if isinstance(each.value, nn.Module) and kind not in kinds:
+                names.add("__call__")
+            kinds.add(kind)
+            for name in sorted(names):
+                self.add(f"{each.path}.{name}", each, "attribute", name, attribute(each.value, name))
 
     def read_globals(self, space: dict[str, Any], names: set[str]) -> None:
         """Code names globals of a Python module."""
@@ -184,6 +235,9 @@ class Reach:
                     self.found.append(Reached(f"{space.path}.{name}", space, "library", name, value, None))
             elif not isinstance(value, types.ModuleType) or is_users(value):
                 self.add(f"{space.path}.{name}", space, "own", name, value)
+        for name in names & _inherited(space.value) - space.asked:
+            space.asked.add(name)
+            self.add(f"{space.path}.{name}", space, "own", name, MISSING)  # until a class defines it for itself
 
     def _follow(self, found: Reached) -> None:
         """Look into a value that forward can reach."""
@@ -218,6 +272,19 @@ class Reach:
         elif is_followed(value) or (isinstance(value, Enum) and is_users(type(value))):
             found.stored = _attributes(value)
             self._patch(type(value))
+        if self._asks_classes:
+            self._follow_class(found)
+        if self._asks_names:
+            self._note_names(found)
+
+    def _follow_class(self, found: Reached) -> None:
+        if _is_of_users_class(found.value) and id(type(found.value)) not in self.known:
+            kind = type(found.value)
+            self.add(f"{kind.__module__}.{kind.__qualname__}", found, "class", None, kind)
+
+    def _note_names(self, found: Reached) -> None:
+        if _is_of_users_class(found.value) or (isinstance(found.value, type) and is_users(found.value)):
+            self.add(f"the names of {found.path}", found, "names", None, step_from(found.value, "names", None))
 
     def _follow_wrapper(self, found: Reached) -> None:
         """A function of an extension, and one that keeps its results: it may have computed them before."""
@@ -252,13 +319,13 @@ class Reach:
 
     def _follow_items(self, found: Reached) -> None:
         value = found.value
-        # no code of a subclass runs: some mappings import what they are asked for
-        found.stored = dict(dict.items(value)) if isinstance(value, dict) else list(value)
+        items = items_of(value) if isinstance(value, dict) else list(enumerate(value))
+        found.stored = dict(items) if isinstance(value, dict) else list(value)
         self.add(f"the size of {found.path}", found, "size", None, step_from(value, "size", None))
-        items = found.stored.items() if isinstance(value, dict) else enumerate(found.stored)
-        for key, item in list(items)[:MOST]:
+        is_plain = len(items) > MOST and all(map(_is_plain, items[MOST:]))
+        for key, item in items[: MOST if is_plain else _MOST_OBJECTS]:
             self.add(f"{found.path}[{key!r}]", found, "item", key, item)
-        if len(found.stored) > MOST and isinstance(value, list | tuple):
+        if is_plain:
             self.add(f"{found.path}[{MOST}:]", found, "rest", None, step_from(value, "rest", None))
 
     def _follow_namespace(self, found: Reached) -> None:
@@ -272,9 +339,12 @@ class Reach:
             self._follow_function(found)
         elif isinstance(value, type):
             self._follow_parts(found, "__mro__")
+            self._follow_class(found)
 
     def _follow_function(self, found: Reached) -> None:
         function: types.FunctionType = found.value
+        if "registry" in vars(function):  # of functools.singledispatch
+            self.add(f"{found.path}.registry", found, "own", "registry", vars(function)["registry"])
         code = function.__code__ if is_users_file(function.__code__.co_filename) else None  # a decorator's of Python
         for name in ("__defaults__", "__kwdefaults__"):
             if getattr(function, name):
@@ -297,6 +367,28 @@ def _attributes(value: Any) -> dict[str, Any]:
     slots = (name for kind in type(value).__mro__ if is_users(kind) for name in slots_of(kind))
     found = {name: attribute(value, name) for name in slots}
     return {**{name: each for name, each in found.items() if each is not MISSING}, **vars_of(value)}
+
+
+def _inherited(kind: Any) -> set[str]:
+    """The names that a class takes from classes of users, without defining them itself."""
+    bases = kind.__mro__[1:] if isinstance(kind, type) else ()
+    return {name for base in bases if is_users(base) for name in vars(base)} - vars(kind).keys()
+
+
+def _is_of_users_class(value: Any) -> bool:
+    return is_users(type(value)) and (is_followed(value) or isinstance(value, type))
+
+
+def _special_methods(kind: type, codes: Mapping[int, types.CodeType]) -> Iterator[str]:
+    """The names of those methods of a class that have run."""
+    for name, each in vars(kind).items():
+        if name.startswith("__") and isinstance(each, types.FunctionType) and id(each.__code__) in codes:
+            yield name
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether the text of a value says all about it."""
+    return type(value) in PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
 
 
 def slots_of(kind: type) -> list[str]:

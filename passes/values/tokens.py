@@ -12,6 +12,7 @@ import logging
 import random
 import threading
 import types
+import weakref
 from collections import ChainMap, UserDict, UserList, deque
 from configparser import RawConfigParser
 from contextvars import ContextVar
@@ -30,7 +31,8 @@ PLAIN = frozenset((*_PLAIN, torch.Size, torch.layout, torch.memory_format))
 _SCALARS = (int, float, complex, str, bytes)  # a subclass computes as its base does
 _BUFFERS = (bytearray, array.array, memoryview)
 CONTAINERS = (list, tuple, deque, dict)
-HOLDERS = (argparse.Namespace, UserDict, UserList, ChainMap, RawConfigParser)  # classes of Python like a user's own
+_WEAK = (weakref.WeakValueDictionary, weakref.WeakKeyDictionary)
+HOLDERS = (argparse.Namespace, UserDict, UserList, ChainMap, RawConfigParser, *_WEAK)  # of Python, like a user's own
 NAMESPACES = (types.ModuleType, type, types.SimpleNamespace, types.FunctionType, threading.local)
 
 
@@ -168,7 +170,8 @@ def is_users(kind: Any) -> bool:
 def is_generator(value: Any) -> bool:
     """Whether a value draws random numbers."""
     kind = type(value)  # an object that imports what it is asked for is asked for nothing
-    return hasattr(kind, "getstate") or hasattr(kind, "bit_generator") or issubclass(kind, torch.Generator)
+    drawing = hasattr(kind, "getstate") or hasattr(kind, "bit_generator") or issubclass(kind, torch.Generator)
+    return drawing or (kind.__name__ == "RandomState" and kind.__module__.startswith("numpy"))
 
 
 def state_of(generator: Any) -> Any:

@@ -67,11 +67,18 @@ def _in_fork(net: Net) -> float:
         return float(torch.ones(1).numel())
 
 
+def _drawn_in_fork(net: Net) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return torch.rand(1)
+
+
 SEEDS: dict[str, Callable[[Net], object]] = {
     "torch": lambda net: torch.manual_seed(1),
     "the generator": lambda net: torch.default_generator.manual_seed(1),
     "any": lambda net: torch.seed(),
     "inside of fork_rng": _in_fork,
+    "the state again": lambda net: torch.set_rng_state(torch.get_rng_state()),
+    "drawn twice by fork_rng": _drawn_in_fork,
 }
 
 
@@ -80,6 +87,42 @@ def test_seeds_in_forward_are_refused(how: str) -> None:
     """Eager would draw the same numbers in every step; the compiled steps drew others."""
     with pytest.raises(zbcompile.CaptureError, match=r"forward seeds torch's generator"):
         train(Net(lambda net: float(SEEDS[how](net) is None)))
+
+
+QUESTIONS: dict[str, Callable[[], object]] = {
+    "the seed": lambda: torch.initial_seed(),
+    "the number of threads": lambda: torch.get_num_threads(),
+    "whether oneDNN is enabled": lambda: torch.backends.mkldnn.enabled,
+    "whether anomalies are detected": lambda: torch.is_anomaly_enabled(),
+    "the state of torch's generator": lambda: torch.default_generator.set_state(torch.default_generator.get_state()),
+}
+
+
+@pytest.mark.parametrize("asked", QUESTIONS)
+def test_what_a_capture_answers_in_another_way_is_refused(asked: str) -> None:
+    with pytest.raises(zbcompile.CaptureError, match=f"asks torch for {asked}.* \\(.*answer in an attribute"):
+        train(Net(lambda net: float(bool(QUESTIONS[asked]()))))
+
+
+HOOKS: dict[str, Callable[[Tensor], object]] = {
+    "node": lambda x: x.grad_fn.register_hook(lambda inputs, outputs: None),  # type: ignore[union-attr]
+    "node before": lambda x: x.grad_fn.next_functions[0][0].register_prehook(lambda outputs: None),  # type: ignore[union-attr]
+    "edge": lambda x: torch.autograd.graph.get_gradient_edge(x).node.register_prehook(lambda outputs: None),
+}
+
+
+@pytest.mark.parametrize("how", HOOKS)
+def test_hooks_on_nodes_of_autograd_are_refused(how: str) -> None:
+    """Eager scaled gradients by them; the compiled step lost them."""
+
+    class Hooked(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.first(x)
+            HOOKS[how](x)
+            return self.last(x)  # type: ignore[no-any-return]
+
+    with pytest.raises(zbcompile.CaptureError, match=r"forward registers a hook on a node of autograd \(.*hook\("):
+        train(Hooked(lambda net: 0.0))
 
 
 @torch.library.custom_op("zbcompile_tests::untold", mutates_args=())

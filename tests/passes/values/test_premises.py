@@ -4,6 +4,7 @@ import argparse
 import array
 import collections
 import contextvars
+import copy
 import enum
 import functools
 import operator
@@ -24,6 +25,9 @@ import zbcompile
 
 class Base:
     rate = 1.0
+
+    def __len__(self) -> int:
+        return 1
 
 
 class Settings(Base):
@@ -46,10 +50,15 @@ class Mode(enum.Enum):
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
 SETTINGS, REAL = Settings(), {"a": 1.0}
-REFERENCE = weakref.ref(SETTINGS)
+REFERENCE, WEAK = weakref.ref(SETTINGS), weakref.WeakValueDictionary(a=SETTINGS)
 
 
 def plain() -> float:
+    return 1.0
+
+
+@functools.singledispatch
+def kind_of(value: object) -> float:
     return 1.0
 
 
@@ -113,6 +122,33 @@ CASES = {
     "own attributes": Case(
         lambda n: vars(n)["value"], 1.0, lambda n: setattr(n, "value", 2.0), lambda n: setattr(n, "value", 1.0)
     ),
+    "by object": Case(lambda n: object.__getattribute__(SETTINGS, "tau"), SETTINGS),
+    "dir": Case(lambda n: "more" in dir(n), 1.0, lambda n: setattr(n, "more", 2.0), lambda n: delattr(n, "more")),
+    "copy": Case(lambda n: copy.copy(SETTINGS).tau, SETTINGS),
+    "weak values": Case(lambda n: WEAK["a"].tau, SETTINGS),
+    "long list of objects": Case(
+        lambda n: n.value[-1].tau,
+        [Settings() for _ in range(80)],
+        lambda n: setattr(n.value[-1], "tau", 2.0),
+        lambda n: setattr(n.value[-1], "tau", 1.0),
+    ),
+    "long mapping": Case(
+        lambda n: n.value[299],
+        dict.fromkeys(range(300), 1.0),
+        lambda n: n.value.update({299: 2.0}),
+        lambda n: n.value.update({299: 1.0}),
+    ),
+    "order that a class keeps": Case(
+        lambda n: float(next(iter(n.value)) == "a"),
+        collections.OrderedDict(a=1, b=2),
+        lambda n: n.value.move_to_end("a"),
+        lambda n: n.value.move_to_end("b"),
+    ),
+    "class": Case(lambda n: type(SETTINGS).rate, 1, store(Settings, "rate", 2.0), lambda n: delattr(Settings, "rate")),
+    "special method": Case(
+        lambda n: len(SETTINGS), 1, store(Settings, "__len__", lambda s: 2), lambda n: delattr(Settings, "__len__")
+    ),
+    "registry": Case(lambda n: kind_of(1), 1, lambda n: kind_of.register(int, lambda value: 2.0)),
     "new": Case(lambda n: len(vars(n)), 1.0, lambda n: setattr(n, "more", 2.0), lambda n: delattr(n, "more")),
     "inherited": Case(lambda n: Settings.rate, None, store(Base, "rate", 2.0), store(Base, "rate", 1.0)),
     "shadowed": Case(lambda n: SETTINGS.rate, 1, store(Settings, "rate", 2.0), lambda n: delattr(Settings, "rate")),
