@@ -11,7 +11,7 @@ from torch import nn
 
 from zbcompile.passes.values.executed_code import line_that_writes, only_updates
 from zbcompile.passes.values.premises import attribute, vars_of
-from zbcompile.passes.values.reached_values import Reached, slots_of
+from zbcompile.passes.values.reached_values import RECORDED_BY, Reached, slots_of
 from zbcompile.passes.values.tokens import MISSING, NAMESPACES, PLAIN, is_users, token
 
 _OPEN = (type, types.FunctionType, types.SimpleNamespace)  # namespaces to which code adds names
@@ -64,7 +64,7 @@ class PythonChanges:
 
     def _is_named(self, name: str) -> bool:
         """Whether code that ran has this name."""
-        return any(name in code.co_names for code in self._codes.values())
+        return name != RECORDED_BY and any(name in code.co_names for code in self._codes.values())
 
     def _judge(self, found: Reached) -> None:
         parent, named = found.parent, _named(found)

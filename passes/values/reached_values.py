@@ -41,6 +41,7 @@ TABLES = frozenset(vars(nn.Module()))  # modes, hooks and tensors, which others 
 _INDIRECT = frozenset(("globals", "eval", "vars", "modules", "attrgetter", "import_module", "__import__", "__dict__"))
 _INDIRECT |= {"__getattribute__"}
 _OF_CLASSES = frozenset(("type", "__class__", "super", "dir"))  # by which code asks a class instead of its instance
+RECORDED_BY = "__getattribute__"  # of classes whose instances are watched, while they are
 _MOST_OBJECTS = 4096  # in one container
 _PARTS: Mapping[Any, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords"),
@@ -332,7 +333,7 @@ class Reach:
         value = found.value
         if not (isinstance(value, types.SimpleNamespace | threading.local) or is_users(value)):
             return
-        found.stored = dict(vars(value))
+        found.stored = {name: each for name, each in vars(value).items() if name != RECORDED_BY}
         self._namespaces.append(found)
         self._name(found, self._names)
         if isinstance(value, types.FunctionType):
@@ -372,7 +373,8 @@ def _attributes(value: Any) -> dict[str, Any]:
 def _inherited(kind: Any) -> set[str]:
     """The names that a class takes from classes of users, without defining them itself."""
     bases = kind.__mro__[1:] if isinstance(kind, type) else ()
-    return {name for base in bases if is_users(base) for name in vars(base)} - vars(kind).keys()
+    names = {name for base in bases if is_users(base) for name in vars(base)}
+    return names - {RECORDED_BY, *vars(kind)} if names else names
 
 
 def _is_of_users_class(value: Any) -> bool:
@@ -382,7 +384,7 @@ def _is_of_users_class(value: Any) -> bool:
 def _special_methods(kind: type, codes: Mapping[int, types.CodeType]) -> Iterator[str]:
     """The names of those methods of a class that have run."""
     for name, each in vars(kind).items():
-        if name.startswith("__") and isinstance(each, types.FunctionType) and id(each.__code__) in codes:
+        if name.startswith("__") and name != RECORDED_BY and isinstance(each, types.FunctionType) and id(each.__code__) in codes:
             yield name
 
 
