@@ -57,6 +57,11 @@ def plain() -> float:
     return 1.0
 
 
+def by_class() -> float:
+    """Begins when the class of SETTINGS already tells who reads its instances."""
+    return object.__getattribute__(SETTINGS, "tau") * Settings.rate  # type: ignore[no-any-return]
+
+
 @functools.singledispatch
 def kind_of(value: object) -> float:
     return 1.0
@@ -123,6 +128,7 @@ CASES = {
         lambda n: vars(n)["value"], 1.0, lambda n: setattr(n, "value", 2.0), lambda n: setattr(n, "value", 1.0)
     ),
     "by object": Case(lambda n: object.__getattribute__(SETTINGS, "tau"), SETTINGS),
+    "class that is watched": Case(lambda n: SETTINGS.tau * by_class(), SETTINGS),
     "dir": Case(lambda n: "more" in dir(n), 1.0, lambda n: setattr(n, "more", 2.0), lambda n: delattr(n, "more")),
     "copy": Case(lambda n: copy.copy(SETTINGS).tau, SETTINGS),
     "weak values": Case(lambda n: WEAK["a"].tau, SETTINGS),
