@@ -384,7 +384,12 @@ def _is_of_users_class(value: Any) -> bool:
 def _special_methods(kind: type, codes: Mapping[int, types.CodeType]) -> Iterator[str]:
     """The names of those methods of a class that have run."""
     for name, each in vars(kind).items():
-        if name.startswith("__") and name != RECORDED_BY and isinstance(each, types.FunctionType) and id(each.__code__) in codes:
+        if (
+            name.startswith("__")
+            and name != RECORDED_BY
+            and isinstance(each, types.FunctionType)
+            and id(each.__code__) in codes
+        ):
             yield name
 
 

@@ -322,7 +322,8 @@ def _train(case: Case, file: Path, pipelined: bool, run: Run) -> None:
             run.error = error
         finally:
             if world is not None and "last" in case.slots:
-                exec(case.slots["last"], vars(world))
+                with contextlib.suppress(NameError):  # an error came before what it takes back
+                    exec(case.slots["last"], vars(world))
     run.notices = [line for line in said.getvalue().splitlines() if line] + [str(each.message) for each in found]
 
 
