@@ -42,6 +42,9 @@ _INDIRECT = frozenset(("globals", "eval", "vars", "modules", "attrgetter", "impo
 _INDIRECT |= {"__getattribute__"}
 _OF_CLASSES = frozenset(("type", "__class__", "super", "dir"))  # by which code asks a class instead of its instance
 RECORDED_BY = "__getattribute__"  # of classes whose instances are watched, while they are
+_BOOKKEEPING = frozenset(  # of classes: what Python and dataclasses note there about the class itself
+    (RECORDED_BY, "__dataclass_fields__", "__dataclass_params__", "__annotations__", "__match_args__", "__orig_bases__")
+)
 _MOST_OBJECTS = 4096  # in one container
 _PARTS: Mapping[Any, tuple[str, ...]] = {
     functools.partial: ("func", "args", "keywords"),
@@ -333,7 +336,7 @@ class Reach:
         value = found.value
         if not (isinstance(value, types.SimpleNamespace | threading.local) or is_users(value)):
             return
-        found.stored = {name: each for name, each in vars(value).items() if name != RECORDED_BY}
+        found.stored = {name: each for name, each in vars(value).items() if name not in _BOOKKEEPING}
         self._namespaces.append(found)
         self._name(found, self._names)
         if isinstance(value, types.FunctionType):
