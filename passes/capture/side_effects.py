@@ -4,6 +4,7 @@ Findings are noted, not raised, so that one capture reports all of them.
 """
 
 import contextlib
+import traceback
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -129,7 +130,9 @@ class Watch:
         )
 
     def note_hook_on_node(self) -> None:
-        """Forward has registered a hook on a node of autograd."""
+        """Forward has registered a hook on a node of autograd; that of a module with backward hooks is told by them."""
+        if any(frame.f_globals.get("__name__") == "torch.utils.hooks" for frame, _ in traceback.walk_stack(None)):
+            return
         self.problem(
             f"forward registers a hook on a node of autograd ({calling_line()}); gradients of a compiled stage do not "
             "pass through autograd, so it would be silently lost. Write it as a torch.library.custom_op with "
