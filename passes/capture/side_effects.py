@@ -7,6 +7,7 @@ import contextlib
 import traceback
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Question
 from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.source_location import calling_line
-from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, buffer_table, replaced
+from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, backward_hooks, buffer_table, replaced
 from zbcompile.passes.values.open_numbers import failed_questions, with_eagers_types
 from zbcompile.passes.values.premises import attribute
 
@@ -86,7 +87,7 @@ class Watch:
             numbers_drawn_outside_torch(lambda: reads.generators, self.problem),
             generator_seeded(self.problem),
             output_of_forward(self.warning),
-            told_of_hooks_on_nodes(self.note_hook_on_node),
+            told_of_hooks_on_nodes(partial(self.note_hook_on_node, any(map(backward_hooks, model.modules())))),
             failed_questions(self.note_unanswered),
         ]
         with self.reads.recording(), _Calls(self, parameters), contextlib.ExitStack() as around:
@@ -129,9 +130,11 @@ class Watch:
             "or do it outside of forward."
         )
 
-    def note_hook_on_node(self) -> None:
-        """Forward has registered a hook on a node of autograd; that of a module with backward hooks is told by them."""
-        if any(frame.f_globals.get("__name__") == "torch.utils.hooks" for frame, _ in traceback.walk_stack(None)):
+    def note_hook_on_node(self, modules_have_some: bool) -> None:
+        """Forward has registered a hook on a node of autograd; those that torch registers for modules with backward
+        hooks before forward are refused with these."""
+        by = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
+        if modules_have_some and "torch.utils.hooks" in by:
             return
         self.problem(
             f"forward registers a hook on a node of autograd ({calling_line()}); gradients of a compiled stage do not "
