@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -10,7 +10,20 @@ import torch
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.hardware.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.layout_strings import cuts_of_layout
-from zbcompile.passes.option import BYTES, DTYPE, SIZES, SWITCH, Kind, number, one_of, option, read_bytes
+from zbcompile.passes.option import (
+    BYTES,
+    DTYPE,
+    SIZES,
+    SWITCH,
+    Kind,
+    OptionFields,
+    Reads,
+    number,
+    one_of,
+    option,
+    options,
+    read_bytes,
+)
 
 Policy = Literal["off", "hints", "selective", "full"] | int | float  # bytes, or a share of what is kept otherwise
 POLICIES = ("off", "hints", "selective", "full")
@@ -111,8 +124,8 @@ CHANNELS = Kind(
 VOCAB = one_of("off", "auto", 1, 2, also=" (barriers)")
 
 
-@dataclass(frozen=True)
-class Choices:
+@options
+class Choices(OptionFields):
     """The options that change the graphs.
 
     Args:
@@ -160,17 +173,17 @@ class Choices:
     """
 
     exact: bool = option(False, SWITCH)
-    recompute: Recompute = option("hints", RECOMPUTE)
-    balance: Balance = option("flops", BALANCE)
-    hardware: Hardware | None = option(None, HARDWARE.or_none())
-    boundary_bytes: int | None = option(None, BYTES.or_none())
-    memory: int | None = option(None, BYTES.or_none())
+    recompute: Reads[Recompute | str | Sequence[Policy | str], Recompute] = option("hints", RECOMPUTE)
+    balance: Reads[str | Sequence[str], Balance] = option("flops", BALANCE)
+    hardware: Reads[Hardware | str | None, Hardware | None] = option(None, HARDWARE.or_none())
+    boundary_bytes: Reads[float | str | None, int | None] = option(None, BYTES.or_none())
+    memory: Reads[float | str | None, int | None] = option(None, BYTES.or_none())
     optimizer_state: float = option(2.0, number("bytes per byte of parameter", lambda given: given >= 0))
-    accumulate_dtype: torch.dtype | None = option(None, DTYPE.or_none())
+    accumulate_dtype: Reads[torch.dtype | str | None, torch.dtype | None] = option(None, DTYPE.or_none())
     weight_recompute: bool = option(False, SWITCH)
     vocab: Barriers = option("off", VOCAB)
     vocab_logits: VocabLogits = option("auto", one_of("auto", "keep", "remake"))
-    pairs: Literal["auto", "given"] = option("auto", one_of("auto", "given"))
+    pairs: str = option("auto", one_of("auto", "given"))
     channels: str | None = option(None, CHANNELS.or_none())
 
     def recompute_of(self, stage: int) -> Policy:

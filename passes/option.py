@@ -1,7 +1,8 @@
 """One option, stated once: its type, default, check, paragraph, and form on a command line.
 
 An option is a field of `Choices`, `StepOptions` or `Options`, each of which extends the one before with the options of
-its room. Keywords, docstrings, flags and the entries of a saved program are all derived from these fields.
+its room. Keywords and their types, docstrings, flags and the entries of a saved program are all derived from these
+fields.
 """
 
 import math
@@ -11,13 +12,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import Field, dataclass, field, fields
 from fractions import Fraction
 from numbers import Real
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 import torch
 
 from zbcompile.passes.torch_names import NAMED
 
 Options = TypeVar("Options")
+Given = TypeVar("Given")
+Kept = TypeVar("Kept")
 SIZES = 'bytes: a number, or a text such as "80GiB" or "24 GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)'
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
@@ -38,6 +41,33 @@ class Kind:
 
     def or_none(self) -> "Kind":
         return Kind(lambda given: None if given is None else self.read(given), self.expected, self.flag)
+
+
+class Reads(Generic[Given, Kept]):
+    """The type of an option that may be `Given` in more ways than it is `Kept`; in signatures the former."""
+
+    if TYPE_CHECKING:
+
+        def __get__(self, instance: object, owner: type) -> Kept: ...
+        def __set__(self, instance: object, value: Given) -> None: ...
+
+    else:
+
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[0]
+
+
+class OptionFields:
+    """What every dataclass of options has, for type checkers."""
+
+    if TYPE_CHECKING:
+        __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
+
+
+@dataclass_transform(kw_only_default=True)
+def options(kind: type[Options]) -> type[Options]:
+    """A frozen dataclass of options; type checkers would take a frozen field for one that is kept as it was given."""
+    return dataclass(frozen=True, kw_only=True)(kind)
 
 
 def option(default: Any, kind: Kind) -> Any:

@@ -17,7 +17,20 @@ from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import VOCAB, Barriers, Choices, VocabLogits
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.option import SWITCH, Kind, Unexpected, accept, number, option, options_of, paragraphs_of, whole
+from zbcompile.passes.option import (
+    BYTES,
+    SWITCH,
+    Kind,
+    Reads,
+    Unexpected,
+    accept,
+    number,
+    option,
+    options,
+    options_of,
+    paragraphs_of,
+    whole,
+)
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules import Lowered, Schedule, load
 from zbcompile.schedules.generators.registry import find
@@ -41,7 +54,7 @@ MESH_NAMES = Kind(
 EXAMPLE = Kind(_read_example, "(args, kwargs) of one batch")
 
 
-@dataclass(frozen=True)
+@options
 class Options(Choices, StepOptions):
     """All options of a pipeline, each by its own name, as manifests and command lines have them. Raises PipelineError
     for a value that an option cannot have.
@@ -77,8 +90,7 @@ class Options(Choices, StepOptions):
             are, whatever the backend). ZBCOMPILE_DEBUG_NAN=1 does the same.
     """
 
-    vocab: Barriers | None = option(None, VOCAB.or_none())  # type: ignore[assignment]
-    schedule: str | Schedule = option("zb-v", SCHEDULE)
+    schedule: Reads[str | Schedule | Lowered, str | Schedule] = option("zb-v", SCHEDULE)
     microbatches: int | None = option(None, whole(" of microbatches").or_none())
     ranks: int | None = option(None, whole(" of ranks").or_none())
     loss: LossFunction | None = option(None, accept(callable, "a function loss(output, target)").or_none())
@@ -91,6 +103,8 @@ class Options(Choices, StepOptions):
     max_shapes: int = option(8, whole(" of programs to keep"))
     init: Init | None = option(None, accept(callable, "a function init(name, tensor)").or_none())
     debug_nan: bool = option(False, SWITCH)
+    memory: Reads["float | str | Memory | None", int | None] = option(None, BYTES.or_none())  # type: ignore[assignment]
+    vocab: Reads["Barriers | Vocab | None", Barriers | None] = option(None, VOCAB.or_none())  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
         for name in OPTIONS:
@@ -122,7 +136,9 @@ def is_searched(options: Options) -> bool:
     return isinstance(options.schedule, str) and find(options.schedule).name == "auto"
 
 
-OPTIONS = options_of(Options)
+OPTIONS = {  # what `Options` itself adds first, as a reader of `help(zbcompile.pipeline)` meets them
+    name: options_of(Options)[name] for kind in Options.__mro__ for name in vars(kind).get("__annotations__", ())
+}
 PARAGRAPHS = paragraphs_of(Options)
 
 

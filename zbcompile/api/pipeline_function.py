@@ -2,77 +2,53 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, Unpack, overload
+from collections.abc import Callable
+from typing import Any, ParamSpec, Protocol, overload
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from zbcompile.api.pipeline import Pipeline
-from zbcompile.backends.types import GraphCompiler
-from zbcompile.distributed.mesh import MeshNames
 from zbcompile.distributed.process_group import device_of, find_ranks, is_alone
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch_split import Split
-from zbcompile.model.materialize import Init
-from zbcompile.model.placements import Placements
-from zbcompile.options import OPTIONS, Memory, Options, Vocab, document, options_from
-from zbcompile.passes.capture.training_step import LossFunction
-from zbcompile.passes.compile_options import Barriers, Policy, Recompute
-from zbcompile.passes.hardware.hardware import Hardware
+from zbcompile.options import GROUPS, OPTIONS, Options, document, options_from, options_in
 from zbcompile.runtime.engines import Engine
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.torch_private import warn_of_untried
 
-
-class Keywords(TypedDict, total=False):
-    """The keywords of `zbcompile.pipeline` with their types, for editors; `Options` describes each."""
-
-    schedule: str | Schedule | Lowered
-    microbatches: int | None
-    ranks: int | None
-    loss: LossFunction | None
-    loss_reduction: str
-    exact: bool
-    recompute: Recompute | str | Sequence[Policy | str]
-    weight_recompute: bool
-    balance: str | Sequence[str]
-    hardware: Hardware | str | None
-    memory: int | float | str | Memory | None
-    accumulate_dtype: torch.dtype | str | None
-    vocab: Barriers | Vocab | None
-    pairs: str
-    channels: str | None
-    split: Split | None
-    chunks: int | None
-    example: tuple[tuple[Any, ...], dict[str, Any]] | None
-    mesh: DeviceMesh | None
-    mesh_names: MeshNames | None
-    placements: Placements | None
-    seed: int
-    timeout: float
-    search_seconds: float
-    max_shapes: int
-    init: Init | None
-    debug_nan: bool
-    backend: str | GraphCompiler
-    cuda_graphs: bool | str
-    max_ctas: int | None
-    compare_batches: int
-
-
 Maker = Callable[..., nn.Module]
+Keywords = ParamSpec("Keywords")
 
 
-@overload
-def pipeline(model: nn.Module, **options: Unpack[Keywords]) -> Pipeline: ...
-@overload
-def pipeline(**options: Unpack[Keywords]) -> Callable[[Maker], Callable[..., Pipeline]]: ...
-@overload
-def pipeline(model: Maker, **options: Unpack[Keywords]) -> Callable[..., Pipeline]: ...
+class Door(Protocol[Keywords]):
+    """The types of `pipeline`, whose keywords are those of `Options`."""
+
+    @overload
+    def __call__(self, model: nn.Module, *args: Keywords.args, **options: Keywords.kwargs) -> Pipeline: ...
+    @overload
+    def __call__(
+        self, *args: Keywords.args, **options: Keywords.kwargs
+    ) -> Callable[[Maker], Callable[..., Pipeline]]: ...
+    @overload
+    def __call__(self, model: Maker, *args: Keywords.args, **options: Keywords.kwargs) -> Callable[..., Pipeline]: ...
 
 
+def _with_keywords(kind: Callable[Keywords, Options]) -> Callable[[Callable[..., Any]], Door[Keywords]]:
+    """Gives a function the keywords of `kind` in its types, signature and docstring, but not those in a group."""
+    grouped = {option for group in GROUPS.values() for option in options_in(group).values()} - GROUPS.keys()
+    names = [name for name in OPTIONS if name not in grouped]
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        document(function, {name: name for name in names})
+        of_kind = inspect.signature(kind).parameters
+        first = inspect.signature(function).parameters["model"]
+        function.__signature__ = inspect.Signature([first, *map(of_kind.__getitem__, names)])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
+@_with_keywords(Options)
 def pipeline(model: Any = ..., **options: Any) -> Any:
     """Turn `model` into a pipeline, or decorate an nn.Module class or a function that returns a module.
 
@@ -91,17 +67,6 @@ def pipeline(model: Any = ..., **options: Any) -> Any:
     if isinstance(model, nn.Module):
         return build(model)
     return functools.partial(_decorate, build) if model is ... else _decorate(build, model)
-
-
-document(pipeline, {name: name for name in Keywords.__annotations__})
-_FIRST = inspect.Parameter("model", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=...)
-pipeline.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
-    [_FIRST]
-    + [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=OPTIONS[name].default, annotation=annotation)
-        for name, annotation in Keywords.__annotations__.items()
-    ]
-)
 
 
 def build_pipeline(options: Options, module: Any) -> Pipeline:

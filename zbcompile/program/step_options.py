@@ -2,12 +2,11 @@
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.model.batch_split import Split
 from zbcompile.model.placements import Placements, read_placements
-from zbcompile.passes.option import Kind, accept, one_of, option, whole
+from zbcompile.passes.option import Kind, OptionFields, accept, one_of, option, options, whole
 
 
 def _read_split(given: Any) -> dict[str, bool | int]:
@@ -49,8 +48,8 @@ CUDA_GRAPHS = accept(
 )
 
 
-@dataclass(frozen=True)
-class StepOptions:
+@options
+class StepOptions(OptionFields):
     """The options of a step. Of a program `backend` is the name.
 
     Args:

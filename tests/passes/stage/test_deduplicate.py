@@ -87,7 +87,7 @@ def _tower(make: Callable[[int], nn.Module]) -> zbcompile.Example:
 def _compiled(example: zbcompile.Example, stages: int, exact: bool = False, observe: Observer | None = None) -> Program:
     """Compiled anew if somebody observes, whatever other tests have compiled."""
     schedule = build("zb-h1", ranks=stages, microbatches=2 * stages)
-    return compile_example(example, schedule, Choices(exact), observe).program
+    return compile_example(example, schedule, Choices(exact=exact), observe).program
 
 
 def _each_for_itself(

@@ -14,7 +14,6 @@ from torch import nn
 
 import zbcompile
 from zbcompile import Memory, PipelineError, Vocab
-from zbcompile.api.pipeline_function import Keywords
 from zbcompile.cli.command_line import add_flags, flag_of, split_options
 from zbcompile.cli.compile_arguments import FLAGS
 from zbcompile.options import GROUPS, OPTIONS, PARAGRAPHS, Options, checked, options_from, options_in
@@ -57,13 +56,13 @@ SPELLED = {
 def test_keywords_are_the_options() -> None:
     parameters = dict(inspect.signature(zbcompile.pipeline).parameters)
     del parameters["model"]
-    assert parameters.keys() == Keywords.__annotations__.keys() == OPTIONS.keys() - GROUPED
+    assert parameters.keys() == OPTIONS.keys() - GROUPED
     assert {name: p.default for name, p in parameters.items()} == {n: OPTIONS[n].default for n in parameters}
 
 
 def test_every_option_is_described() -> None:
     assert PARAGRAPHS.keys() == OPTIONS.keys() == {each.name for each in fields(Options)}
-    for name in Keywords.__annotations__:
+    for name in OPTIONS.keys() - GROUPED:
         assert f"\n        {name}: {PARAGRAPHS[name][:40]}" in (zbcompile.pipeline.__doc__ or "")
     for group in GROUPS.values():
         assert all(f"\n        {part}: " in (group.__doc__ or "") for part in options_in(group))
