@@ -65,7 +65,8 @@ def _mark_slow_cases(items: list[pytest.Item]) -> None:
         mark = item.get_closest_marker("mostly_slow")
         test = item.nodeid.partition("[")[0]
         if mark is not None:
-            daily, suite = mark.kwargs["every"], mark.kwargs.get("suite", 1)
+            daily = mark.kwargs["every"]
+            suite = mark.kwargs.get("suite", next((daily // n for n in (2, 3) if daily % n == 0), daily))
             assert daily % suite == 0, f"{test}: daily work takes a part of the suite's cases"
             if seen[test] % daily:
                 item.add_marker(pytest.mark.slow)

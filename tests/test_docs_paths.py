@@ -112,6 +112,7 @@ def test_ten_questions_are_answered() -> None:
     assert len(QUESTIONS) >= 10
 
 
+@pytest.mark.slow
 def test_the_scripts_of_faults_run_from_the_root() -> None:
     """With nothing else on the path: all can be imported."""
     scripts = sorted(set(re.findall(r"-m (tests\.[\w.]+)", (ROOT / "docs/faults.md").read_text())))

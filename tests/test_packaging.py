@@ -72,6 +72,7 @@ def metadata(wheel: Path) -> Message:
         return Parser().parsestr(archive.read(name).decode())
 
 
+@pytest.mark.slow
 def test_wheel(wheel: Path, tmp_path: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path)
@@ -202,6 +203,7 @@ UNDOCUMENTED = {"wrap_with_autocast", "wrap_with_set_grad_enabled", "fake_mode"}
 UNDOCUMENTED |= {"custom", "from_node", "nn_module_stack", "stack_trace"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("room", ["passes", "zbcompile"])
 def test_private_names_stand_in_one_file(room: str) -> None:
     """A newer torch is then supported by mending `torch_private.py`."""

@@ -70,6 +70,7 @@ def test_show_writes_pictures_and_reads_schedules_back(tmp_path: Path) -> None:
     assert (tmp_path / "s.json").exists()
 
 
+@pytest.mark.slow
 def test_errors_go_to_stderr_with_their_exit_code(tmp_path: Path) -> None:
     for arguments, code, text in (
         (("show", "zbw"), 1, "did you mean"),

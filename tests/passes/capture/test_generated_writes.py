@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.fx import Interpreter
@@ -115,6 +116,7 @@ def _arguments(graph: torch.fx.Graph, held: Mapping[str, Tensor]) -> list[Tensor
     return [held[node.meta["slot"].name] for node in graph.find_nodes(op="placeholder")]
 
 
+@pytest.mark.slow
 def test_what_eager_runs_is_equal_or_refused() -> None:
     compared, refused = 0, []
     for seed in count():

@@ -182,6 +182,7 @@ def count_collections(phase: str, _: dict[str, int]) -> None:
         COLLECTIONS["count"] += COLLECTIONS["count"] + 1
 
 
+@pytest.mark.slow
 def test_what_a_garbage_collection_calls_is_not_forwards() -> None:
     """Such as hypothesis's clock of collections: one that comes inside of a trace is no change of forward's."""
     gc.callbacks.append(count_collections)

@@ -130,6 +130,7 @@ def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(
     assert max(found.boundary) == thinnest
 
 
+@pytest.mark.slow
 def test_parameters_are_balanced(drawn: dict[str, Drawn]) -> None:
     problem = _problem(drawn, "gpt", ("zb-h1", 3, None))
     row = problem.row("parameters")
@@ -172,6 +173,7 @@ def test_a_boundary_is_as_narrow_as_asked(drawn: dict[str, Drawn]) -> None:
         problem.plan(boundary_bytes=least - 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=str)
 def test_memory_is_respected_and_the_least_is_named(
     schedule: tuple[str, int, int | None], drawn: dict[str, Drawn]

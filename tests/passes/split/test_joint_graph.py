@@ -121,6 +121,7 @@ def train(model: nn.Module, exact: bool, schedule: str = "zb-h1") -> tuple[Tenso
     return x, y
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "exact", "message"),
     [

@@ -169,6 +169,7 @@ def test_costs_without_a_finite_sum_are_refused() -> None:
         assert search(Costs((1,), (1,), (1,), activation=(kept,)), 1, 2, limit, moves=0).proven
 
 
+@pytest.mark.slow
 def test_seconds_are_a_cap_of_names_that_take_long_too() -> None:
     """zb-1p and zb-2p try eight orders of their own; where passes are many, a rule of preference is tried first."""
     costs = Costs.uniform(32, activation=1, residue=0.5)

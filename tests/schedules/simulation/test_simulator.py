@@ -81,6 +81,7 @@ def test_the_memory_curve_ends_empty_and_peaks_at_the_peak(small_schedules, rand
             assert [time for time, _ in curve] == sorted(time for time, _ in curve)
 
 
+@pytest.mark.slow
 def test_time_is_either_work_or_idle(small_schedules, random_costs) -> None:
     generator = random.Random(3)
     for schedule in small_schedules(range(1, 6), range(1, 12, 3)):

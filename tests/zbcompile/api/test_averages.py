@@ -73,6 +73,7 @@ def averaged(case: Case, folder: str = "", resumed: bool = False) -> dict[str, A
     return found
 
 
+@pytest.mark.slow
 def test_averages_are_those_of_torch(pool: Pool, tmp_path: Path) -> None:
     """Also after they were saved on two ranks and loaded in one process under another schedule, and vice versa."""
     state, output = eager_average(TIED, STEPS)

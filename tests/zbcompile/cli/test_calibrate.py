@@ -15,6 +15,7 @@ from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import build
 
 
+@pytest.mark.slow
 def test_this_machine_is_measured_and_a_step_predicted_from_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

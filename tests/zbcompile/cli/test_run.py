@@ -49,6 +49,7 @@ def test_a_resumed_run_has_the_same_bits(data: str, small_program: Program, tmp_
     assert (tmp_path / "whole.safetensors").read_bytes() == (tmp_path / "parts.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_options_of_a_run(small_program: Program, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """An optimizer of the user's, a rate that changes, clipping; what is printed; a run that is over; then from its
     weights and from its checkpoint another one starts."""
@@ -77,6 +78,7 @@ def test_options_of_a_run(small_program: Program, tmp_path: Path, capsys: pytest
         )
 
 
+@pytest.mark.slow
 def test_updates_inside_of_the_step_change_no_bit(small_program: Program, tmp_path: Path) -> None:
     """Nor does a run that is resumed."""
     program, after = small_program("zb-h1", 2), ("--validate", "after", "--clip", "1e6")

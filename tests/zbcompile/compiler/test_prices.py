@@ -52,6 +52,7 @@ def assert_priced(prices: LinePrices, program: Program, edges: list[int], second
         assert of_stages == pytest.approx(running[op], rel=bytes_), op
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", POLICIES)
 def test_stages_of_whole_blocks(recompute: Policy) -> None:
     """Two layers of a GPT and its head: seconds, what waits and what is alive while a pass runs. "selective" chooses
@@ -67,6 +68,7 @@ def test_stages_of_whole_blocks(recompute: Policy) -> None:
     )
 
 
+@pytest.mark.slow
 def test_stages_that_are_cut_anywhere(compiled: Inspected) -> None:
     prices, edges = line_prices(compiled)
     assert_priced(prices, compiled.program, edges, seconds=0.03, bytes_=0.1)
@@ -105,6 +107,7 @@ def assert_close(prices: LinePrices, edges: list[int], compiled: Inspected, rel:
     assert max(prices.most_held(program.schedule, edges)) == pytest.approx(max(r.peak for r in memory), rel=rel)
 
 
+@pytest.mark.slow
 def test_shares_of_operations_add_up(compiled: Inspected) -> None:
     prices, edges = line_prices(compiled)
     estimate = prices.costs(edges)
@@ -120,6 +123,7 @@ def test_shares_of_operations_add_up(compiled: Inspected) -> None:
     assert all(b / 2 <= a <= b for a, b in zip(half.forward, estimate.forward, strict=True))
 
 
+@pytest.mark.slow
 def test_cuts_for_the_step_are_no_worse_and_hold_the_limit(compiled: Inspected) -> None:
     prices, edges = line_prices(compiled)
     schedule, start = build("zb-v", 2, 4), Stages(tuple(edges))
@@ -129,6 +133,7 @@ def test_cuts_for_the_step_are_no_worse_and_hold_the_limit(compiled: Inspected) 
     assert score_of(prices, stages_for_makespan(prices, start, schedule, least).edges, schedule, least)[0] == 0
 
 
+@pytest.mark.slow
 def test_a_part_of_a_model_on_a_mesh() -> None:
     """Half of the products, the exchanges, and the bytes of one of two ranks, as in the graphs compiled for it; if
     everything is recomputed, no exchange is repeated, nor a product that only leads to one."""

@@ -1,5 +1,6 @@
 """Ranks that hold different values of what they share do not train."""
 
+import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -95,6 +96,7 @@ def all_cases() -> list[str]:
     ]
 
 
+@pytest.mark.slow
 def test_ranks_that_start_with_different_values(pool: Pool) -> None:
     """Tied parameters, model copies and replicas are compared, and may be made equal before the first step."""
     for tied, loaded, copies, replicas in pool.run(all_cases, ranks=2):

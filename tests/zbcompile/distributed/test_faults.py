@@ -52,6 +52,7 @@ def broken_and_made_anew(store: str) -> tuple[str, Tensor, Tensor]:
     return str(again.value), first, make().step(rows(), target=rows())
 
 
+@pytest.mark.slow
 def test_a_new_process_group_in_the_same_processes(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> None:
     found = pool.run(broken_and_made_anew, str(tmp_path_factory.mktemp("store") / "again"))
     pool.group = None

@@ -74,6 +74,7 @@ def test_no_gpu() -> None:
         own_device("cuda")
 
 
+@pytest.mark.slow
 def test_text_is_the_same_at_every_call_and_held_out() -> None:
     text, again = stdlib_text.load(), stdlib_text.load()
     assert torch.equal(text.train, again.train)

@@ -22,6 +22,7 @@ def explained(model: nn.Module, *args: Any, **options: Any) -> zbcompile.Explana
     return zbcompile.explain(model, *(args or (ROWS,)), **{"loss": F.mse_loss, "target": ROWS} | options)
 
 
+@pytest.mark.slow
 def test_a_gpt(capsys: pytest.CaptureFixture[str]) -> None:
     """What it prints is the explanation; places lie after operations of the model, in order, with their source."""
     model = GPT(layers=3, width=32, heads=2, length=16, tied=True)
@@ -203,6 +204,7 @@ class Recurrent(nn.GRU):
         return super().forward(x)[0]
 
 
+@pytest.mark.slow
 def test_what_only_exact_refuses_is_a_note() -> None:
     found = explained(nn.Sequential(nn.Linear(WIDTH, WIDTH), Recurrent(WIDTH, WIDTH)))
     assert found.supported

@@ -55,6 +55,7 @@ def graphs(of: str, folder: Path, *options: str) -> str:
     return "".join(file.read_text() for file in sorted(folder.iterdir()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(gpu.is_available(), reason="there is a GPU")
 def test_graphs_are_those_of_the_gpu(target: Path, tmp_path: Path) -> None:
     """Dropout in one kernel, flash attention for CUDA, tensors made there; whoever says that the model is there."""

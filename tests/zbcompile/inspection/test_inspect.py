@@ -189,6 +189,7 @@ def test_a_program_directory(
     assert "overhead" in (tmp_path / "both.svg").read_text()
 
 
+@pytest.mark.slow
 def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Callable[..., str]) -> None:
     picture = tmp_path / "compared.svg"
     assert str(picture) in inspect(f"{tiny}:two", "--compare", "1f1b,auto", "--timeline", picture)
@@ -258,6 +259,7 @@ def test_all_graphs_are_written(tmp_path: Path, tiny: Path, inspect: Callable[..
         assert all(op["line"] or op["made_by"] for op in operations)
 
 
+@pytest.mark.slow
 def test_parts_do_not_exclude_each_other(tiny: Path, inspect: Callable[..., str]) -> None:
     """Whatever is asked for is shown, one after the other."""
     plan = (f"{tiny}:two", "--schedule", "1f1b", "--costs", "uniform")

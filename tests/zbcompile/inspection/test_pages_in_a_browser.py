@@ -113,6 +113,7 @@ def test_a_recorded_step_below_a_prediction(tmp_path: Path) -> None:
     assert " ms (bubble" in page
 
 
+@pytest.mark.slow
 def test_the_graphs(tmp_path: Path) -> None:
     example = load_example("examples/targets.py:gpt")
     program = compile_example(example, build("zb-h1", 2, 4), Choices()).program

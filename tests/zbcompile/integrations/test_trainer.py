@@ -296,6 +296,7 @@ def other_batches() -> str:
     return str(caught.value)
 
 
+@pytest.mark.slow
 def test_other_batches_on_other_ranks_are_refused(pool: Pool) -> None:
     for text in pool.run(other_batches):
         assert text.startswith("labels of this batch differs between rank 0 and rank 1 of the pipeline")

@@ -180,6 +180,7 @@ def autocast_forward_only(model: nn.Module, batch: Batch, enabled: bool) -> Tens
     return total
 
 
+@pytest.mark.slow
 def test_autocast_is_that_of_each_step() -> None:
     """A step inside autocast and one outside are compiled apart; both have eager's bits."""
     torch.manual_seed(0)

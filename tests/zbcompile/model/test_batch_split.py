@@ -75,6 +75,7 @@ def rule(leaves: dict[str, Any], split: dict[str, Any]) -> dict[str, int | None]
     return cuts if lengths and all(lengths) else None
 
 
+@pytest.mark.slow
 @given(st.data(), st.booleans())
 def test_cuts_follow_the_rule(data: Any, agreeing: bool) -> None:
     """Any tree of inputs, any `split=`: refused as the rule says, or cut so that its microbatches make it up."""

@@ -58,6 +58,7 @@ def test_half_precision_is_corrected_as_well() -> None:
     assert "undone" in found[1][3]
 
 
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("given", [("mlp", "zb-v", "off"), ("small-dropout", "zb-h1", 1)], ids=lambda given: given[0])
 def test_the_copies_are_those_that_inspect_states(given: tuple[str, str, Any], dtype: torch.dtype) -> None:

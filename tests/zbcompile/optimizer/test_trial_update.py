@@ -153,6 +153,7 @@ def trained_with_each_zero() -> list[Any]:
         return [trained_in_blocks(*each) for each in ((0, False), (1, False), (2, True))]
 
 
+@pytest.mark.slow
 def test_replicas_divide_between_blocks(pool: Pool) -> None:
     for whole, *divided in pool.run(trained_with_each_zero, ranks=4):
         for each in divided:

@@ -153,6 +153,7 @@ def save_in_the_background(program: str, folder: str) -> None:
             pipe.close()
 
 
+@pytest.mark.slow
 def test_the_first_rank_waits_for_the_parts_of_all(
     small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
 ) -> None:

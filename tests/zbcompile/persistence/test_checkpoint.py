@@ -69,6 +69,7 @@ def test_from_one_process_to_a_pipeline(small_program: Callable[[str, int], Path
     assert_same_tensors(pipe.state_dict(), theirs.weights, "weight")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", ["step", "eval", "compile"])
 def test_a_load_before_the_first_step_waits_for_it(first: str, tmp_path: Path) -> None:
     """What is known of it is there at once; parameters, averages and optimizer once they have their places."""

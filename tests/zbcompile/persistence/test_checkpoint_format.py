@@ -42,6 +42,7 @@ def typed(value: Any) -> Any:
     return (type(value), [typed(each) for each in value]) if isinstance(value, list | tuple) else (type(value), value)
 
 
+@pytest.mark.slow
 @given(values)
 @settings(max_examples=60)
 def test_values_come_back_as_they_were(value: Any) -> None:

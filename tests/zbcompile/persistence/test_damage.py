@@ -23,6 +23,7 @@ def test_a_disk_that_is_full_at_any_call_is_one_message(tmp_path: Path) -> None:
     assert counts["refused"] >= 8
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_kills_lose_nothing_that_was_committed(tmp_path: Path) -> None:
     assert kill_saves(tmp_path, 4, seed=1)["kills"] == 4

@@ -20,6 +20,7 @@ from zbcompile.program.manifest import digest_of
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
+@pytest.mark.slow
 def test_every_file_of_others_is_refused_in_one_line_or_read_at_once(tmp_path: Path) -> None:
     counts = count(tmp_path, 3, seed=1, sample=3, show=True)
     assert counts.keys() == {"refused", "read"}

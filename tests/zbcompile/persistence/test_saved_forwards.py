@@ -33,6 +33,7 @@ def log_probs_of(logits: Tensor, tokens: Tensor) -> Tensor:
     return torch.log_softmax(logits, -1).gather(-1, tokens[..., None])[..., 0]
 
 
+@pytest.mark.slow
 def test_forwards_beside_the_step(tmp_path: Path, whole: Any) -> None:
     model, tokens, logits = whole
     compiled(tmp_path, "--also", "eval,log_probs")
@@ -48,6 +49,7 @@ def test_forwards_beside_the_step(tmp_path: Path, whole: Any) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """No backward graph is in the directory; inspect reads it."""
     model, tokens, logits = whole

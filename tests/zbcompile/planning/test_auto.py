@@ -43,6 +43,7 @@ def decided(counts: tuple[int, ...] = (), **options: Any) -> Decision:
     return decide(drawn, build("zb-v", 2, 8), Choices(**options), counts, None, 0.5, {})[0]
 
 
+@pytest.mark.slow
 def test_bits_and_plan(tmp_path: Path) -> None:
     pipe, batch = auto()
     loss = pipe.step(*batch.args, target=batch.target)
@@ -59,6 +60,7 @@ def test_bits_and_plan(tmp_path: Path) -> None:
     assert zbcompile.load(tmp_path / "program").program.plan == plan
 
 
+@pytest.mark.slow
 def test_another_shape_keeps_the_layout() -> None:
     pipe, batch = auto(microbatches=4)
     pipe.step(*batch.args, target=batch.target)
@@ -93,6 +95,7 @@ class SlowOnOneRow(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_the_cuts_belong_to_the_number_of_microbatches_that_was_chosen() -> None:
     torch.manual_seed(0)
     options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "search_seconds": 0.5, "exact": True}
@@ -244,6 +247,7 @@ def test_a_finalist_without_an_order_is_left_out_on_every_rank(pool: Pool) -> No
         assert says in found[0]
 
 
+@pytest.mark.slow
 def test_the_next_layout_if_no_order_fits_the_graphs() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "search_seconds": 0.5}
@@ -252,6 +256,7 @@ def test_the_next_layout_if_no_order_fits_the_graphs() -> None:
     assert without_an_order_for(100, model, **options) == "no order fits"
 
 
+@pytest.mark.slow
 def test_a_limit_of_memory_is_kept_by_recomputing() -> None:
     free = decided()
     limit = max(free.resident) + 0.5 * max(p - r for p, r in zip(free.peak, free.resident, strict=True))
@@ -262,6 +267,7 @@ def test_a_limit_of_memory_is_kept_by_recomputing() -> None:
         decided(memory=min(free.resident) / 2)
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_kept() -> None:
     named = decided(balance=("blocks.1",))
     assert (named.schedule.stages, named.schedule.placement.kind) == (2, "linear")

@@ -19,6 +19,7 @@ from zbcompile.planning.factorisations import Captured, Row, factorisations, on_
 TARGET, TARGETS = "examples/targets.py:gpt", "tests.support.mesh_targets"
 
 
+@pytest.mark.slow
 def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "plan.svg"
     asked = (
@@ -85,6 +86,7 @@ def test_dimensions_of_the_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'dp,cp'; expected some of dp,tp,pp, with dp or pp" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_ranks_that_share_every_matrix(capsys: pytest.CaptureFixture[str]) -> None:
     """Rows for two ranks, which hold half of the weights; why four cannot; a command line with the mesh."""
     asked = "--ranks", "4", "--global-batch", "8", "--search-seconds", "9", "--fake", "--mesh", "dp,tp"
@@ -94,6 +96,7 @@ def test_ranks_that_share_every_matrix(capsys: pytest.CaptureFixture[str]) -> No
     assert f"tp=4: calling {TARGETS}:layers with a mesh failed: ValueError: at most 2 ranks" in shown
 
 
+@pytest.mark.slow
 def test_the_command_states_the_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     """What one rank cannot hold, two can."""
     asked = "--ranks", "2", "--memory", "220kB", "--search-seconds", "1", "--fake", "--mesh", "dp,tp"

@@ -55,6 +55,7 @@ def assert_like_eager(pipe: zbcompile.Pipeline, x: Tensor) -> None:
     assert ours == theirs
 
 
+@pytest.mark.slow
 def test_numbers_in_the_output_are_those_of_the_batch(pipe: zbcompile.Pipeline) -> None:
     for rows in (8, 7):
         assert_like_eager(pipe, batch_of(rows))

@@ -76,6 +76,7 @@ def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
         assert not ours.requires_grad
 
 
+@pytest.mark.slow
 def test_labels_of_a_small_type(pipe: zbcompile.Pipeline) -> None:
     """In eight bits -100 would be 156."""
     tokens, _ = batch_of(8)
@@ -84,6 +85,7 @@ def test_labels_of_a_small_type(pipe: zbcompile.Pipeline) -> None:
     assert torch.equal(pipe.log_probs(tokens, labels=labels), eager(gpt(), tokens, labels.long())[0])
 
 
+@pytest.mark.slow
 def test_entropies_and_split_microbatches(pipe: zbcompile.Pipeline) -> None:
     """Microbatches of two shapes flow through one run."""
     tokens, labels = batch_of(8)
@@ -98,6 +100,7 @@ def test_entropies_and_split_microbatches(pipe: zbcompile.Pipeline) -> None:
         torch.testing.assert_close(ours[1], entropies, rtol=1e-6, atol=2e-6)
 
 
+@pytest.mark.slow
 def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
     tokens, labels = batch_of(8)
     wrong: list[tuple[dict[str, Any], str]] = [

@@ -122,6 +122,7 @@ def metrics_on_each_rank(schedule: str) -> tuple[torch.Tensor, dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe-v"])
 def test_every_rank_gets_the_metrics(schedule: str, pool: Pool) -> None:
     model = PROBLEM.model()
@@ -133,6 +134,7 @@ def test_every_rank_gets_the_metrics(schedule: str, pool: Pool) -> None:
         assert_equal_metrics(metrics, expected)
 
 
+@pytest.mark.slow
 def test_a_step_without_them_is_another_program() -> None:
     pipe = made(loss=with_accuracy)
     loss = pipe.step(*EIGHT.args, target=EIGHT.target)
@@ -145,6 +147,7 @@ def test_a_step_without_them_is_another_program() -> None:
         pipe.step(*EIGHT.args, target=EIGHT.target, return_outputs=torch.ones(2))  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_microbatches_of_several_shapes_give_lists() -> None:
     pipe, model = made(), PROBLEM.model()
     tokens, target = EIGHT.args[0], EIGHT.target
@@ -193,6 +196,7 @@ def asked_on_each_rank(asked: tuple[bool | str, bool | str]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_ranks_ask_alike(pool: Pool) -> None:
     for found in pool.run(asked_on_each_rank, ("last", True), ranks=2):
         assert "what a step returns is return_outputs='last' on rank 0 and return_outputs=True on rank 1" in found
@@ -212,6 +216,7 @@ def later_on_each_replica(asked: tuple[bool | str, bool | str]) -> str:
     return ""
 
 
+@pytest.mark.slow
 def test_replicas_ask_alike_in_later_steps(pool: Pool) -> None:
     for found in pool.run(later_on_each_replica, (True, False), ranks=2):
         assert "return_outputs=True, rank 1 4 microbatches of" in found

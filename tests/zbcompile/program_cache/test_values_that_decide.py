@@ -64,10 +64,12 @@ def test_replicas_that_exchange_tensors_answer_alike(pool: Pool) -> None:
         assert re.search(r"ranks 0 and 1 answer .*mask\.all.* differently.*or exchange tensors", outcome.text), outcome
 
 
+@pytest.mark.slow
 def test_on_two_ranks(pool: Pool) -> None:
     assert pool.run(followed, "zb-h1", ranks=2) == [2, 2]
 
 
+@pytest.mark.slow
 def test_an_evaluation_answers_for_its_whole_batch() -> None:
     """Eager evaluates the whole batch at once, so one padded sample decides for all of them."""
     model = Attending()
@@ -118,6 +120,7 @@ def test_numbers_that_decide_and_answers_that_do_not(capsys: pytest.CaptureFixtu
         pipe.step(x, mask, target=target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 def test_uses_on_several_stages_in_some_microbatches(pool: Pool, exact: bool) -> None:
     """A layer runs on one stage or on two, within one batch: on two processes as in one, and as in eager mode."""

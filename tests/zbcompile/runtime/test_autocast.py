@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 
 import zbcompile
@@ -10,6 +11,7 @@ from tests.support.training import gradients_of
 from tests.support.zoo import SMALL, ZOO
 
 
+@pytest.mark.slow
 def test_bert_with_dropout() -> None:
     """Every gradient of BERT bit for bit; its head is not tied, since eager casts a tied weight once for both uses."""
     from transformers import BertConfig, BertForMaskedLM

@@ -171,6 +171,7 @@ def refusals() -> list[str]:
     return texts
 
 
+@pytest.mark.slow
 def test_what_cannot_be_part_of_a_graph_is_refused(pool: Pool) -> None:
     plain, branching = pool.run(refusals, ranks=1)[0]
     assert "forward calls torch.distributed.all_reduce on an activation" in plain

@@ -105,7 +105,7 @@ def test_two_processes_over_nccl(pool: Pool, schedule: str, backend: str) -> Non
 
 
 @two_gpus
-@pytest.mark.mostly_slow(every=5)
+@pytest.mark.mostly_slow(every=5, suite=1)
 @pytest.mark.parametrize("vocab", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
 def test_sharded_vocabulary_over_nccl(pool: Pool, schedule: str, vocab: int) -> None:

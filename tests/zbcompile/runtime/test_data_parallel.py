@@ -85,6 +85,7 @@ def clipped(case: Case) -> tuple[Tensor, Tensor]:
     return norm, nn.utils.get_total_norm([p.grad for p in pipe.parameters() if p.grad is not None])
 
 
+@pytest.mark.slow
 def test_clipping_counts_tied_parameters_once(pool: Pool) -> None:
     """Bit for bit torch's norm of the whole model's gradients, in one process and in two."""
     case = Case("small-tied", "1f1b", 2, 4)

@@ -94,6 +94,7 @@ def differ(one: Tensor, other: Tensor) -> bool:
     return 0.3 < float((one != other).float().mean()) < 0.7
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp", "cp"])
 def test_parts_draw_apart_and_the_rest_alike(name: str, tmp_path: Path, pool: Pool) -> None:
     (one, eager, same), (other, _, alike) = pool.run(drawn_by_hand, name, tmp_path / "program", ranks=2)

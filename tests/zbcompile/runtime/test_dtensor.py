@@ -173,6 +173,7 @@ def from_the_meta_device(on_meta: bool) -> dict[str, Tensor]:
     return gradients | {name: whole(tensor).clone() for name, tensor in pipe.state_dict(full=True).items()}
 
 
+@pytest.mark.slow
 def test_dtensors_of_a_second_mesh_and_on_the_meta_device(pool: Pool) -> None:
     """`init` fills whole tensors, so that their values do not depend on the mesh."""
     found, expected = (pool.run(from_the_meta_device, on_meta, ranks=2)[0] for on_meta in (True, False))

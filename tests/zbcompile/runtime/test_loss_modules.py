@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -58,6 +59,7 @@ def test_parameters_of_the_loss_train_with_the_bits_of_eager() -> None:
     assert all(torch.equal(found[name], eager[name]) for name in eager)
 
 
+@pytest.mark.slow
 def test_the_last_rank_has_the_parameters_of_the_loss(pool: Pool) -> None:
     first, last = pool.run(trained, None, ranks=2)
     eager = expected()

@@ -63,6 +63,7 @@ def worst(vocab: int, schedule: str, dtype: torch.dtype, bias: bool, ranks: int 
     return found
 
 
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(
     ("vocab", "schedule", "bias"), [(1, "zb-h1", False), (2, "zb-v", True), (1, "dualpipe-v", False)]
 )
@@ -75,6 +76,7 @@ def test_terms_of_the_loss(vocab: int, schedule: str, bias: bool, dtype: torch.d
     assert max(found.values()) <= bound
 
 
+@pytest.mark.slow
 def test_in_processes(pool: Pool) -> None:
     for found in pool.run(worst, 1, "zb-h1", torch.float32, False, None):
         assert max(found.values()) <= 2e-6

@@ -222,6 +222,7 @@ def generator_before_and_after(case: Case) -> bool:
     return torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_callers_generator_is_left_alone(pool: Pool) -> None:
     case = Case("small-dropout", "zb-h1", 2, 2, steps=1)
     assert generator_before_and_after(case)
