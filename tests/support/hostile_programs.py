@@ -30,7 +30,7 @@ import zbcompile.inspect
 from tests.support.apart import apart, on_two_ranks
 from tests.support.damage import OURS
 from tests.support.meshes import mesh_of
-from tests.support.parallel_models import Along
+from tests.support.parallel_models import Along, Leave
 from zbcompile.compiler.compile_example import compile_example_forward
 from zbcompile.compiler.inference import Frame
 from zbcompile.passes.compile_options import Choices
@@ -81,16 +81,20 @@ class Bending(nn.Module):
 
 
 class Halved(nn.Module):
-    """Of its first matrix each of two ranks has half of the columns."""
+    """Each of two ranks has half of the columns of the first matrix and half of the rows of the second."""
 
     def __init__(self, mesh: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.along, self.last = Along(mesh, "tp"), nn.Linear(8, 8)
-        self.columns = nn.Parameter(self.along.part(torch.randn(8, 4), 0).clone())
+        along = Along(mesh, "tp")
+        self.processes = along.processes
+        self.columns = nn.Parameter(along.part(torch.randn(8, 4), 0).clone())
+        self.rows = nn.Parameter(along.part(torch.randn(8, 8), 1).clone())
+        self.last = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.tanh(self.along.gather(nn.functional.linear(x, self.columns), 1)))
+        part = torch.tanh(nn.functional.linear(x, self.columns))
+        return self.last(Leave.apply(nn.functional.linear(part, self.rows), self.processes))
 
 
 def model_of(name: str, mesh: Any = None) -> nn.Module:
@@ -133,7 +137,7 @@ def save_programs(folder: Path, *names: str) -> dict[str, Path]:
 
 def _save_on_mesh(directory: Path, rank: int) -> None:
     mesh, (x, target) = mesh_of(pp=1, tp=2), batch_of(MESH)
-    plan: dict[str, Any] = {**STEPS["plain"], "placements": {"columns": {"tp": "shard"}}}
+    plan: dict[str, Any] = {**STEPS["plain"], "placements": {name: {"tp": "shard"} for name in ("columns", "rows")}}
     pipe = zbcompile.pipeline(model_of(MESH, mesh), mesh=mesh, microbatches=4, **plan)
     pipe.compile(x, target=target).program.save(directory)
     pipe.close()
@@ -141,7 +145,9 @@ def _save_on_mesh(directory: Path, rank: int) -> None:
 
 def expected_of(directory: Path, name: str) -> list[str]:
     """The numbers of a program that nobody has edited, on each rank of its mesh."""
-    return on_two_ranks(numbers_of, directory, name) if name == MESH else [numbers_of(directory, name)]
+    numbers = on_two_ranks(numbers_of, directory, name) if name == MESH else [numbers_of(directory, name)]
+    assert None not in numbers, f"the program {name}, which nobody has edited, does not run"
+    return numbers
 
 
 def numbers_of(directory: Path, name: str, rank: int = 0) -> str:
