@@ -26,6 +26,7 @@ from zbcompile.untrusted_text import LONG_TEXT, MORE_VALUES, parse_json, read_te
 
 FORMAT, VERSION = "zbcompile checkpoint", 3
 CUT = 6  # dimensions along which a tensor can be cut: the corners of each chunk are 2 to that power
+NAME = 255  # characters of a file name, the most that file systems allow
 Values = dict[str, Any]
 
 
@@ -131,7 +132,7 @@ def open_state(path: Path) -> SavedState:
     except PipelineError:
         raise
     except Exception as error:  # of bytes that anyone may have written
-        problem = f"{type(error).__name__}: {error}".partition("\n")[0]
+        problem = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
         raise PipelineError(f"{where} is damaged ({problem}). Load another checkpoint.") from None
 
 
@@ -153,8 +154,8 @@ def _tensor(name: str, entry: Values) -> StoredTensor:
     for chunk in chunks:
         placed = zip(chunk.offset, chunk.shape, shape, strict=True)
         _require(all(_size(o) + _size(s) <= of for o, s, of in placed), f"{name} has a chunk outside of it")
-        known = Path(chunk.file).name == chunk.file and not chunk.file.startswith(".")
-        _require(known, f"{chunk.file!r} is not one of its files")
+        known = Path(chunk.file).name == chunk.file and not chunk.file.startswith(".") and len(chunk.file) <= NAME
+        _require(known, f"{chunk.file!r:.80} is not one of its files")
     _require(covers(chunks, shape), f"the chunks of {name} do not cover it, each element once")
     return StoredTensor(dtype, shape, chunks)
 

@@ -53,6 +53,20 @@ def test_chunks_that_overlap_are_refused(tmp_path: Path) -> None:
         zbcompile.load_checkpoint(resaved(tmp_path, overlap), nn.Linear(4, 4))
 
 
+@pytest.mark.parametrize("long", ["dtype", "file"])
+def test_a_refusal_quotes_a_value_only_as_far_as_one_reads(long: str, tmp_path: Path) -> None:
+    def lengthen(data: dict[str, Any]) -> None:
+        entry = data["tensors"]["model.weight"]
+        if long == "dtype":
+            entry["dtype"] = [0] * 10**5
+        else:
+            entry["chunks"][0][2] = "1" * 10**5
+
+    with pytest.raises(zbcompile.PipelineError, match="is damaged") as refused:
+        zbcompile.load_checkpoint(resaved(tmp_path, lengthen), nn.Linear(4, 4))
+    assert len(str(refused.value)) < 600
+
+
 def halves(box: Box, chance: random.Random, cuts: int) -> list[Box]:
     """`box` cut at random into `cuts` + 1 boxes."""
     found = [box]
