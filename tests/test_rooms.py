@@ -22,7 +22,16 @@ ORDER = {
         *("simulation", "searching", "visualization", "__init__", "__main__"),
     ),
     "passes": (
-        *("__init__", "errors", "torch_names", "option", "hardware", "layout_strings", "compile_options"),
+        *(
+            "__init__",
+            "errors",
+            "capture_refusals",
+            "torch_names",
+            "option",
+            "hardware",
+            "layout_strings",
+            "compile_options",
+        ),
         *("gpu", "torch_private", "graph", "values", "capture"),
         *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),

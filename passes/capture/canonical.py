@@ -15,16 +15,15 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from zbcompile.passes.capture.autocast import is_autocasts
 from zbcompile.passes.capture.custom_functions import confirm_call, overwritten_by
 from zbcompile.passes.capture.export import Captured
-from zbcompile.passes.capture.export_errors import operation_failure
 from zbcompile.passes.capture.functional_writes import separate_changing_buffers
-from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import copied, drop_unused_inputs, is_random, like, output_values, with_graph
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import name_groups
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.source_location import source_line
+from zbcompile.passes.graph.source_location import not_inferred, source_line
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import (
     ASSERTIONS,
@@ -183,10 +182,7 @@ def drop_dead_code(graph: Graph) -> None:
 def _refuse_sparse_gradients(graph: Graph) -> None:
     for node in graph.nodes:
         if node.target is aten.embedding.default and True in node.args[4:5]:
-            raise CaptureError(
-                f"{node.name} is an embedding with sparse=True ({source_line(node)}); zbcompile accumulates dense "
-                "gradients only. Use sparse=False."
-            )
+            raise Refusal.SPARSE_CALL.error(operation=node.name, line=source_line(node))
 
 
 class _Values(Interpreter):
@@ -196,7 +192,7 @@ class _Values(Interpreter):
         try:
             value = super().run_node(n)
         except Exception as error:  # torch.export accepts operations whose shape depends on the data
-            raise CaptureError(operation_failure(n, error)) from error
+            raise not_inferred(n, error) from error
         confirm_call(n.target, self.fetch_args_kwargs_from_env(n)[0])
         _refuse_overwritten(n)
         n.meta["differentiable"] = any(t.requires_grad for t in tensors_of(value))
@@ -215,11 +211,7 @@ class _Values(Interpreter):
 def _refuse_overwritten(node: Node) -> None:
     for source in overwritten_by(node):
         if len(source.users) > 1 or source.op == "placeholder":
-            raise CaptureError(
-                f"an autograd.Function ({source_line(node)}) exchanges in place, in a tensor that the model also reads "
-                f"elsewhere ({source.name}); in the graph only its result is the exchanged one. Let it work on a copy: "
-                "x.clone()."
-            )
+            raise Refusal.WRITTEN_EXCHANGE.error(line=source_line(node), name=source.name)
 
 
 def _detached(value: Any) -> Any:

@@ -7,6 +7,7 @@ from torch.fx import Node
 from torch.fx.node import map_aggregate, map_arg
 
 from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import is_getitem, like
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.graph.storage import tensors_of
@@ -26,10 +27,8 @@ def operations_without_backward(canonical: Canonical) -> list[str]:
         if node.op == "call_function" and str(node.target) not in found and _carries_gradient(node):
             error = _failure(canonical, node)
             if error:
-                found[str(node.target)] = (
-                    f"{node.target} has no derivative ({described(node)}: {error}). Register one with "
-                    "torch.library.register_autograd, or detach its input if no gradient should flow."
-                )
+                names = {"operation": node.target, "line": described(node), "error": error}
+                found[str(node.target)] = Refusal.NO_DERIVATIVE.text(**names)
     return list(found.values())
 
 
@@ -52,7 +51,7 @@ def loss_problems(canonical: Canonical) -> list[str]:
     if loss.meta["differentiable"]:
         return []
     stops = "; ".join(gradient_stops(canonical)) or "it depends on no trainable parameter"
-    return [f"the loss has no gradient: {stops}. Compute it from trainable parameters with differentiable operations."]
+    return [Refusal.LOSS_WITHOUT_GRADIENT.text(stops=stops)]
 
 
 def mixed_dtypes(canonical: Canonical) -> list[str]:
@@ -62,10 +61,7 @@ def mixed_dtypes(canonical: Canonical) -> list[str]:
             found = {str(t.dtype) for argument in node.all_input_nodes for t in tensors_of(argument.meta["val"])}
             if len(found) > 1:
                 kinds = " and ".join(sorted(name.removeprefix("torch.") for name in found))
-                return [
-                    f"{node.target} mixes {kinds} ({described(node)}). If the model was converted "
-                    "(model.double(), model.to(dtype)), convert the batch as well; otherwise cast one of them."
-                ]
+                return [Refusal.MIXED_DTYPES.text(operation=node.target, dtypes=kinds, line=described(node))]
     return []
 
 

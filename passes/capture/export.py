@@ -18,7 +18,6 @@ from torch.fx import Graph, GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
 from zbcompile.passes.capture.distributed_regions import regions_of
-from zbcompile.passes.capture.export_errors import export_failure
 from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.guards import Guards, separate_guards
 from zbcompile.passes.capture.meta_device import as_if_on
@@ -35,10 +34,12 @@ from zbcompile.passes.capture.torch_private import (
 from zbcompile.passes.capture.tracing_flags import EAGER, ways_to_trace
 from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction, Read, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
+from zbcompile.passes.capture_refusals import Refusal, explanation
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Kind, Slot
+from zbcompile.passes.graph.source_location import failing_line
 from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.torch_private import numbered_checkpoints, pytree, set_stack_trace
 from zbcompile.passes.values.open_numbers import computes_with_them
@@ -47,6 +48,10 @@ from zbcompile.passes.values.tokens import CONTAINERS
 
 Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) of one microbatch
 Traced = TrainingStep | Inference
+_WRITTEN = {
+    OutputKind.USER_INPUT_MUTATION: Refusal.INPUT_WRITTEN,
+    OutputKind.PARAMETER_MUTATION: Refusal.PARAMETER_WRITTEN,
+}
 
 
 @dataclass(frozen=True)
@@ -169,7 +174,7 @@ def _check_answers(guards: Guards | None, questions: Questions, example: Any) ->
     else:
         wrong = guards.lines[0] if questions.given != guards.given else ""
     if wrong:
-        raise CaptureError(f"forward asks about values in a way that a graph cannot repeat: {wrong}.")
+        raise Refusal.UNREPEATABLE_QUESTION.error(line=wrong)
 
 
 def _exported(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
@@ -194,7 +199,15 @@ def _diagnosed(model: nn.Module, watch: Watch) -> Iterator[None]:
     except CaptureError:
         raise
     except Exception as error:
-        raise CaptureError(export_failure(model, error, watch.shape_from_data)) from error
+        raise not_exported(model, error, watch.shape_from_data) from error
+
+
+def not_exported(model: nn.Module, error: BaseException, shape_from_data: str = "") -> CaptureError:
+    """What failed, where in the user's code, and the remedy if one is known. `shape_from_data` is the line that made
+    the first tensor whose shape depends on the data, if there is one: the failure often comes much later."""
+    place = shape_from_data or failing_line(error)
+    names = {"model": type(model).__name__, "place": f"{place} " if place else ""}
+    return Refusal.NOT_EXPORTED.error(**names, why=explanation(error))
 
 
 def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
@@ -334,9 +347,7 @@ def _constants(program: ExportedProgram, names: Mapping[str, str]) -> dict[str, 
         if spec.target and (spec.kind is InputKind.CONSTANT_TENSOR or _of_loss(spec, names)):
             value = program.constants.get(spec.target, program.state_dict.get(spec.target))
             if not isinstance(value, torch.Tensor):
-                raise CaptureError(
-                    f"the graph refers to a constant {spec.target} that torch.export did not keep as a tensor."
-                )
+                raise Refusal.UNKNOWN_CONSTANT.error(name=spec.target)
             found[spec.target] = value.detach()
     return found
 
@@ -375,11 +386,8 @@ def _input_slot(spec: Any, names: Mapping[str, str], paths: Iterator[str], held:
         kind: Kind = "parameter" if spec.kind is InputKind.PARAMETER else "buffer"
         return Slot(kind, names[spec.target.removeprefix("model.")])
     if isinstance(held, torch.Generator):
-        raise CaptureError(
-            "forward draws from a torch.Generator of its own, whose state no graph has. Leave generator= out: what is "
-            "drawn then is seeded anew for every microbatch (zbcompile.microbatch_seed)."
-        )
-    raise CaptureError(f"the graph has an input of kind {spec.kind.name} ({spec.target}), which no stage can own.")
+        raise Refusal.GENERATOR.error()
+    raise Refusal.UNKNOWN_INPUT.error(kind=spec.kind.name, name=spec.target)
 
 
 def _output_slots(program: ExportedProgram, names: Mapping[str, str]) -> tuple[tuple[Slot, ...], dict[str, Any]]:
@@ -390,17 +398,15 @@ def _output_slots(program: ExportedProgram, names: Mapping[str, str]) -> tuple[t
         if spec.kind is OutputKind.BUFFER_MUTATION:
             name = (spec.target or "").removeprefix("model.")
             if name not in names:
-                raise CaptureError(
-                    f"the loss module changes its buffer {name.removeprefix('loss.')}, which belongs to no stage. Give "
-                    "it to the model (model.loss = loss), whose last stage then has it."
-                )
+                raise Refusal.LOSS_BUFFER.error(name=name.removeprefix("loss."))
             slots.append(Slot("mutation", names[name]))
         elif spec.kind is OutputKind.USER_OUTPUT:
             slots.append(Slot("output", leaf))
             if isinstance(spec.arg, ConstantArgument):
                 constant_leaves[leaf] = spec.arg.value
         else:
-            raise CaptureError(_mutation(spec))
+            refusal = _WRITTEN.get(spec.kind, Refusal.UNKNOWN_OUTPUT)
+            raise refusal.error(name=(spec.target or "").removeprefix("model."), kind=spec.kind.name)
     return tuple(slots), constant_leaves
 
 
@@ -411,15 +417,3 @@ def _check_slots(graph: Graph, questions: Questions) -> tuple[Slot, ...]:
     for node, lines in zip(checks, questions.stacks, strict=True):
         set_stack_trace(node, lines)
     return tuple(Slot("check", str(number)) for number, _ in enumerate(checks))
-
-
-def _mutation(spec: Any) -> str:
-    name = (spec.target or "").removeprefix("model.")
-    if spec.kind is OutputKind.USER_INPUT_MUTATION:
-        return f"forward changes its input {name} in place, and with it the batch. Work on a copy: {name}.clone()."
-    if spec.kind is OutputKind.PARAMETER_MUTATION:
-        return (
-            f"forward changes parameter {name} in place; every microbatch would start from a different value. Do it "
-            "between steps, under torch.no_grad()."
-        )
-    return f"the graph has an output of kind {spec.kind.name} ({name}), which no stage can produce."

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.capture.torch_private import is_fake_of, nowhere_traced
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import draws
 from zbcompile.passes.graph.source_location import calling_line
@@ -101,10 +102,7 @@ def _in_words(tensor: Tensor) -> str:
 def refuse_set_data(func: Any) -> None:
     """Raise CaptureError if `func` gives a tensor other memory: a graph knows it by what it was."""
     if func == _SET_DATA:
-        raise CaptureError(
-            f"forward, or a Function in it, assigns to tensor.data ({calling_line()}), which a compiled graph would "
-            "not do. Change a buffer in place (tensor.copy_), under torch.no_grad()."
-        )
+        raise Refusal.SET_DATA.error(line=calling_line())
 
 
 class Inside(TorchFunctionMode):
@@ -117,7 +115,7 @@ class Inside(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.data_ptr:
-            raise CaptureError("a traced tensor has no memory to point to")
+            raise TypeError("a traced tensor has no memory to point to")
         refuse_set_data(func)
         args, kwargs = pytree.tree_map_only(Tensor, self.replace, (args, kwargs or {}))
         return args[0].detach() if func == _DATA else functional_instead(func)(*args, **kwargs)
@@ -176,10 +174,7 @@ class FunctionCall:
         return self.run(given, Inside(replace))
 
     def changed(self, what: str) -> CaptureError:
-        return CaptureError(
-            f"the autograd.Function {self.function.__qualname__} {what} than when forward called it, since something "
-            "around it has changed meanwhile. Pass that as an argument."
-        )
+        return Refusal.CHANGED_FUNCTION.error(function=self.function.__qualname__, does=what)
 
     def run(self, given: list[Tensor], inside: Inside) -> Any:
         tensors = iter(given)

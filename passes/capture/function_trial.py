@@ -19,6 +19,7 @@ from zbcompile.passes.capture.function_calls import (
     kinds_of,
 )
 from zbcompile.passes.capture.torch_private import is_fake_of, nowhere_traced, written_so_far
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.graph.source_location import calling_line, failing_line
@@ -85,12 +86,9 @@ class _Trial:
         finally:
             written = tuple(i for i, tensor in enumerate(given) if written_so_far(tensor) != before[i])
             if written and not operations.exchanges:
-                raise self._refused("changes one of its inputs in place. Let it return a new tensor")
+                raise self._refused(Refusal.FUNCTION_INPUT)
         if operations.statistics:
-            raise self._refused(
-                "updates the running statistics of a batch norm, which the graph would lose. Call batch_norm in the "
-                "model's forward"
-            )
+            raise self._refused(Refusal.FUNCTION_STATISTICS)
         self._refuse_written_outside()
         self.call.operations, self.call.draws = tuple(operations.seen), operations.random
         self.call.overwrites = written
@@ -105,35 +103,28 @@ class _Trial:
             tangents = [torch.ones_like(result) for result in results]
             self._explained("backward", lambda: torch.autograd.grad(results, wanted, tangents, allow_unused=True))
         if operations.random:
-            raise self._refused(
-                "draws random numbers in its backward; a step draws all of them in its forwards. Draw in forward"
-            )
+            raise self._refused(Refusal.FUNCTION_RANDOM)
         if [written_so_far(tensor) for tensor in given] != before:
-            raise self._refused("changes one of its inputs in place, in its backward. Let it work on a copy: x.clone()")
+            raise self._refused(Refusal.FUNCTION_INPUT_LATER)
         self._refuse_written_outside()
         self.call.operations += ("backward", *operations.seen)
 
     def _refuse_written_outside(self) -> None:
         """What is written into a replacement would not be written into what it stands for."""
         if any(written_so_far(tensor) != self.written[place] for place, tensor in self.outside.items()):
-            raise self._refused(
-                "changes a tensor around it in place (a buffer, an attribute, one of a closure), which the graph would "
-                "lose. Let it return the new value, and copy that into the tensor in the model's forward"
-            )
+            raise self._refused(Refusal.FUNCTION_AROUND)
 
     def _explained(self, part: str, run: Any) -> Any:
         try:
             return run()
         except Exception as error:
-            reason = next(iter(str(error).strip().splitlines()), "")
-            raise self._refused(
-                f"has a {part} that cannot be traced ({failing_line(error)}: {type(error).__name__}: {reason}). "
-                "Write it with torch operations, or as a torch.library.custom_op"
-            ) from error
+            reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            names = {"part": part, "line": failing_line(error), "error": reason}
+            raise self._refused(Refusal.UNTRACED_FUNCTION, **names) from error
 
-    def _refused(self, what: str) -> CaptureError:
+    def _refused(self, refusal: Refusal, **names: str) -> CaptureError:
         name = f"{self.call.function.__module__}.{self.call.function.__qualname__}"
-        return CaptureError(f"the autograd.Function {name} ({calling_line()}) {what}.")
+        return refusal.error(function=f"{name} ({calling_line()})", **names)
 
     def _replaced(self, tensor: Tensor) -> Tensor:
         """A fake tensor for one from outside: not made by the trial."""

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import call_like, nodes_behind
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import source_line
@@ -54,10 +54,7 @@ def correct_strided_writes(graph: Graph) -> None:
         base, written = node.args[:2]
         old, new = base.meta["val"], written.meta["val"]
         if not old.is_contiguous():
-            raise CaptureError(
-                f"{source_line(node)} writes through as_strided into a tensor that is not contiguous, whose gradient "
-                "torch does not know in functional form. Make it contiguous before (x = x.contiguous())."
-            )
+            raise Refusal.STRIDED_WRITE.error(line=source_line(node))
         with graph.inserting_before(node):
             everywhere = call_like(graph, node, aten.zeros_like.default, (base,), old.bool(), dtype=torch.bool)
             there = call_like(graph, node, aten.ones_like.default, (written,), new.bool(), dtype=torch.bool)

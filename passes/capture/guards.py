@@ -10,7 +10,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.capture.questions import Given, Questions
-from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import call_text, node_numbers, nodes_behind, output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import content_of
@@ -91,7 +91,7 @@ def separate_guards(
     graph.output(tuple(copies[node] for node in asked))
     taken = tuple(slots[node] for node in copies if node.op == "placeholder")
     if any(slot.kind not in ("input", "constant") for slot in taken):
-        raise CaptureError(f"forward decides by more than the values of its inputs: {lines[0]}.")
+        raise Refusal.OTHER_QUESTION.error(line=lines[0])
     module.graph.output_node().args = (tuple(kept),)
     module.recompile()
     held = {slot.name: constants[slot.name] for slot in taken if slot.kind == "constant"}

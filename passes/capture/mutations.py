@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
-from zbcompile.passes.capture.export_errors import operation_failure
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import call_like, like
-from zbcompile.passes.graph.source_location import source_line
+from zbcompile.passes.graph.source_location import not_inferred, source_line
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import (
     GRAD_MODE_REGION,
@@ -131,12 +131,7 @@ class _Seen:
         begins = [node for each, node in self.detached if history is not None and each() is history]
         grown = begins if history is not None and history.requires_grad else []
         if hidden or (grown and others):
-            raise CaptureError(
-                f"{source_line(node)} writes in place where autograd does not see it (under no_grad, or through "
-                ".detach() or .data), and a tensor over the same memory that takes part in gradients is read later: "
-                "its gradient would be another than eager's. Make a new tensor (x = x * 2), or write into a copy "
-                "(x.detach().clone())."
-            )
+            raise Refusal.HIDDEN_WRITE.error(line=source_line(node))
         self.becoming_differentiable.update(dict.fromkeys(grown))
 
 
@@ -163,7 +158,7 @@ class _AsEager(Interpreter):
         except CaptureError:
             raise
         except Exception as error:
-            raise CaptureError(operation_failure(n, error)) from error
+            raise not_inferred(n, error) from error
         self.seen.made(n, value)
         for tensor in pytree.tree_leaves(written_arguments(n.target, *self.fetch_args_kwargs_from_env(n))):
             self.seen.written(n, tensor)

@@ -15,15 +15,11 @@ from typing import Any
 
 import torch
 
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import outside_of_trace, replaced
 from zbcompile.passes.values.executed_code import is_users_name, line_that_writes
 from zbcompile.passes.values.tokens import state_of
-
-_REMEDY = (
-    "capture runs forward once, so every step would use the same number. Draw it with torch (torch.rand), or pass it "
-    "as an input"
-)
 
 
 @contextlib.contextmanager
@@ -43,7 +39,7 @@ def numbers_drawn_outside_torch(
     for name, state in _states({path: generator for path, (generator, _) in held().items()}).items():
         if not _equal(state, before.get(name)):
             line = f" ({lines[name]})" if lines.get(name) else ""
-            problem(f"forward draws from {name}{line}; {_REMEDY}.")
+            problem(Refusal.OWN_RANDOM.text(generator=name, line=line))
 
 
 def _global_generators() -> Iterator[tuple[str, ModuleType, Any]]:
@@ -91,11 +87,7 @@ def refuse_unanswered(codes: Collection[CodeType], problem: Callable[[str], None
     for names, asked in _UNANSWERED.items():
         for code in codes:
             if set(names) <= set(code.co_names):
-                problem(
-                    f"forward asks torch for {asked} ({line_that_writes([code], names[-1])}); a compiled step would "
-                    "keep the answer that it got at capture. Ask outside of forward, and keep the answer in an "
-                    "attribute: a step sees whether that has changed."
-                )
+                problem(Refusal.STATE_OF_TORCH.text(asked=asked, line=line_that_writes([code], names[-1])))
 
 
 @contextlib.contextmanager
@@ -119,11 +111,7 @@ def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
         yield
     if lines or not torch.equal(torch.get_rng_state(), before):
         torch.set_rng_state(before)
-        line = f" ({lines[0]})" if lines and lines[0] else ""
-        problem(
-            f"forward seeds torch's generator{line}; a compiled step draws from one sequence per microbatch "
-            "(zbcompile.microbatch_seed), and a graph has no seeds. Draw before the step, and pass that as an input."
-        )
+        problem(Refusal.SEED.text(line=f" ({lines[0]})" if lines and lines[0] else ""))
 
 
 def _is_users_call(frame: FrameType | None) -> bool:

@@ -33,6 +33,7 @@ from zbcompile.passes.capture.python_effects import (
 from zbcompile.passes.capture.python_reads import PythonReads, Roots
 from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
 from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, backward_hooks, buffer_table, replaced
@@ -103,16 +104,10 @@ class Watch:
         """Note modules that forward has replaced, or else parameters: a new module brings its own."""
         replaced_modules = [path for path, new in _modules(model).items() if modules.get(path, new) is not new]
         for path in replaced_modules:
-            self.problem(
-                f"forward replaces the module {path} by another one, so its first call is unlike the next. Call "
-                "the model once before compiling."
-            )
+            self.problem(Refusal.MODULE_REPLACED.text(path=path))
         pairs = zip(model.parameters(), parameters, strict=False)
         if not replaced_modules and any(now is not before for now, before in pairs):
-            self.problem(
-                "forward replaces a parameter by another one, which no optimizer has. Change it outside of forward, or "
-                "compute with another tensor."
-            )
+            self.problem(Refusal.PARAMETER_REPLACED.text())
 
     def problem(self, text: str) -> None:
         if text not in self.problems:
@@ -124,11 +119,7 @@ class Watch:
 
     def note_unanswered(self) -> None:
         """A question failed."""
-        self.unanswered = self.unanswered or (
-            f"forward makes a Python number, or a decision, from the values of a tensor ({calling_line()}), and "
-            "catches the error that this raises in a capture; eager raises none. Use a tensor operation (torch.where), "
-            "or do it outside of forward."
-        )
+        self.unanswered = self.unanswered or Refusal.CAUGHT_QUESTION.text(line=calling_line())
 
     def note_hook_on_node(self, modules_have_some: bool) -> None:
         """Forward has registered a hook on a node of autograd; those that torch registers for modules with backward
@@ -136,11 +127,7 @@ class Watch:
         by = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
         if modules_have_some and "torch.utils.hooks" in by:
             return
-        self.problem(
-            f"forward registers a hook on a node of autograd ({calling_line()}); gradients of a compiled stage do not "
-            "pass through autograd, so it would be silently lost. Write it as a torch.library.custom_op with "
-            "register_autograd."
-        )
+        self.problem(Refusal.NODE_HOOK.text(line=calling_line()))
 
     def note_open(self) -> None:
         """Forward has read a number that has no value in the trace."""
@@ -160,11 +147,9 @@ class Watch:
                 continue
             if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
                 now = "nothing" if new is None else f"{new.dtype} {list(new.shape)}"
-                self.problem(
-                    f"forward replaces buffer {name} of {type(module).__name__} ({old.dtype} {list(old.shape)}) by "
-                    f"{now}; a compiled graph needs it to keep its shape and dtype. If it does after the first "
-                    "call, call the model once before compiling."
-                )
+                before_it = f"{old.dtype} {list(old.shape)}"
+                names = {"name": name, "module": type(module).__name__, "before": before_it, "now": now}
+                self.problem(Refusal.BUFFER_REPLACED.text(**names))
                 continue
             with torch.no_grad():
                 old.copy_(new.detach())
@@ -191,32 +176,15 @@ class _Calls(TorchFunctionMode):
         if answer is not NOT_ANSWERED:
             return answer
         if func in _HOOKS:
-            self.watch.problem(
-                f"forward calls {func.__name__} on an activation ({calling_line()}); gradients of a compiled stage do "
-                "not pass through autograd, so it would be silently lost. Write it as a "
-                "torch.library.custom_op with register_autograd."
-            )
+            self._refuse(Refusal.ACTIVATION_HOOK, function=func.__name__)
         if func in _GRADIENTS:
-            self.watch.problem(
-                f"forward computes gradients itself ({calling_line()}); gradients of gradients cannot be split over "
-                "stages. Write the derivative out as ordinary operations."
-            )
+            self._refuse(Refusal.OWN_GRADIENTS)
         if getattr(func, "__module__", "") == _PLAIN_COLLECTIVES and _carries_gradient(args):
-            self.watch.problem(
-                f"forward calls torch.distributed.{func.__name__} on an activation ({calling_line()}); autograd does "
-                "not see it, so gradients would not pass through the exchange as they do through the graph. Use the "
-                "corresponding function of torch.distributed._functional_collectives, or call it under torch.no_grad()."
-            )
+            self._refuse(Refusal.PLAIN_COLLECTIVE, function=func.__name__)
         if _accessed(func) in _STATE and id(args[0]) in self.parameters:
-            self.watch.problem(
-                f"forward asks about {_accessed(func)} of a parameter ({calling_line()}), which another microbatch may "
-                "have changed; a graph has none. Pass what it needs as an input."
-            )
+            self._refuse(Refusal.PARAMETER_STATE, attribute=_accessed(func))
         if func in _TRAINS and id(args[0]) in self.parameters:
-            self.watch.problem(
-                f"forward changes requires_grad of a parameter ({calling_line()}); which parameters train must be "
-                "settled before the step."
-            )
+            self._refuse(Refusal.REQUIRES_GRAD)
         if calls_attention(func, kwargs or {}):
             func = self._attention(func, args, kwargs or {})
         func = kernel_of(func, args)
@@ -227,6 +195,9 @@ class _Calls(TorchFunctionMode):
         if not self.watch.shape_from_data and not all(isinstance(size, int) for size in sizes):
             self.watch.shape_from_data = calling_line()
         return result
+
+    def _refuse(self, refusal: Refusal, **names: str) -> None:
+        self.watch.problem(refusal.text(line=calling_line(), **names))
 
     def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         reads = self.watch.reads
@@ -248,11 +219,7 @@ class _Calls(TorchFunctionMode):
         device = next(v.device for v in (*args, *kwargs.values()) if isinstance(v, torch.Tensor))
         if is_same_choice(before, now, device):
             return func
-        self.watch.problem(
-            f"forward chooses attention kernels itself ({calling_line()}); a graph keeps such a region only for "
-            "SDPBackend.MATH around F.scaled_dot_product_attention. Put sdpa_kernel around every pipe.step instead, or "
-            "leave the choice to torch."
-        )
+        self._refuse(Refusal.ATTENTION_KERNELS)
         return func
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from zbcompile.passes.capture.distributed_regions import Pending
 from zbcompile.passes.capture.side_effects import Watch
-from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.torch_private import pytree
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]  # of (output, target); with metrics a pair
@@ -38,11 +38,7 @@ def join_loss(model: nn.Module, loss: Any) -> None:
     if not isinstance(loss, nn.Module) or next(loss.parameters(), None) is None or loss in model.modules():
         return
     if hasattr(model, "loss"):
-        raise CaptureError(
-            f"the loss module {type(loss).__name__} has parameters, for which it becomes the submodule loss of the "
-            f"model, but {type(model).__name__} has another attribute of that name. Rename it, or return the loss from "
-            "forward."
-        )
+        raise Refusal.LOSS_NAME.error(loss=type(loss).__name__, model=type(model).__name__)
     model.add_module("loss", loss)
 
 
@@ -74,7 +70,7 @@ class TrainingStep(nn.Module):
             judge: Any = loss_in if self.loss is None else partial(with_arguments, self.loss)
             given = () if self.loss is None else (target,)
             if isinstance(output, Pending) and self.keep == "outputs":
-                raise CaptureError("the model returns a DTensor, which return_outputs= cannot hold. Leave it out.")
+                raise Refusal.DTENSOR_OUTPUT.error()
             found = output.finish(judge, *given) if isinstance(output, Pending) else judge(output, *given)
             loss, *metrics = with_metrics(found)
             loss = check_loss(loss)
@@ -86,11 +82,8 @@ class TrainingStep(nn.Module):
     def _metrics(self, found: list[Any]) -> Any:
         if found:
             return found[0]
-        raise CaptureError(
-            "return_metrics=True, but "
-            + ("there is no loss=" if self.loss is None else "the loss function returned a loss alone")
-            + ". Pass loss=fn(output, target) that returns (loss, metrics), or leave out return_metrics."
-        )
+        alone = "there is no loss=" if self.loss is None else "the loss function returned a loss alone"
+        raise Refusal.NO_METRICS.error(missing=alone)
 
 
 def with_metrics(found: Any) -> tuple[Any, ...]:
@@ -131,21 +124,15 @@ def loss_in(output: Any) -> torch.Tensor:
         loss = output[0]
     if isinstance(loss, torch.Tensor):
         return loss
-    raise CaptureError(
-        f"the model returned {type(output).__name__} without a loss; expected a scalar tensor, a mapping or object "
-        "with .loss, or a tuple that begins with it. Return the loss from forward, or pass loss=fn(output, target)."
-    )
+    raise Refusal.NO_LOSS.error(kind=type(output).__name__)
 
 
 def check_loss(loss: Any) -> torch.Tensor:
     """Return the loss if it is a differentiable scalar. Raises CaptureError otherwise."""
     if not isinstance(loss, torch.Tensor):
-        raise CaptureError(f"the loss is a {type(loss).__name__}; expected a scalar tensor.")
+        raise Refusal.LOSS_KIND.error(kind=type(loss).__name__)
     if loss.ndim != 0:
-        raise CaptureError(
-            f"the loss has shape {tuple(loss.shape)}; expected a scalar. Reduce it (for example .mean()), or pass "
-            "loss=fn(output, target) when forward returns an output rather than a loss."
-        )
+        raise Refusal.LOSS_SHAPE.error(shape=tuple(loss.shape))
     if not loss.is_floating_point():
-        raise CaptureError(f"the loss has dtype {loss.dtype}; expected a floating-point scalar.")
+        raise Refusal.LOSS_DTYPE.error(dtype=loss.dtype)
     return loss

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import copied, with_graph
 from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import tensors_of
@@ -50,10 +50,7 @@ def name_groups(module: GraphModule, dimensions: Mapping[str, str]) -> dict[str,
         if group is not None:
             _require_name(node, group)
             if dimensions.get(str(group)) == "pp":
-                raise CaptureError(
-                    f"{source_line(node)} communicates with the ranks of the pipeline, of which only one runs that "
-                    "operation; it would wait for ever. Use a group of another dimension of the mesh."
-                )
+                raise Refusal.PIPELINE_GROUP.error(line=source_line(node))
             unknown = f"group{sum(name not in dimensions for name in labels)}"
             _rename(node, labels.setdefault(str(group), dimensions.get(str(group), unknown)))
     return {label: name for name, label in labels.items()}
@@ -68,10 +65,7 @@ def rename_groups(module: GraphModule, labels: Mapping[str, str]) -> None:
         if group in labels:
             _rename(node, labels[group])
         elif group not in labels.values():
-            raise CaptureError(
-                f"{node.target} communicates, inside an autograd.Function, with a process group that is no dimension "
-                "of the mesh. Pass mesh= to zbcompile.pipeline, and use mesh.get_group(dimension) in the model."
-            )
+            raise Refusal.UNKNOWN_GROUP.error(operation=node.target)
 
 
 def with_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
@@ -125,17 +119,11 @@ def _rename(node: Node, name: str) -> None:
 
 def _require_name(node: Node, group: object) -> None:
     if not isinstance(group, str):
-        raise CaptureError(
-            f"{node.target} got its process group as a {type(group).__name__}; a graph can hold only the group's name. "
-            "Switch torch.distributed.config.compile_on_one_rank off."
-        )
+        raise Refusal.UNNAMED_GROUP.error(operation=node.target, kind=type(group).__name__)
 
 
 def _refuse_in_branches(module: GraphModule) -> None:
     inner = [child for child in module.modules() if isinstance(child, GraphModule) and child is not module]
     for node in (node for child in inner for node in child.graph.nodes):
         if is_collective(node):
-            raise CaptureError(
-                f"{node.target} is inside a branch of the model (torch.cond, or another control flow operator); "
-                "the ranks of its group might not all take that branch, and would wait for ever. Move it out."
-            )
+            raise Refusal.COLLECTIVE_IN_BRANCH.error(operation=node.target)

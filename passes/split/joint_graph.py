@@ -17,7 +17,7 @@ from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.capture.custom_functions import kernel_of_call
 from zbcompile.passes.capture.functional_writes import GRADIENT_LAYOUT
-from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import any_gradient, is_use, leaf_like, like, output_values
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
@@ -106,36 +106,22 @@ def trace_joint(
 
 def _trace_functional(run: "_Run", values: list[Any], written: GraphModule, exact: bool) -> GraphModule:
     found = in_place_operation(written)
+    names = {"stage": run.stage.index, "operation": found}
     try:
         module = make_fx(functional(run))(*values)
     except Exception as error:
-        raise CaptureError(_no_functional_form(run, found, error)) from error
+        raise Refusal.NO_FUNCTIONAL_FORM.error(**names, error=f" ({error})") from error
     if in_place_operation(module):
-        raise CaptureError(_no_functional_form(run, found, None))
+        raise Refusal.NO_FUNCTIONAL_FORM.error(**names, error="")
     if exact and not calculate_alike(written, module):
-        raise CaptureError(
-            f"stage {run.stage.index} contains {found}, which writes in place below autograd (torch's recurrent layers "
-            "do); its split form is not bitwise equal to eager. Use exact=False (equal within 1e-6), or write "
-            "the layer with ordinary tensor operations."
-        )
+        raise Refusal.IN_PLACE_INEXACT.error(**names)
     return module
-
-
-def _no_functional_form(run: "_Run", found: str, error: Exception | None) -> str:
-    return (
-        f"stage {run.stage.index} contains {found}, which writes in place below autograd, and torch has no functional "
-        f"form of it{f' ({error})' if error else ''}. Write that layer with ordinary tensor operations."
-    )
 
 
 def _refuse_mode_dependent(module: GraphModule) -> None:
     """Refuse oneDNN's LSTM: without grad mode, as compiled graphs run, it does not keep what its backward needs."""
     if any(str(node.target).startswith("aten.mkldnn_rnn_layer") for node in module.graph.nodes):
-        raise CaptureError(
-            "the model runs an LSTM through oneDNN, whose backward cannot be separated from its forward. Set "
-            "torch.backends.mkldnn.enabled = False before compiling (with exact=True, layers with dropout between them "
-            "then need exact=False as well), or write the layer with ordinary operations."
-        )
+        raise Refusal.ONEDNN_LSTM.error()
 
 
 def _drop_results_without_value(module: GraphModule) -> None:
@@ -178,9 +164,7 @@ class _Run:
         roots = [by_name[name] for name in self.tangents]
         for name, root in zip(self.tangents, roots, strict=True):
             if not root.requires_grad:
-                raise CaptureError(
-                    f"{name} gets a gradient but depends on no parameter or activation that requires one."
-                )
+                raise Refusal.OUTPUT_WITHOUT_GRADIENT.error(name=name)
         if not wanted or not roots:
             return [None] * len(wanted)
         if self.flow is not None:

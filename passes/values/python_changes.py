@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.values.executed_code import line_that_writes, only_updates
 from zbcompile.passes.values.premises import attribute, vars_of
 from zbcompile.passes.values.reached_values import RECORDED_BY, Reached, slots_of
@@ -72,11 +73,7 @@ class PythonChanges:
         if name and name != "training" and only_updates(codes, name):
             self._warn_of_change(named.path, name)
             return
-        problem = (
-            f"forward changes {named.path} ({line_that_writes(codes, name)}) and reads it; every microbatch would "
-            "compute with the value that it had at capture. Register it with register_buffer, or pass it as an input; "
-            "if it settles after a first call, call the model once before compiling."
-        )
+        problem = Refusal.PYTHON_CHANGE.text(path=named.path, line=line_that_writes(codes, name))
         settles = not (_has_tensor(found.now) or _has_tensor(found.value))
         if parent is not None and (settles or (found.step == "size" and _remembers(parent))):
             self.unsettled.append(problem)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.partition.stage_graphs import Stage
@@ -49,10 +49,7 @@ def require_whole_logits(stages: Sequence[Stage], sharded: Collection[str]) -> N
     for index, node in ((stage.index, node) for stage in stages for node in stage.module.graph.nodes):
         makers = _makers(stages, index, node.all_input_nodes[0]) if node.target in NORMALISATIONS else set()
         for name in sorted(makers.intersection(sharded)):
-            raise CaptureError(
-                f"the logits are this rank's part of them, by its part of {name}; a distribution needs all words. "
-                "Gather them in forward, or return the DTensor (use_local_output=False)."
-            )
+            raise Refusal.PART_OF_LOGITS.error(parameter=name)
 
 
 def _makers(stages: Sequence[Stage], index: int, node: Node) -> set[str]:
@@ -79,15 +76,9 @@ def logits_in(output: Any) -> torch.Tensor:
     if not isinstance(output, torch.Tensor):
         found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
     if not isinstance(found, torch.Tensor):
-        raise CaptureError(
-            f"the model returned {type(output).__name__} without logits; expected a tensor [..., words], or a mapping "
-            "or object with .logits. Return them, or leave out the argument that makes forward return the loss alone."
-        )
+        raise Refusal.NO_LOGITS.error(kind=type(output).__name__)
     if found.ndim < 2 or not found.is_floating_point():
-        raise CaptureError(
-            f"the model returned {str(found.dtype).removeprefix('torch.')}{list(found.shape)}, which is no logits; "
-            "expected floating-point [..., words] with a score for every word. Return the output layer's result."
-        )
+        raise Refusal.LOGITS_SHAPE.error(found=f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)}")
     return found
 
 
@@ -97,10 +88,8 @@ def _require_labels(logits: torch.Tensor, labels: Any) -> None:
         what = f"{str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}"
         if labels.shape == logits.shape[:-1] and labels.dtype in INTEGERS:
             return
-    raise CaptureError(
-        f"labels= is {what} and the logits are {list(logits.shape)}; expected the number of a word for every token, "
-        f"integers {list(logits.shape[:-1])} ({IGNORED} where there is none)."
-    )
+    of_logits = {"logits": list(logits.shape), "shape": list(logits.shape[:-1])}
+    raise Refusal.LABELS.error(found=what, ignored=IGNORED, **of_logits)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
