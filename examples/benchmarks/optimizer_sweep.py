@@ -4,13 +4,16 @@
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part kinds
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part validation
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part bounds
+    torchrun --standalone --nproc-per-node 8 examples/benchmarks/optimizer_sweep.py --part tensors
 
 `levels`, at dp2 x pp2: losses, norms and parameters of 20 updates are compared bit by bit with `zero=0`, for `zero=1`
 and `zero=2`, updated after the step and inside of it (with clipping: `validate="after"`), and the bytes of the
-optimizer's state are counted. `kinds`: the same for torch's optimizers that can be divided, parameters in float32 and
-bfloat16, with clipping and without. `validation`, at pp4: 40 updates with three clips, with a scaler also two
-infinities and one NaN. `bounds`, at dp4, where replicas add in another order: gradients at equal parameters, and
-parameters after 20 updates by SGD, relative to the largest entry.
+optimizer's state are counted. `kinds`: the same for torch's optimizers that can be divided, and for Lion, one with 8
+bits and one like Shampoo; parameters in float32 and bfloat16, with clipping and without. `validation`, at pp4: 40
+updates with three clips, with a scaler also two infinities and one NaN. `bounds`, at dp4, where replicas add in another
+order: gradients at equal parameters, and parameters after 20 updates by SGD, relative to the largest entry. `tensors`,
+at dp2 x pp2 x tp2 with `parallelize_module`: parameters after 20 updates are bit by bit those of `zero=0`, and by SGD
+as close to the unsplit model's as in `bounds`.
 """
 
 import argparse
@@ -21,24 +24,29 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+from torch import nn  # noqa: E402
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh  # noqa: E402
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module  # noqa: E402
 
 import zbcompile  # noqa: E402
 from tests.support import disturbed_training  # noqa: E402
 from tests.support.disturbed_training import CLIPPED, STEPS, assert_bitwise, disturbed  # noqa: E402
+from tests.support.optimizers import OPTIMIZERS  # noqa: E402
 from tests.support.oracle import PROBLEMS  # noqa: E402
 from tests.support.replicated import MICROBATCHES, ROWS  # noqa: E402
 from tests.support.sharded_optimizers import Result, Training, trained  # noqa: E402
 from tests.support.training import assert_same_tensors, compiled_once  # noqa: E402
+from zbcompile.model.distributed_tensors import is_distributed  # noqa: E402
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer  # noqa: E402
 
-UPDATES, BOUND = 20, 2e-6
+UPDATES, BOUND, LR = 20, 2e-6, 1e-2
 Row = tuple[str, bool]  # what was found, and whether it is as promised
 
 
@@ -63,7 +71,7 @@ def levels() -> Iterator[Row]:
 def kinds() -> Iterator[Row]:
     """Bit by bit at dp2 x pp2, with each optimizer."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
-    for dtype, kind in product(("float32", "bfloat16"), ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Muon")):
+    for dtype, kind in product(("float32", "bfloat16"), OPTIMIZERS):
         found = []
         with compiled_once(f"short-mlp {dtype}", exact=True):
             for clip in (None, 0.05):
@@ -71,7 +79,7 @@ def kinds() -> Iterator[Row]:
                 inside = replace(usual, early=clip is None, validate="before" if clip is None else "after")
                 whole = trained(usual, 0, mesh)
                 found += [same(trained(each, zero, mesh), whole) for each in (usual, inside) for zero in (0, 1, 2)]
-        yield f"{kind:8} {dtype:8}: {len(found)} runs bitwise {all(found)}", all(found)
+        yield f"{kind:12} {dtype:8}: {len(found)} runs bitwise {all(found)}", all(found)
 
 
 def same(found: Result, whole: Result) -> bool:
@@ -156,11 +164,67 @@ def furthest(parts: Parts, whole: Parts) -> float:
     return max(float((part - all_[at : at + len(part)]).abs().max() / all_.abs().max()) for part, all_, at in pairs)
 
 
+def tensors() -> Iterator[Row]:
+    """Levels beside DTensors; after SGD also the unsplit model, trained on the batches of both replicas."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "pp", "tp"))
+    generator = torch.Generator().manual_seed(0)
+    batches = [torch.randn(2, 2 * MICROBATCHES * ROWS, 16, generator=generator) for _ in range(UPDATES)]
+    eager = of_matrices()
+    optimizer = torch.optim.SGD(eager.parameters(), lr=LR)
+    for x, target in batches:
+        nn.functional.mse_loss(eager(x), target).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    expected = {(name, 0): parameter.detach().flatten() for name, parameter in eager.named_parameters()}
+    for kind, schedule in product((torch.optim.AdamW, torch.optim.SGD), ("zb-h1", "zb-v")):
+        levels = list(product((0, 1, 2), (False, True)))
+        found = [with_tensors(mesh, batches, schedule, kind, *level) for level in levels]
+        equal = all(torch.equal(each[name], found[0][name]) for each in found for name in found[0])
+        text = f"{kind.__name__:5} {schedule:6}: {len(found)} runs bitwise {equal}"
+        if kind is torch.optim.SGD:
+            far = furthest({(name, 0): value.flatten() for name, value in found[0].items()}, expected)
+            text, equal = f"{text}, from the unsplit model {far:.1e}", equal and far < BOUND
+        yield text, equal
+
+
+def of_matrices() -> nn.Sequential:
+    torch.manual_seed(0)
+    pairs = [nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16)) for _ in range(4)]
+    return nn.Sequential(*pairs)
+
+
+def with_tensors(
+    mesh: DeviceMesh,
+    batches: list[torch.Tensor],
+    schedule: str,
+    kind: type[torch.optim.Optimizer],
+    zero: int,
+    early: bool,
+) -> dict[str, torch.Tensor]:
+    """The whole parameters after the updates."""
+    model = of_matrices()
+    for pair in model:
+        parallelize_module(pair, mesh["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    options: dict[str, Any] = {"schedule": schedule, "microbatches": MICROBATCHES, "exact": True}
+    pipe = zbcompile.pipeline(model, loss=nn.functional.mse_loss, mesh=mesh, **options)
+    optimizer = pipe.optimizer(kind, lr=LR, zero=zero, early=early)
+    for batch in batches:
+        x, target = batch.chunk(2, dim=1)[mesh["dp"].get_local_rank()]
+        pipe.step(x, target=target)
+        optimizer.step()
+        optimizer.zero_grad()
+    state = pipe.state_dict(full=True)
+    found = {name: (value.full_tensor() if is_distributed(value) else value).clone() for name, value in state.items()}
+    pipe.close()
+    return found
+
+
 PARTS: dict[str, Callable[[], Iterator[Row]]] = {
     "levels": levels,
     "kinds": kinds,
     "validation": validation,
     "bounds": bounds,
+    "tensors": tensors,
 }
 
 

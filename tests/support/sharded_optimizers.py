@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbcompile
+from tests.support.optimizers import OPTIMIZERS
 from tests.support.oracle import PROBLEMS, Batch
 from tests.support.replicated import MICROBATCHES, REPLICAS, ROWS, mesh_of_replicas
 from tests.support.training import compiled_once
@@ -90,9 +91,9 @@ def pipeline_with(training: Training, zero: int, mesh: DeviceMesh | None) -> tup
     model = chosen.model().to(getattr(torch, training.dtype))
     options = {"schedule": training.schedule, "microbatches": MICROBATCHES, "vocab": training.vocab}
     pipe = zbcompile.pipeline(model, loss=chosen.loss, mesh=mesh, exact=training.vocab == "off", **options)
-    kind, matrices = getattr(torch.optim, training.kind), {"params": lambda _, p: p.ndim == 2}
+    (kind, more), matrices = OPTIMIZERS[training.kind], {"params": lambda _, p: p.ndim == 2}
     groups = [{"params": lambda _, p: p.ndim < 2, "weight_decay": 0.0}]
-    more: dict[str, Any] = matrices if training.kind == "Muon" else {"groups": groups}
+    more = {**more, **(matrices if training.kind == "Muon" else {"groups": groups})}
     return pipe, pipe.optimizer(
         kind, lr=1e-2, zero=zero, clip=training.clip, early=training.early, validate=training.validate, **more
     )

@@ -5,63 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.optim import LBFGS, SGD, Adafactor, Optimizer
 
 import zbcompile
 from tests.support.meshes import mesh_of
+from tests.support.optimizers import EightBits, GlobalNorm, Lars, Plain, saying
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.replicated import MICROBATCHES, REPLICAS, ROWS, mesh_of_replicas
 from tests.support.training import Case, assert_same_tensors, compiled_once, pipeline_of
-
-
-class Plain(Optimizer):
-    """Subtracts `direction` of each gradient."""
-
-    def __init__(self, params: Any, lr: float = 1e-2) -> None:
-        super().__init__(params, {"lr": lr})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.add_(self.direction(parameter), alpha=-group["lr"])
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        return parameter.grad.sign()
-
-
-class EightBits(Plain):
-    """Keeps the momentum in bytes, with a scale for each block of 64 elements of a parameter."""
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        state, rest = self.state[parameter], -parameter.numel() % 64
-        gradient = nn.functional.pad(parameter.grad.reshape(-1), (0, rest)).view(-1, 64)
-        momentum = gradient + (0.9 * state["scale"] * state["bytes"] if state else 0)
-        state["scale"] = momentum.abs().amax(dim=1, keepdim=True).clamp(min=1e-9) / 127
-        state["bytes"] = (momentum / state["scale"]).round().to(torch.int8)
-        return momentum.view(-1)[: parameter.numel()].view(parameter.shape)
-
-
-class Lars(Plain):
-    """Scales a gradient by the norms of its parameter."""
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        return parameter.grad * (parameter.norm() / parameter.grad.norm().clamp(min=1e-9))
-
-
-class GlobalNorm(Plain):
-    """Scales a gradient by the norm of all."""
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        every = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return parameter.grad / torch.stack([each.norm() for each in every]).norm()
 
 
 class Sam(Plain):
@@ -69,10 +23,6 @@ class Sam(Plain):
 
     def step(self, closure: Any = None) -> None:
         assert closure is not None, "Sam requires closure"
-
-
-def saying(kind: type[Optimizer], **said: Any) -> type[Optimizer]:
-    return type(kind.__name__, (kind,), said)
 
 
 def made(kind: type[Optimizer], **options: Any) -> Optimizer:
