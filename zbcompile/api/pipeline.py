@@ -12,7 +12,6 @@ from zbcompile.api.model_state import ModelState
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.partial_norms import PartialNorms
 from zbcompile.api.runs import Runs, without_words
-from zbcompile.api.same_batch import BatchComparison
 from zbcompile.backends.backend import Compilation
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
@@ -79,9 +78,9 @@ class Pipeline:
             self._forwards = ForwardPrograms(model, options, engine, self._compiled)
             layout = BatchLayout(model, options, self._compiled)
             programs = self._compiled, self._forwards, layout
-            watching = self._observation, BatchComparison(self._ranks, options.compare_batches)
             self._norms = PartialNorms(self._compiled, self._parts)
-            self._runs = Runs(options, engine, self._parts, *programs, self._optimizers, self._norms, *watching)
+            others = self._optimizers, self._norms, self._observation
+            self._runs = Runs(options, engine, self._parts, *programs, *others)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
 

@@ -9,7 +9,6 @@ import torch
 
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.partial_norms import PartialNorms
-from zbcompile.api.same_batch import BatchComparison
 from zbcompile.compiler.inference import Computation
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
@@ -38,7 +37,6 @@ class Runs:
     optimizers: Optimizers
     norms: PartialNorms
     observation: Observation
-    comparison: BatchComparison
 
     def split(
         self,
@@ -69,9 +67,9 @@ class Runs:
                 "step received target=, but the pipeline has no loss=; forward returns the loss itself."
             )
 
-    def program_for(self, step: Microbatches) -> Executable:
-        """What these microbatches run; compiled if it is not there."""
-        found = self.compiled.get(step)
+    def program_for(self, step: Microbatches, runs: bool = False) -> Executable:
+        """What these microbatches run, in a step that `runs` now; compiled if it is not there."""
+        found = self.compiled.get(step, runs)
         self.parts.renew()
         self.optimizers.bind()
         self.norms.note()
@@ -97,10 +95,9 @@ class Runs:
     ) -> tuple[Losses, Any]:
         """Run step number `index`: the losses of all microbatches, and what it returns beside them."""
         compiled = self.compiled
-        executable = self.program_for(step)
+        executable = self.program_for(step, runs=True)
         compiled.require_values()
         compiled.withhold(executable.program)
-        self.comparison.begin_step(step)
         tensors = self._input(step, outputs, index, scaler)
         with self._named(step, executable, outputs, index):
             try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make
@@ -112,6 +109,7 @@ class Runs:
                     losses, made = self.engine.run(executable, tensors, compiled.parameters)
             finally:
                 self.parts.give_gradients()
+            compiled.agreement.finish()
             if not outputs:
                 return losses, None
             if outputs == "last" and not executable.ends_on(self.engine.ranks.local):
@@ -132,6 +130,7 @@ class Runs:
             actions=self.optimizers.actions,
             ahead=self.optimizers.all_early,
             outputs="last" if outputs == "last" else "all" if outputs else "",
+            agreement=self.compiled.agreement,
         )
 
     def evaluate(

@@ -1,14 +1,21 @@
 """Agreement of all ranks: a failure on one is raised on all, and ranks with different programs do not start."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from statistics import median
 from typing import Any, TypeVar
 
+import torch
+
 from zbcompile.distributed.mesh import PLACE
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.termination import forget
 
 Result = TypeVar("Result")
+Key = TypeVar("Key")
+MOST = 1 << 62  # more than every digest
 
 
 def together(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
@@ -35,48 +42,75 @@ def gathered(ranks: Ranks, value: Result) -> list[Result]:
         return ranks.gather(value)
 
 
-def equal_everywhere(ranks: Ranks, count: int, value: object, compare: bool) -> bool:
-    """Whether all ranks have one count and, if any of them asks to `compare`, one value by its repr. One reduction of
-    five numbers: cheap enough for every step, where gathering objects is not."""
-    mark = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
-    with ranks.watch.position.waiting("the exchange"):
-        most, least, high, low, compared = ranks.largest_of_hosts([count, -count, mark, -mark, compare])
-    return most == -least and (not compared or high == -low)
-
-
 def from_first(ranks: Ranks, what: str, make: Callable[[], Result]) -> Result:
     """What the first rank of all makes, on every rank; if it fails, every rank raises."""
     found = gathered(ranks, together(ranks, what, lambda: make() if ranks.is_first else None))
     return next(each for each in found if each is not None)
 
 
-COMPILED = "compiled different programs"
-BUILD = (
-    "Every rank must build the same model, use the same versions and switches, and pass the same batch shapes and "
-    "options."
-)
-
-
-def require_equal_programs(
-    ranks: Ranks,
-    manifest: Mapping[str, object],
-    what: str = COMPILED,
-    remedy: str = BUILD,
-    of_a_place: Sequence[str] = (),
-) -> None:
-    """Raise on every rank when the manifests, or the terms of the ranks, differ, naming what differs and where: the
-    ranks did `what`. The entries `of_a_place` must be equal along the pipeline and replicas only."""
+def agree(ranks: Ranks, values: Mapping[str, object], what: str, remedy: str, of_a_place: Sequence[str] = ()) -> None:
+    """Raise on every rank if `values`, or the terms of the ranks, differ, naming what differs and where: the ranks did
+    `what`. The entries `of_a_place` must be equal along the pipeline and replicas only. They are gathered only if their
+    digests differ."""
+    own = {**ranks.terms, **values}
+    everywhere = {key: value for key, value in own.items() if key not in of_a_place}
     with ranks.watch.position.waiting("the comparison of programs"):
-        manifests = ranks.gather({**ranks.terms, **manifest})
-    first: dict[object, int] = {}  # the first rank at every place
-    for index, (rank, other) in enumerate(zip(ranks.members, manifests, strict=True)):
-        here = first.setdefault(ranks.mesh.index_of(ranks.mesh.place_of(rank), PLACE), index)
-        for key, value in manifests[0].items():
-            expected, source = (manifests[here][key], here) if key in of_a_place else (value, 0)
-            if other[key] != expected:
-                where, one, there = first_difference(key, expected, other[key])
-                text = f"the ranks {what}: {where} is {one} on rank {ranks.members[source]} and {there} on rank {rank}."
-                raise ranks.refusal(f"{text} {remedy}")
+        if not any(Digests(ranks, (everywhere, ()), ([own.get(key) for key in of_a_place], PLACE)).differ):
+            return
+        every = ranks.gather(own)
+    places = [ranks.mesh.index_of(ranks.mesh.place_of(rank), PLACE) for rank in ranks.members]
+    reports = [
+        {(key, place if key in of_a_place else None): value for key, value in found.items()}
+        for place, found in zip(places, every, strict=True)
+    ]
+    for (key, _), first, rank, expected, found in unlike(ranks.members, reports):
+        where, one, other = first_difference(key, expected, found)
+        raise ranks.refusal(f"the ranks {what}: {where} is {one} on rank {first} and {other} on rank {rank}. {remedy}")
+
+
+class Digests:
+    """A comparison of values by their digests: one reduction, under way until somebody reads `differ`. Each value comes
+    with dimensions of the mesh: ranks at the same place along these must have equal ones."""
+
+    def __init__(self, ranks: Ranks, *values: tuple[object, Sequence[str]]) -> None:
+        self._position, self._pairs = ranks.watch.position, list[torch.Tensor]()
+        for value, dimensions in values:
+            mark = int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
+            pairs = torch.full((ranks.mesh.size(*dimensions), 2), -MOST, device="cpu")
+            pairs[ranks.mesh.index(*dimensions)] = torch.tensor([mark, -mark], device="cpu")
+            self._pairs.append(pairs)
+        self._found, self._work = ranks.begin_largest(torch.cat(self._pairs))
+
+    @cached_property
+    def differ(self) -> list[bool]:
+        """Whether each value differs between some ranks that must have equal ones; waits until all have begun."""
+        if self._work is not None:
+            before = self._position.action
+            with self._position.waiting("the exchange"):
+                self._work.wait()
+            self._position.action = before
+            forget(self._work)
+        parts = self._found.cpu().split([len(pairs) for pairs in self._pairs])
+        return [bool((pairs[:, 0] != -pairs[:, 1]).any()) for pairs in parts]
+
+
+def unlike(
+    members: Sequence[int],
+    reports: Iterable[Mapping[Key, Result]],
+    equal: Callable[[Result, Result], bool] = operator.eq,
+) -> Iterator[tuple[Key, int, int, Result, Result]]:
+    """Where `reports` of ranks differ under one key: the key, the first rank that has it and one that has another
+    value, and both values. Ranks may report other keys.
+
+    >>> list(unlike([0, 1, 2], [{"a": 1, "b": 2}, {"a": 1}, {"b": 3}]))
+    [('b', 0, 2, 2, 3)]
+    """
+    first: dict[Key, tuple[int, Result]] = {}
+    for rank, report in zip(members, reports, strict=True):
+        for key, value in report.items():
+            source, expected = first.setdefault(key, (rank, value))
+            if not equal(value, expected):
+                yield key, source, rank, expected, value
 
 
 def agreed_seconds(ranks: Ranks, seconds: Mapping[str, float]) -> dict[str, float]:

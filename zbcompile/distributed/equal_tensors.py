@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.distributed.agreement import gathered
+from zbcompile.distributed.agreement import gathered, unlike
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.model.placements import CHOSEN, PARTIAL, SHARD
 
@@ -22,13 +22,9 @@ def require_equal_tensors(ranks: Ranks, tensors: Mapping[str, torch.Tensor]) -> 
     own = {name: checksum(tensor) for name, tensor in tensors.items()}
     with ranks.watch.position.waiting("the comparison of shared tensors"):
         reports = ranks.gather(own)
-    found: dict[str, tuple[int, int]] = {}
     different: dict[str, tuple[int, int]] = {}
-    for rank, report in zip(ranks.members, reports, strict=True):
-        for name, value in report.items():
-            first, expected = found.setdefault(name, (rank, value))
-            if value != expected:
-                different.setdefault(name, (first, rank))
+    for name, first, rank, _, _ in unlike(ranks.members, reports):
+        different.setdefault(name, (first, rank))
     if different:
         name, (first, second) = next(iter(different.items()))
         others = f" (and {len(different) - 1} more tensors)" if different.keys() - {name} else ""
@@ -75,24 +71,47 @@ def require_equal_losses(ranks: Ranks, losses: torch.Tensor) -> None:
 
 
 def require_equal_results(
-    ranks: Ranks, results: Mapping[str, tuple[torch.Tensor, Sequence[str]]], trained: Collection[str]
+    ranks: Ranks,
+    results: Mapping[str, tuple[torch.Tensor, Sequence[str]]],
+    parts: Mapping[str, tuple[int, Sequence[str]]],
+    losses: Sequence[float],
+    trained: Collection[str],
 ) -> bool:
     """Raise PipelineError on every rank if the gradient of a `trained` parameter, or a buffer that forward writes,
     differs between ranks that should all have computed the whole of it: `results` has each with the dimensions along
-    which that is so. Differences by rounding are allowed. Return whether any result on any rank is zero."""
+    which that is so. Differences by rounding are allowed. Return whether any result on any rank is zero.
+
+    Also raises it if what the ranks along a dimension contribute to the sum of a gradient is equal bit by bit: each has
+    the whole sum already. `parts` has the checksum of each contribution, with the dimensions along which it is summed.
+    Ranks with equal `losses` may well train on equal batches.
+    """
     mesh = ranks.mesh
-    own = {}
-    for name, (tensor, dimensions) in results.items():
-        rest = mesh.beside(*dimensions)
-        own[name, tuple(mesh.index(each) for each in rest)] = projections(tensor)
-    reports = gathered(ranks, own)
-    found: dict[Any, tuple[int, list[float]]] = {}
-    for rank, report in zip(ranks.members, reports, strict=True):
-        for key, values in report.items():
-            first, expected = found.setdefault(key, (rank, values))
-            if not _near(values, expected):
-                raise ranks.refusal(_differs(ranks, key[0], first, rank, key[0] in trained))
-    return any(values[1] == 0 for report in reports for values in report.values())
+
+    def place(*dimensions: str) -> tuple[int, ...]:
+        return tuple(mesh.index(each) for each in mesh.beside(*dimensions))
+
+    whole = {(name, place(*along)): projections(tensor) for name, (tensor, along) in results.items()}
+    summed = {(name, each, place(each)): value for name, (value, along) in parts.items() for each in along}
+    reports = gathered(ranks, (whole, summed, losses))
+    _require_parts(ranks, [(each, theirs) for _, each, theirs in reports])
+    for (name, _), first, rank, _, _ in unlike(ranks.members, [each for each, _, _ in reports], _near):
+        raise ranks.refusal(_differs(ranks, name, first, rank, name in trained))
+    return any(values[1] == 0 for each, _, _ in reports for values in each.values())
+
+
+def _require_parts(ranks: Ranks, reports: Sequence[tuple[Mapping[Any, int], Sequence[float]]]) -> None:
+    found: dict[Any, list[tuple[int, Sequence[float]]]] = {}
+    for report, theirs in reports:
+        for key, value in report.items():
+            found.setdefault(key, []).append((value, theirs))
+    for (name, dimension, _), pairs in found.items():
+        values, batches = {value for value, _ in pairs}, {theirs for _, theirs in pairs}
+        if len(values) == 1 and values != {0} and (dimension == "tp" or len(batches) > 1):
+            raise ranks.refusal(
+                f'the gradient of {name} is equal on all {len(pairs)} ranks along "{dimension}", although each '
+                "has a part of the data: it is a whole sum already, and would be summed once more. If every rank "
+                f'computes all of it, say so: placements={{"{name}": {{"{dimension}": "replicate"}}}}.'
+            )
 
 
 def _differs(ranks: Ranks, name: str, first: int, second: int, trained: bool) -> str:
@@ -106,29 +125,6 @@ def _differs(ranks: Ranks, name: str, first: int, second: int, trained: bool) ->
         f"the gradient of {pair}, although each should compute the whole of it.{meant} (each computes a part, to be "
         "summed once per step)."
     )
-
-
-def require_parts(ranks: Ranks, parts: Mapping[str, tuple[int, Sequence[str]]], losses: Sequence[float]) -> None:
-    """Raise PipelineError on every rank if what the ranks along a dimension contribute to the sum of a gradient is
-    equal bit by bit: then each has the whole sum already. `parts` has the checksum of each contribution, with the
-    dimensions along which it is summed. Ranks with equal `losses` may well train on equal batches."""
-    mesh = ranks.mesh
-    own = {}
-    for name, (value, dimensions) in parts.items():
-        for each in dimensions:
-            own[name, each, tuple(mesh.index(other) for other in mesh.beside(each))] = value
-    found: dict[Any, list[tuple[int, Sequence[float]]]] = {}
-    for report, theirs in gathered(ranks, (own, losses)):
-        for key, value in report.items():
-            found.setdefault(key, []).append((value, theirs))
-    for (name, dimension, _), pairs in found.items():
-        values, batches = {value for value, _ in pairs}, {theirs for _, theirs in pairs}
-        if len(values) == 1 and values != {0} and (dimension == "tp" or len(batches) > 1):
-            raise ranks.refusal(
-                f'the gradient of {name} is equal on all {len(pairs)} ranks along "{dimension}", although each '
-                "has a part of the data: it is a whole sum already, and would be summed once more. If every rank "
-                f'computes all of it, say so: placements={{"{name}": {{"{dimension}": "replicate"}}}}.'
-            )
 
 
 def projections(tensor: torch.Tensor) -> list[float]:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from zbcompile.distributed.faults import Position
 from zbcompile.distributed.mesh import Mesh, Replicas, new_group
+from zbcompile.distributed.termination import outlives_its_step
 from zbcompile.distributed.transport import (
     Channels,
     CopiedMessages,
@@ -79,10 +80,10 @@ class Ranks:
     def largest(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with its elementwise maximum over the processes of the mesh."""
 
-    def largest_of_hosts(self, numbers: Sequence[int]) -> list[int]:
-        """The elementwise maximum over the processes of the mesh, which their hosts tell each other: none waits for
-        its device."""
-        return list(numbers)
+    def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
+        """Begin to form the elementwise maximum over the processes of the mesh: where it will be, and what to wait for,
+        None in one process."""
+        return numbers, None
 
     def transport(
         self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int, max_ctas: int | None = None
@@ -141,7 +142,7 @@ class GroupRanks(Ranks):
     replicas: Replicas
     ordered: bool  # messages are told apart only by their order, as with NCCL
     collectives: dist.ProcessGroup | None = None
-    hosts: dist.ProcessGroup | None = None  # over gloo, where `everyone` is a group of devices
+    hosts: dist.ProcessGroup | None = None  # of replicas over gloo, if `everyone` is a group of devices
     opened: Ordered | None = None
     rank: int = field(init=False)
 
@@ -169,12 +170,13 @@ class GroupRanks(Ranks):
     def largest(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.everyone)
 
-    def largest_of_hosts(self, numbers: Sequence[int]) -> list[int]:
-        if self.hosts is None:
-            self.hosts = self.everyone if self.backend == "gloo" else self.apart()
-        found = torch.tensor(numbers, dtype=torch.int64, device="cpu")
-        dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.hosts)
-        return found.tolist()
+    def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
+        if self.hosts is None:  # in every step of replicas a device would first have to end the step before
+            steps = self.backend != "gloo" and self.replicas.count > 1
+            self.hosts = self.apart() if steps else self.everyone
+        found = numbers.to(self.device) if self.hosts is self.everyone else numbers
+        work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.hosts, async_op=True)
+        return found, outlives_its_step(work)
 
     def transport(
         self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int, max_ctas: int | None = None

@@ -17,7 +17,6 @@ from transformers.trainer_utils import seed_worker
 from zbcompile.api.grad_scaler import GradScaler
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.api.pipeline_function import pipeline as make_pipeline
-from zbcompile.api.same_batch import require_same_batch
 from zbcompile.errors import PipelineError
 from zbcompile.integrations.accelerator import PipelineAccelerator
 from zbcompile.integrations.adapters import has_adapters, load_adapters, save_adapters
@@ -31,6 +30,7 @@ from zbcompile.integrations.refusals import (
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.persistence.checkpoint import load_checkpoint, save_checkpoint
 from zbcompile.persistence.safetensors_weights import load_weights, save_weights
+from zbcompile.runtime.step_agreement import require_same_batch
 
 STATE = "pipeline"  # in a checkpoint of the trainer: parameters and optimizer, for any number of ranks
 Call = dict[str, Any]  # the keywords of pipe.step

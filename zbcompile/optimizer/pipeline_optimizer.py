@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from zbcompile.distributed.agreement import require_equal_programs, together
+from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import TrainedParameters, divided_slices, whole_slices
@@ -63,8 +63,7 @@ class PipelineOptimizer(ParameterUpdates):
             said = {key: repr(getattr(self.wanted, key)) for key in SETTINGS}
             options = [{k: repr(v) for k, v in g.items() if isinstance(v, PLAIN)} for g in self.param_groups]
             made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self.numbers, "options": options}
-            what, remedy = "made different optimizers", "Every rank must make the same optimizer."
-            require_equal_programs(self._ranks, made, what, remedy)
+            agree(self._ranks, made, "made different optimizers", "Every rank must make the same optimizer.")
         except Exception:
             self.close()
             raise

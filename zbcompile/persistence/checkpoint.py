@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from zbcompile.api.averages import Averages
 from zbcompile.api.pipeline import Pipeline
-from zbcompile.distributed.agreement import from_first, gathered, require_equal_programs, together
+from zbcompile.distributed.agreement import agree, from_first, gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
@@ -100,7 +100,8 @@ def save_checkpoint(
     kept: Any = nullcontext(source.attached(FolderWriter)) if isinstance(source, Pipeline) else closing(FolderWriter())
     with kept as writer, ranks.watch.region(what):
         together(ranks, what, lambda: writer.finish(ranks.watch.position))
-        _require_same_call(ranks, step=count, wait=wait, frozen=frozen)
+        given = {"step": count, "wait": wait, "frozen": frozen}
+        agree(ranks, given, "call save_checkpoint with different arguments", "Pass the same on every rank.")
         _hold(writer, folder, ranks)
         tensors, own = together(ranks, what, lambda: _contents(source, holding, optimizer, ema, frozen))
         _add_process(tensors, own["values"], extra, ranks, ema)
@@ -212,15 +213,6 @@ def _hold(writer: FolderWriter, folder: Path, ranks: Ranks) -> None:
     writer.take(folder.absolute(), lock)
 
 
-def _require_same_call(ranks: Ranks, **own: Any) -> None:
-    """Raise PipelineError, on every rank, if ranks were given different arguments."""
-    every = gathered(ranks, own)
-    for name, number in ((name, number) for name in own for number in range(len(every))):
-        if every[number][name] != every[0][name]:
-            text = f"{name}={every[0][name]} on the first rank and {name}={every[number][name]} on rank {number}"
-            raise ranks.refusal(f"save_checkpoint received {text}; expected the same on every rank.")
-
-
 def _require_shared(partial: Path) -> None:
     if not partial.is_dir():
         raise PipelineError(
@@ -252,7 +244,7 @@ def _add_process(tensors: Tensors, values: Values, extra: Any, ranks: Ranks, ave
     given = {"extra": data, "the tensors of extra": {name: _digest(each) for name, each in own.items()}}
     given["ema"] = counted(averages)
     remedy = "Pass the same on every rank: what belongs to one rank goes into a list of all, or a file of its own."
-    require_equal_programs(ranks, given, "save one checkpoint with different values", remedy)
+    agree(ranks, given, "save one checkpoint with different values", remedy)
     if ranks.is_first:
         values |= {"extra": data, "random": to_data(random_state(ranks.device), "random", own)}
         tensors |= own

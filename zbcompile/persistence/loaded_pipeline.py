@@ -9,7 +9,7 @@ import torch
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.backends.types import GraphCompiler
-from zbcompile.distributed.agreement import require_equal_programs, together
+from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.mesh import Mesh, MeshNames
 from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
@@ -100,7 +100,7 @@ def load(
         )
         same = {"torch": torch.__version__, "threads": torch.get_num_threads(), "digest": program.digests}
         same["debug_nan"] = debug_nan or DEBUG_NAN.read()
-        require_equal_programs(here, same, "loaded different programs", SAME)
+        agree(here, same, "loaded different programs", SAME)
     with here.watch.region(f"filling {folder}"):
         pipe = Pipeline(module_of(program.model), _options(program, asked), Engine(here), program)
         if state_dict is not None:

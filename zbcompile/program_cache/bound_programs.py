@@ -9,7 +9,7 @@ from torch import nn
 
 from zbcompile.backends.backend import Compilation, CompiledPasses, compile_passes, make_backend
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
-from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.agreement import agree, gathered, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
 from zbcompile.distributed.mesh import DIMENSIONS, broadcast
 from zbcompile.distributed.ranks import Ranks
@@ -26,7 +26,7 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import accumulators, global_hooks, have_hooks
 from zbcompile.profiling.nan_check import inspected
-from zbcompile.program.program import Program
+from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.state_dict import own_state, stream_state
 from zbcompile.runtime.data_parallel import sums_of
 from zbcompile.runtime.engine import BoundGraphs
@@ -57,7 +57,7 @@ class BoundPrograms:
         self._bound: dict[Slot, tuple[torch.Tensor, str]] = {}
         self._unchanged: tuple[Any, ...] = ()
         self._accumulators: list[Any] = []
-        self._compared = False
+        self.compared = False
         self._saved: dict[str, torch.Tensor] = {}  # what a state dict holds; what of it lives here, and has old values
         self._own: dict[str, torch.Tensor] = {}
         self._others: dict[str, torch.Tensor] = {}
@@ -144,6 +144,13 @@ class BoundPrograms:
             self._accumulators = accumulators(self._model.parameters())  # kept: hooks that come later are theirs
             self._unchanged = now
 
+    def agree_on(self, program: Program, asked: Mapping[str, object] | None = None) -> None:
+        """Raise PipelineError, on every rank, unless all have compiled the same, and were `asked` for the same."""
+        terms = {**(asked or {}), "debug_nan": self.debug_nan, **program.manifest}
+        remedy = "Every rank must build the same model, use the same versions and switches, and pass the same batch "
+        remedy += "shapes and options."
+        agree(self.ranks, terms, "compiled different programs", remedy, of_a_place=OF_A_PLACE)
+
     @property
     def form(self) -> tuple[Any, ...]:
         """What bound programs take for granted of the model, to be compared in every step."""
@@ -187,7 +194,7 @@ class BoundPrograms:
         buffers of several stages or model copies, and along the dimensions of the mesh all that is not sharded there.
         Compares once."""
         program, ranks = self.program, self.ranks
-        if self._compared or ranks.group is None or program is None:
+        if self.compared or ranks.group is None or program is None:
             return
         rows = self.shards.own if self.shards else {}
         held = {slot.name: tensor for slot, (tensor, _) in self._bound.items() if slot.name not in rows}
@@ -195,7 +202,7 @@ class BoundPrograms:
         if ranks.mesh.beside("pp"):
             shared |= {f"{name} (the rows of pipeline rank {ranks.rank})": t for name, t in rows.items()}
         require_equal_tensors(ranks, shared)
-        self._compared = True
+        self.compared = True
 
     def _is_shared(self, name: str) -> bool:
         assert self.program is not None

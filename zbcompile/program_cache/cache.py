@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from zbcompile.distributed.agreement import gathered, together
+from zbcompile.distributed.agreement import gathered, together, unlike
 from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -198,15 +198,12 @@ class ProgramCache:
         ranks, exchanges = self._ranks, frozenset[str]().union(*(each.exchanges for each in known))
         apart = [name for name in BATCHES if exchanges.isdisjoint((name, UNKNOWN))]
         found = gathered(ranks, (ranks.mesh.index(*apart), own))
-        first: dict[int, tuple[int, list[int | None]]] = {}
-        for rank, (replica, numbers) in zip(ranks.members, found, strict=False):
-            other, expected = first.setdefault(replica, (rank, numbers))
-            if numbers != expected:
-                raise ranks.refusal(
-                    f"ranks {other} and {rank} answer {_first_line(known)} differently, but work on the same "
-                    "microbatches, or exchange tensors in each. Pass batches that answer alike; every rank of a "
-                    "pipeline must pass the same one."
-                )
+        for _, other, rank, _, _ in unlike(ranks.members, [dict([each]) for each in found]):
+            raise ranks.refusal(
+                f"ranks {other} and {rank} answer {_first_line(known)} differently, but work on the same "
+                "microbatches, or exchange tensors in each. Pass batches that answer alike; every rank of a "
+                "pipeline must pass the same one."
+            )
         return found
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zbcompile.compiler.inference import Computation, Frame, compile_forward, forward_order
-from zbcompile.distributed.agreement import require_equal_programs
+from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Batch, hint_at_device, hinting
@@ -25,7 +25,7 @@ from zbcompile.passes.stage.print_python import type_text
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.passes.values.premises import Standing
 from zbcompile.passes.vocabulary.log_probs import IGNORED
-from zbcompile.program.program import OF_A_PLACE, Program, call_of, listed
+from zbcompile.program.program import Program, call_of, listed
 from zbcompile.program_cache.apart_draws import draw_apart
 from zbcompile.program_cache.cache import Entry, refuse_answers
 from zbcompile.program_cache.program_keys import torch_modes
@@ -165,8 +165,7 @@ class ForwardPrograms:
         made: dict[int, BoundGraphs] = {}
         for number, each in {id(each): each for each in programs}.items():
             program = draw_apart(self._ranks, replace(each, step=self._options.step))
-            asked = {"debug_nan": self._steps.debug_nan, **program.manifest}
-            require_equal_programs(self._ranks, asked, of_a_place=OF_A_PLACE)
+            self._steps.agree_on(program)
             if self._steps.program is None:
                 self._steps.place(program)
             made[number] = self._steps.prepare(program)
@@ -254,7 +253,7 @@ def require_same_calls(ranks: Ranks, asked: Asked, batches: Sequence[Batch]) -> 
         "the inputs": inputs,
     }
     remedy = "Every rank must make the same calls."
-    require_equal_programs(ranks, notes, "evaluate different things", remedy, of_a_place=("the inputs",))
+    agree(ranks, notes, "evaluate different things", remedy, of_a_place=("the inputs",))
 
 
 def require_words(batch: Batch, program: Program) -> None:

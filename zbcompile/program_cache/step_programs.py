@@ -15,7 +15,7 @@ from torch import nn
 
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.distributed.agreement import agreed_seconds, require_equal_programs, together
+from zbcompile.distributed.agreement import agreed_seconds, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import (
@@ -32,18 +32,18 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.values.premises import Standing
 from zbcompile.program.directories import save_program
-from zbcompile.program.program import ANSWERS, OF_A_PLACE, Program, call_of, listed
+from zbcompile.program.program import ANSWERS, Program, call_of, listed
 from zbcompile.program_cache.apart_draws import draw_apart
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.cache import Entry, ProgramCache, refuse_answers
 from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.placement_check import with_proof
 from zbcompile.program_cache.program_keys import key_of, torch_modes, what_is_new
-from zbcompile.program_cache.replica_steps import require_equal_steps
 from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
 from zbcompile.runtime.engine import BoundGraphs, Executable
 from zbcompile.runtime.placed_step import require_recordable, with_places
+from zbcompile.runtime.step_agreement import StepAgreement
 from zbcompile.schedules import Schedule
 
 
@@ -68,6 +68,7 @@ class StepPrograms(BoundPrograms):
         self.searched: Searched | None = None  # until it is an executable
         self.cache = ProgramCache(ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns beside its loss, of KINDS
+        self.agreement = StepAgreement(ranks, options.compare_batches)
         self._gradients: dict[str, torch.Tensor] = {}  # where they stay, if whole steps are recorded
         self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
         self._last_state: tuple[Any, ...] | None = None
@@ -84,15 +85,14 @@ class StepPrograms(BoundPrograms):
         """The graphs that were made first."""
         return next(iter(self))
 
-    def get(self, step: Microbatches) -> Executable:
-        """What the microbatches of a step run, by their number and shapes and by their answers to what forward asks;
-        compiled if it is not there. Raises PipelineError and CaptureError if the model is no longer the one that was
-        compiled."""
+    def get(self, step: Microbatches, runs: bool = False) -> Executable:
+        """What the microbatches of a step, which `runs` now, run: by their number and shapes and by their answers to
+        what forward asks; compiled if it is not there. Raises PipelineError and CaptureError if the model is no longer
+        the one that was compiled."""
         first = self._last_state is None  # a lazy parameter has no state yet
         same = step.alike and not first and self._state(step.each[0]) == self._last_state
         known = same and all(each.holds() for each in self._last)
-        if self.ranks.replicas.count > 1:
-            self._require_equal_steps(step, known)
+        self._begin_agreement(step, known, runs)
         if known and self._last[0].guards is None:
             graphs = self._last[0].graphs * len(step.each)
             return self.cache.plan(graphs, graphs[:1], step_order, self._with_memory)
@@ -168,12 +168,19 @@ class StepPrograms(BoundPrograms):
             f"{listed(call_of(microbatch))}. Pass such batches, or compile and save a program for these."
         )
 
-    def _require_equal_steps(self, step: Microbatches, known: bool) -> None:
+    def _begin_agreement(self, step: Microbatches, known: bool, runs: bool) -> None:
+        """Begin to compare what the ranks are about to do: before a message outside of the step's actions, the result
+        is waited for."""
+        if self.ranks.replicas.count == 1:
+            self.agreement.begin(step, runs)
+            return
         keys = [] if known else list(map(self._key, step.distinct))
         new = not all(map(self.cache.right, keys))
         change = next(filter(None, map(self.cache.change, keys)), "") if new else ""
-        asks = any(each.guards is not None for each in self.cache.steps)
-        require_equal_steps(self.ranks, step, self.outputs, change, new or asks)
+        asks = new or any(each.guards is not None for each in self.cache.steps)
+        self.agreement.begin(step, runs, (len(step.each), step.shapes(), keyword(self.outputs), change), asks)
+        if asks or not self.compared or any(each.exchanges for each in self.cache.steps):
+            self.agreement.require()
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """If it is that of the last step, the same entries are right."""
@@ -226,8 +233,7 @@ class StepPrograms(BoundPrograms):
             print(f"zbcompile: compiling again for {reason} ({number}).")
         program = self._make_program(microbatch, drawn)
         asked = {"what a step returns": keyword(self.outputs), "max_shapes": self._options.max_shapes}
-        asked |= {"debug_nan": self.debug_nan, **vars(self._options.step)}
-        require_equal_programs(self.ranks, {**asked, **program.manifest}, of_a_place=OF_A_PLACE)
+        self.agree_on(program, asked | vars(self._options.step))
         if self.program is None:
             self.place(program)
         elif not self.trains and program.homes != self.program.homes:

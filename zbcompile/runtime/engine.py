@@ -16,6 +16,7 @@ from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.slices import Slices
+from zbcompile.runtime.step_agreement import StepAgreement
 from zbcompile.runtime.step_memory import StepMemory
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules import Lowered, Schedule, with_updates
@@ -26,7 +27,7 @@ class StepInput:
     """One step: the tensors of each microbatch by input path, which step it is, how losses combine, what records it,
     how a GradScaler scales the loss, what each optimizer updates, what the optimizers do for a stage by kind of action
     (VALIDATE, GATHER, OPT), whether the rank goes on before all have ended the step, and which ranks get the model's
-    outputs: "all", "last" (that of the last stage) or none ("")."""
+    outputs: "all", "last" (that of the last stage) or none (""); `agreement` says what the ranks differ in."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -38,6 +39,7 @@ class StepInput:
     actions: Mapping[str, Sequence[Callable[[int], None]]] = field(default_factory=dict)
     ahead: bool = False
     outputs: str = ""
+    agreement: StepAgreement | None = None
 
 
 @dataclass(frozen=True)

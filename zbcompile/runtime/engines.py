@@ -49,6 +49,8 @@ class Engine:
         reductions = [self._reduction(executable, given, parameters, rank) for rank in ranks.local]
         if memory is not None:
             _require_fixed(given)
+            if given.agreement is not None:
+                given.agreement.require()
             given = replace(given, microbatches=memory.stage(given.microbatches))
             for reduction, rank in zip(reductions, ranks.local, strict=True):
                 stages = program.stages_of(rank)

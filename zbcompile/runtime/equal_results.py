@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from zbcompile.distributed.equal_tensors import checksum, require_equal_losses, require_equal_results, require_parts
+from zbcompile.distributed.equal_tensors import checksum, require_equal_losses, require_equal_results
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.model.placements import PARTIAL, REPLICATE, along
 from zbcompile.passes.graph.roles import Slot
@@ -59,10 +59,10 @@ class EqualResults:
         own = losses[ranks.replicas.rank * count :][:count, ranks.mesh.index("tp")]
         chosen = ranks.mesh.beside("pp", "dp")
         summed = {name: set(along(program.placement(name), PARTIAL)).intersection(chosen) for name in self.parts}
-        require_parts(ranks, {n: (value, sorted(summed[n])) for n, value in self.parts.items()}, tuple(own.tolist()))
+        parts = {name: (value, sorted(summed[name])) for name, value in self.parts.items()}
         found = self._unsettled(executable, gradients)
         whole = {name: (value, along(program.placement(name), REPLICATE)) for name, value in found.items()}
-        self.pending = require_equal_results(ranks, whole, program.trained)
+        self.pending = require_equal_results(ranks, whole, parts, tuple(own.tolist()), program.trained)
         self.settled |= {name for name, value in found.items() if value.any()}
 
     def _is_open(self, name: str) -> bool:

@@ -133,9 +133,13 @@ class StepRun:
         return self.come[op] >= len(self.runs)
 
     def carry_out(self, action: Action, rank: int) -> None:
-        """Do it: an exchange if no other rank of this process has."""
-        op = action.op
-        if op not in EXCHANGES:
+        """Do it: an exchange if no other rank of this process has. If replicas take different steps, nothing is
+        exchanged between them, and all ranks raise once their passes have run."""
+        op, agreement = action.op, self.given.agreement
+        if op in OVER_REPLICAS and agreement is not None and agreement.differs():
+            if op == "LOSS":
+                agreement.require()
+        elif op not in EXCHANGES:
             ONCE_ACTIONS[op].run(self, self._reduction(rank), action.stage)
         elif self.come[op] == len(self.runs):
             self.come[op] += 1
@@ -276,6 +280,7 @@ class OnceAction(NamedTuple):
     run: Callable[..., None]
 
 
+OVER_REPLICAS = {"REDUCE", "OPT", "SYNC", "BUFFERS", "FINAL", "LOSS"}
 ONCE_ACTIONS = {
     "VALIDATE": OnceAction(_has("VALIDATE"), lambda step, reduction, at: step._act("VALIDATE", at)),
     "GATHER": OnceAction(_has("GATHER"), lambda step, reduction, at: step._act("GATHER", at)),

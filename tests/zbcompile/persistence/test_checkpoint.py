@@ -229,7 +229,7 @@ def test_ranks_that_count_other_steps_are_refused(
 ) -> None:
     outcomes = pool.outcomes(save_at, str(small_program("zb-h1", 2)), str(tmp_path), [3, 4])
     assert [outcome.error for outcome in outcomes] == ["PipelineError"] * 2
-    assert all("received step=3 on the first rank and step=4 on rank 1" in outcome.text for outcome in outcomes)
+    assert all("different arguments: step is 3 on rank 0 and 4 on rank 1" in outcome.text for outcome in outcomes)
     assert not list(tmp_path.iterdir())
 
 

@@ -1,0 +1,85 @@
+"""Ranks agree on a step by one message, without waiting for it, and a step that differs leaves nothing behind."""
+
+from collections import Counter
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+
+import zbcompile
+from tests.support.pool import Pool
+from zbcompile import PipelineError
+
+Sizes = tuple[tuple[int, ...], ...]  # of the microbatches of each step
+
+
+def made(shape: tuple[int, int], every: int = 0) -> zbcompile.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
+    given = {"schedule": "1f1b", "microbatches": 2, "loss": mse_loss, "timeout": 60, "compare_batches": every}
+    pipe = zbcompile.pipeline(model, mesh=mesh, **given)
+    return pipe.compile(torch.zeros(4, 2), target=torch.zeros(4, 2))
+
+
+def step(pipe: zbcompile.Pipeline, count: int) -> float:
+    parts = [torch.full((2, 2), float(number)) for number in range(count)]
+    return float(pipe.step(microbatches=[((part,), {}, part) for part in parts]))
+
+
+def messages(shape: tuple[int, int], every: int) -> Counter[str]:
+    """What this rank tells all others in four steps like the first, outside of the actions."""
+    pipe, found = made(shape, every), Counter[str]()
+    step(pipe, 2)
+
+    def counted(name: str) -> None:
+        method = getattr(pipe.ranks, name)
+        setattr(pipe.ranks, name, lambda *given: (found.update([name]), method(*given))[1])
+
+    for name in ("begin_largest", "gather", "gather_here"):
+        counted(name)
+    for _ in range(4):
+        step(pipe, 2)
+    return found
+
+
+def test_a_step_has_one_message_outside_of_its_actions(pool: Pool) -> None:
+    """With replicas in each step, in one pipeline only if batches are compared."""
+    assert pool.run(messages, (2, 1), 0, ranks=2) == [{"begin_largest": 4}] * 2
+    assert pool.run(messages, (2, 2), 1, ranks=4) == [{"begin_largest": 4}] * 4
+    assert pool.run(messages, (1, 2), 0, ranks=2) == [{}] * 2
+    assert pool.run(messages, (1, 2), 2, ranks=2) == [{"begin_largest": 2}] * 2
+
+
+def differs_once(early: bool) -> tuple[list[str], bool, list[float]]:
+    """One step in which replicas have other numbers of microbatches, between others."""
+    pipe = made((2, 2))
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, early=early)
+    said, losses = [], []
+    for counts in ((2, 2), (2, 4), (2, 2)):
+        before = [parameter.detach().clone() for parameter in pipe.parameters()]
+        try:
+            losses.append(step(pipe, counts[pipe.ranks.mesh.index("dp")]))
+        except PipelineError as error:
+            said.append(str(error))
+            kept = all(map(torch.equal, before, pipe.parameters()))
+            kept = kept and all(parameter.grad is None for parameter in pipe.parameters())
+            continue
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.barrier()
+    return said, kept, losses
+
+
+def test_a_step_that_differs_between_replicas_changes_nothing(pool: Pool) -> None:
+    """It has run when that is found: nothing was summed over replicas, no parameter updated, and the next step runs."""
+    for early in (False, True):
+        for said, kept, losses in pool.run(differs_once, early, ranks=4):
+            assert kept
+            first, last = losses
+            assert last < first
+            (text,) = said
+            assert text.startswith("rank 0 passes 2 microbatches of")
+            assert "rank 2 4 microbatches of" in text
