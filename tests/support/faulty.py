@@ -162,7 +162,7 @@ def failing_step(order: Order, timeout: float = 60, schedule: str = "1f1b") -> E
 def failing_beside_a_stall(order: Order) -> Ended | None:
     """As `failing_step`; a rank that looks for the reason pauses 2.6 seconds between looks, as on a busy machine."""
     pause = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: time.sleep(2.6))
-    with patch("zbcompile.distributed.watchdog.time", pause):
+    with patch("zbcompile.faults.watchdog.time", pause):
         return failing_step(order)
 
 
@@ -223,7 +223,7 @@ def other_shape(rank: int) -> Ended | None:
     """A rank's second batch has another size."""
     pipe = trained()
     x = rows(4 if dist.get_rank() == rank else 8)
-    with patch("zbcompile.distributed.watchdog.STRAY", 1.0):
+    with patch("zbcompile.faults.watchdog.STRAY", 1.0):
         return attempt(pipe, lambda: pipe.step(x, target=x))
 
 
@@ -234,14 +234,14 @@ def other_known_step(rank: int, usual: dict[str, object], other: dict[str, objec
     pipe.step(rows(), target=rows(), **other)
     _drop_gradients(pipe)
     x, keywords = (rows(), other) if dist.get_rank() == rank else (rows(samples), usual)
-    with patch("zbcompile.distributed.watchdog.STRAY", 1.0):
+    with patch("zbcompile.faults.watchdog.STRAY", 1.0):
         return attempt(pipe, lambda: pipe.step(x, target=x, **keywords))
 
 
 def other_call(rank: int) -> Ended | None:
     """A rank evaluates while the others train."""
     pipe = trained()
-    with patch("zbcompile.distributed.watchdog.STRAY", 1.0):
+    with patch("zbcompile.faults.watchdog.STRAY", 1.0):
         if dist.get_rank() == rank:
             return attempt(pipe, lambda: pipe.eval(rows()))
         return attempt(pipe, lambda: pipe.step(rows(), target=rows()))

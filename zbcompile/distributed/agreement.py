@@ -11,7 +11,7 @@ import torch
 
 from zbcompile.distributed.mesh import PLACE
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.termination import forget
+from zbcompile.distributed.under_way import complete
 
 Result = TypeVar("Result")
 Key = TypeVar("Key")
@@ -87,9 +87,8 @@ class Digests:
         if self._work is not None:
             before = self._position.action
             with self._position.waiting("the exchange"):
-                self._work.wait()
+                complete(self._work)
             self._position.action = before
-            forget(self._work)
         parts = self._found.cpu().split([len(pairs) for pairs in self._pairs])
         return [bool((pairs[:, 0] != -pairs[:, 1]).any()) for pairs in parts]
 

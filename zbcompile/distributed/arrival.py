@@ -18,11 +18,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbcompile.distributed.fault_store import ANSWER, cut_after
 from zbcompile.distributed.interfaces import VARIABLE, let_gloo_find
 from zbcompile.distributed.mesh import patience
-from zbcompile.distributed.termination import say_at_end, stop_watching, watch_termination
 from zbcompile.errors import PipelineError
+from zbcompile.faults.board import ANSWER, cut_after
+from zbcompile.faults.termination import say_at_end, stop_watching, watch_termination
 from zbcompile.torch_private import gloo_link
 
 GLOO_TRIES = 5  # to connect; each may take the whole timeout of the group

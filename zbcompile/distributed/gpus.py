@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from zbcompile.distributed.fault_store import Board
 from zbcompile.errors import PipelineError
+from zbcompile.faults.board import Board
 from zbcompile.passes import gpu
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"

@@ -9,15 +9,15 @@ import torch.distributed as dist
 from torch import nn
 
 from zbcompile.distributed.arrival import Arrival
-from zbcompile.distributed.clocks import progress_of
-from zbcompile.distributed.fault_store import Board
-from zbcompile.distributed.faults import Position
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.mesh import PARTS, Mesh, MeshNames, Replicas, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
-from zbcompile.distributed.watchdog import Watch
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
+from zbcompile.faults.board import Board
+from zbcompile.faults.device_progress import progress_of
+from zbcompile.faults.fault_report import Position
+from zbcompile.faults.watchdog import Watch
 from zbcompile.passes import gpu
 from zbcompile.passes.capture.meta_device import is_on_meta
 

@@ -7,9 +7,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.faults import Position
 from zbcompile.distributed.mesh import Mesh, Replicas, new_group
-from zbcompile.distributed.termination import outlives_its_step
 from zbcompile.distributed.transport import (
     Channels,
     CopiedMessages,
@@ -20,9 +18,11 @@ from zbcompile.distributed.transport import (
     Transport,
     open_channels,
 )
-from zbcompile.distributed.watchdog import Alone, Watch
+from zbcompile.distributed.under_way import outlives_its_step
 from zbcompile.env import OF_MESSAGES
 from zbcompile.errors import PipelineError
+from zbcompile.faults.fault_report import Position
+from zbcompile.faults.watchdog import Alone, Watch
 from zbcompile.schedules.checking.communication_rules import channels_of
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.torch_private import group_called, is_bound

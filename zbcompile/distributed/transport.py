@@ -22,24 +22,13 @@ import torch.distributed as dist
 from zbcompile.distributed.mesh import patience
 from zbcompile.distributed.packing import Buffer, as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
+from zbcompile.faults.abort import UNUSED_TAG, Link
 from zbcompile.passes import gpu
 from zbcompile.schedules.lowering.edges import Message
 from zbcompile.torch_private import gloo_link, nccl_link
 
 Pair = tuple[int, int]  # source rank, destination rank
 SOURCE, DESTINATION = 0, 1  # the ranks of a link
-UNUSED_TAG = 1 << 30  # no message uses it
-
-
-class Link(Protocol):
-    """A process group of two, as the backends of torch.distributed are."""
-
-    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
-    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
-    def abort(self) -> None: ...
-    def shutdown(self) -> None: ...
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.termination import forget, outlives_its_step
+from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.optimizer.early_update import EarlyUpdate, Options
 from zbcompile.optimizer.gradient_norm import as_norm, begin_sum, squares_of
 from zbcompile.runtime.slices import LATE
@@ -157,8 +157,8 @@ class PostValidation:
         watch, what = self.ranks.watch, "the norm of all gradients"
         with watch.apart(what), watch.position.waiting(what):
             while self.works:
-                self.works[-1].wait()
-                forget(self.works.pop())
+                complete(self.works[-1])
+                self.works.pop()
         self.norm = as_norm(self.total)
         verdict = self._verdict(self.norm, self.flags[0])
         return verdict, self.speculation.stands(verdict, bool(self.flags[1]))

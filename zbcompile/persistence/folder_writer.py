@@ -9,9 +9,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbcompile.distributed.faults import Position
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.faults.fault_report import Position
 from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.persistence.saved_values import first_cause
 

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 import torch
 
-from zbcompile.distributed.faults import Position
 from zbcompile.distributed.transport import Transport
+from zbcompile.faults.fault_report import Position
 from zbcompile.program.program import Program
 from zbcompile.runtime.rank_plan import Instruction, RankPlan
 from zbcompile.runtime.stage_plan import SHARD, Tensors

@@ -18,7 +18,7 @@ from torch import nn
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.termination import forget, outlives_its_step
+from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
 from zbcompile.program.program import Program
@@ -315,5 +315,4 @@ def _broadcast(group: dist.ProcessGroup | None, owner: int, flat: torch.Tensor) 
 
 def _wait(parcel: Parcel[Slice]) -> None:
     if parcel.work is not None:
-        parcel.work.wait()
-        forget(parcel.work)
+        complete(parcel.work)

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from zbcompile.distributed.mesh import BATCHES, broadcast
 from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.termination import forget, outlives_its_step
 from zbcompile.distributed.transport import Transport
-from zbcompile.distributed.watchdog import Alone, Watch
+from zbcompile.distributed.under_way import complete, outlives_its_step
+from zbcompile.faults.watchdog import Alone, Watch
 from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import microbatch_seed
 from zbcompile.passes.torch_names import dtype_named
@@ -299,8 +299,7 @@ ONCE_ACTIONS = {
 
 def _wait(watch: Alone | Watch, work: dist.Work) -> None:
     with watch.apart("the losses of all ranks"):
-        work.wait()
-    forget(work)
+        complete(work)
 
 
 @dataclass(frozen=True)

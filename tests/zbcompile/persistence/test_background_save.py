@@ -20,7 +20,7 @@ import zbcompile
 from tests.support.checkpointing import PROBLEM, SIZE, begin
 from tests.support.oracle import optimizer_of
 from tests.support.pool import Pool
-from zbcompile.distributed.faults import Position
+from zbcompile.faults.fault_report import Position
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
 from zbcompile.persistence.folder_writer import FolderWriter
 

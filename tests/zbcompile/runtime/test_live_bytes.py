@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.distributed.faults import Position
 from zbcompile.distributed.transport import ReceiveBuffers, Transport
+from zbcompile.faults.fault_report import Position
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program

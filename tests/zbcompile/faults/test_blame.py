@@ -3,7 +3,7 @@
 import time
 from dataclasses import replace
 
-from zbcompile.distributed.faults import NEVER, Heartbeats, Status, find_gone, find_late, find_stray
+from zbcompile.faults.fault_report import NEVER, Heartbeats, Status, find_gone, find_late, find_stray
 
 WAITS = Status(7, 3, "step 2", "B0.1", waits=True)
 BUSY = Status(7, 3, "step 2", "F1.0", waits=False)

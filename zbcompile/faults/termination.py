@@ -1,13 +1,5 @@
-"""The end of a process.
+"""The end of a process: a launcher sends SIGTERM to all ranks once one has ended. Each should first say why it ends."""
 
-A launcher sends SIGTERM to all ranks once one has ended: each should first say why it ends.
-
-A process does not end while an exchange of its last step is under way: a thread of gloo holds the tensors of an
-exchange until it is over, and needs the GIL to release them. If the interpreter has already exited by then, the process
-ends with SIGABRT after a training run in which nothing failed.
-"""
-
-import atexit
 import contextlib
 import functools
 import io
@@ -18,11 +10,8 @@ import threading
 import time
 import weakref
 from collections.abc import Iterator
-from datetime import timedelta
 from types import FrameType
 from typing import Protocol
-
-import torch.distributed as dist
 
 
 class Terminated(BaseException):
@@ -146,30 +135,3 @@ def not_yet_terminated() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-_under_way: list[dist.Work] = []
-PATIENCE = timedelta(seconds=10)
-LETTING_GO = 0.01  # seconds in which gloo's threads, done with an exchange, get Python's lock
-
-
-def outlives_its_step(work: dist.Work) -> dist.Work:
-    """An exchange, just begun, for which nobody has to wait before the process ends."""
-    _under_way[:] = [each for each in _under_way if not each.is_completed()]
-    _under_way.append(work)
-    return work
-
-
-def forget(work: dist.Work) -> None:
-    """Somebody has waited for it: its tensors need not be kept."""
-    _under_way[:] = [each for each in _under_way if each is not work]
-
-
-@atexit.register
-def _wait_for_all() -> None:
-    if not _under_way:
-        return
-    while _under_way and not hasattr(sys, "last_value"):  # after an error others may never take part
-        with contextlib.suppress(RuntimeError):
-            _under_way.pop().wait(PATIENCE)
-    time.sleep(LETTING_GO)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.support.pool import Pool
-from zbcompile.distributed.watchdog import cut_connections
+from zbcompile.faults.abort import cut_connections
 
 
 def wait_and_cut() -> bool:

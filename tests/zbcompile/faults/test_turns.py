@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 
 import zbcompile
 from tests.support.oracle import WIDTH
-from zbcompile.distributed.turns import Turns
+from zbcompile.faults.turns import Turns
 
 X = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
 PATIENCE = 0.5  # seconds that one thread gives the other to come between

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from zbcompile.distributed.faults import Fault, Position
-from zbcompile.distributed.termination import Terminated, not_yet_terminated
-from zbcompile.distributed.watchdog import Watch
+from zbcompile.faults.fault_report import Fault, Position
+from zbcompile.faults.termination import Terminated, not_yet_terminated
+from zbcompile.faults.watchdog import Watch
 
 
 class GoneStore:

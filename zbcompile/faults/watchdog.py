@@ -14,24 +14,22 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.clocks import Progress
-from zbcompile.distributed.fault_store import Board, SilentStoreError
-from zbcompile.distributed.faults import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
-from zbcompile.distributed.termination import (
+from zbcompile.errors import PipelineError
+from zbcompile.faults.abort import Group, cut_connections
+from zbcompile.faults.board import Board, SilentStoreError
+from zbcompile.faults.device_progress import Progress
+from zbcompile.faults.fault_report import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
+from zbcompile.faults.termination import (
     Terminated,
     not_yet_terminated,
     say_at_end,
     stop_watching,
     watch_termination,
 )
-from zbcompile.distributed.transport import UNUSED_TAG, Link
-from zbcompile.distributed.turns import Turns
-from zbcompile.errors import PipelineError
+from zbcompile.faults.turns import Turns
 from zbcompile.schedules.ir.actions import Action
 from zbcompile.tracebacks import UserTraceback, print_in_one_line
 
@@ -39,7 +37,6 @@ INTERVAL = 0.5  # seconds between two signs of life
 SILENCE = 4 * INTERVAL  # a process that shows none for this long, while a connection is lost, is gone
 LEAVING = 3 * INTERVAL  # how long a rank that knows of a fault stays until the other ranks know of it too
 STRAY = 3.0  # seconds after which ranks that wait in different calls are not just on their way
-Group = dist.ProcessGroup | Link
 
 
 @dataclass
@@ -344,17 +341,3 @@ class Watch:
             say_at_end(fault.error())
         for group in (*self.groups, *self.inner):
             cut_connections(group, self.backend)
-
-
-def cut_connections(group: Group, backend: str) -> None:
-    """Make everything that waits in `group` raise, on this rank; its peers see a closed connection.
-
-    Gloo's `abort` does nothing (2.11-2.13), but a gloo receive that times out closes the connections of the group, if
-    its own is still open.
-    """
-    if backend != "gloo":
-        group.abort()
-        return
-    for peer in set(range(group.size())) - {group.rank()}:
-        with contextlib.suppress(RuntimeError, ValueError):
-            group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))

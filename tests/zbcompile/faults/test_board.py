@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zbcompile.distributed.fault_store import Board
-from zbcompile.distributed.faults import Fault
+from zbcompile.faults.board import Board
+from zbcompile.faults.fault_report import Fault
 
 
 def test_a_closed_board_answers_like_a_store_that_is_gone() -> None:

@@ -5,25 +5,22 @@ Its calls end: torch bounds how long it waits for a key, but not for the answer 
 cut off (2.11-2.13).
 """
 
-import contextlib
 import os
 import queue
-import socket
-import stat
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, TimeoutError
 from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from zbcompile.distributed.faults import NEVER, Fault, Status
 from zbcompile.errors import PipelineError
+from zbcompile.faults.abort import GRACE, cut_after, cut_connections_to, port_of
+from zbcompile.faults.fault_report import NEVER, Fault, Status
 
 Value = TypeVar("Value")
 ANSWER = 3.0  # seconds in which a store answers
-GRACE = 0.25  # and one that has not answered before
 
 
 class SilentStoreError(RuntimeError):
@@ -71,48 +68,6 @@ def _answer(store: Any, calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[A
         except BaseException as error:
             answer.set_exception(error)
         del call, answer, what
-
-
-def port_of(store: Any) -> int | None:
-    """The port of a store's server; None for a store without one, such as a file."""
-    while isinstance(store, dist.PrefixStore):
-        store = store.underlying_store
-    return store.port if isinstance(store, dist.TCPStore) else None
-
-
-@contextlib.contextmanager
-def cut_after(seconds: float, port: int | None) -> Iterator[None]:
-    """Around calls that may wait for a store's server: then they raise RuntimeError, unless they connect anew."""
-    done = threading.Event()
-
-    def cut() -> None:
-        wait = seconds
-        while not done.wait(wait):
-            cut_connections_to(port)
-            wait = GRACE
-
-    threading.Thread(target=cut, name="zbcompile-cut", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
-
-
-def cut_connections_to(port: int | None) -> None:
-    """Shut down this process's connections to a port: what waits in them raises. torch's client gives no other way."""
-    if port is None:
-        return
-    for name in os.listdir("/dev/fd"):
-        with contextlib.suppress(OSError):
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                with socket.socket(fileno=os.dup(int(name))) as connection:
-                    _shut_down(connection, port)
-
-
-def _shut_down(connection: socket.socket, port: int) -> None:
-    internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-    if internet and connection.getpeername()[1] == port:
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 class Board:

@@ -15,7 +15,8 @@ import pytest
 import torch.distributed as dist
 
 from zbcompile.distributed.arrival import Arrival
-from zbcompile.distributed.fault_store import BoundedStore, SilentStoreError, cut_after
+from zbcompile.faults.abort import cut_after
+from zbcompile.faults.board import BoundedStore, SilentStoreError
 
 
 def serve(pipe: Connection) -> None:

@@ -1,0 +1,1 @@
+"""Faults of ranks: a heartbeat, a report, and the end of all ranks when one fails."""

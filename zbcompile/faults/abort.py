@@ -1,0 +1,86 @@
+"""Ends what a rank waits in: messages of its process groups, and calls of the groups' store."""
+
+import contextlib
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+GRACE = 0.25  # seconds for one that has not answered before
+UNUSED_TAG = 1 << 30  # no message uses it
+
+
+class Link(Protocol):
+    """A process group of two, as the backends of torch.distributed are."""
+
+    def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
+    def recv(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
+    def rank(self) -> int: ...
+    def size(self) -> int: ...
+    def abort(self) -> None: ...
+    def shutdown(self) -> None: ...
+
+
+Group = dist.ProcessGroup | Link
+
+
+def cut_connections(group: Group, backend: str) -> None:
+    """Make everything that waits in `group` raise, on this rank; its peers see a closed connection.
+
+    Gloo's `abort` does nothing (2.11-2.13), but a gloo receive that times out closes the connections of the group, if
+    its own is still open.
+    """
+    if backend != "gloo":
+        group.abort()
+        return
+    for peer in set(range(group.size())) - {group.rank()}:
+        with contextlib.suppress(RuntimeError, ValueError):
+            group.recv([torch.empty(1)], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+
+
+def port_of(store: Any) -> int | None:
+    """The port of a store's server; None for a store without one, such as a file."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    return store.port if isinstance(store, dist.TCPStore) else None
+
+
+@contextlib.contextmanager
+def cut_after(seconds: float, port: int | None) -> Iterator[None]:
+    """Around calls that may wait for a store's server: then they raise RuntimeError, unless they connect anew."""
+    done = threading.Event()
+
+    def cut() -> None:
+        wait = seconds
+        while not done.wait(wait):
+            cut_connections_to(port)
+            wait = GRACE
+
+    threading.Thread(target=cut, name="zbcompile-cut", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def cut_connections_to(port: int | None) -> None:
+    """Shut down this process's connections to a port: what waits in them raises. torch's client gives no other way."""
+    if port is None:
+        return
+    for name in os.listdir("/dev/fd"):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                with socket.socket(fileno=os.dup(int(name))) as connection:
+                    _shut_down(connection, port)
+
+
+def _shut_down(connection: socket.socket, port: int) -> None:
+    internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+    if internet and connection.getpeername()[1] == port:
+        connection.shutdown(socket.SHUT_RDWR)
