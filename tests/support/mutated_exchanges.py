@@ -185,6 +185,7 @@ def all_cases() -> dict[str, Case]:
     named = {kind.replace(" ", "-"): by_hand(kind) for kind in ("tp functions", "tp sequence", "cp gather")}
     named |= {f"cp-{form}": by_hand(f"cp {form}") for form in ("ulysses", "ring")}
     named |= {f"dtensor-{form}": distributed(form) for form in ("plain", "sequence")}
+    named |= {f"dtensor-{form}-deep": distributed(form, layers=2) for form in ("plain", "sequence")}
     kinds = {kind.__name__.lower(): fault for fault, (kind, *_) in FAULTS.items()}
     named |= {name: case_of(fault, right=True) for name, fault in kinds.items()}
     return {name: Case(case.make, case.dimension, case.placements, stages=1) for name, case in named.items()}

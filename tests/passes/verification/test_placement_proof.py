@@ -29,10 +29,10 @@ def by_hand(kind: str) -> Case:
     return Case(make, dimension, TensorParallel.PLACEMENTS | norms if dimension == "tp" else {})
 
 
-def distributed(form: str) -> Case:
+def distributed(form: str, layers: int = 1) -> Case:
     def make(mesh: Any) -> tuple[nn.Module, Any, Tensor, Tensor]:
         x, y = torch.randint(dtensor_models.VOCABULARY, (2, 2, dtensor_models.LENGTH)).unbind()
-        return dtensor_models.parallelised(mesh["tp"], form, 1), dtensor_models.loss_of, x, y
+        return dtensor_models.parallelised(mesh["tp"], form, layers), dtensor_models.loss_of, x, y
 
     return Case(make, "tp", {})
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 import zbcompile
 from tests.support.meshes import mesh_of
-from tests.support.parallel_models import Along, enter, leave
+from tests.support.parallel_models import Along, Enter, Leave, enter, leave
 from tests.support.pool import Pool
 
 MICROBATCHES, ROWS, LENGTH, WIDTH = 4, 2, 8, 16
@@ -104,6 +104,43 @@ def test_parts_draw_apart_and_the_rest_alike(name: str, tmp_path: Path, pool: Po
     assert differ(*one[1].chunk(2, -1 if name == "tp" else 1))
     assert all(differ(now, later) for now, later in zip(one[:3], one[3:], strict=True))
     assert all(torch.equal(*each) for each in zip(one, other, strict=True))
+
+
+class Functions(nn.Module):
+    """Dropout of this rank's columns between Megatron's f and g, which are Functions that sum in place; and of the sum
+    behind them."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        self.along = Along(mesh, "tp")
+        self.columns = nn.Parameter(self.along.part(torch.ones(WIDTH), 0).clone())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        group = self.along.processes
+        own = F.dropout(Enter.apply(x, group)[..., : len(self.columns)] * self.columns)
+        total = Leave.apply(own.sum(-1, keepdim=True), group)
+        return self.along.gather(own.detach(), -1), F.dropout(torch.ones_like(x) + total - total.detach())
+
+
+def drawn_behind_functions() -> list[Tensor]:
+    mesh = mesh_of(pp=1, tp=2)
+    options: dict[str, Any] = {
+        "microbatches": MICROBATCHES,
+        "loss": loss_of,
+        "placements": {"columns": {"tp": "shard"}},
+    }
+    pipe = zbcompile.pipeline(Functions(mesh), mesh=mesh, schedule="1f1b", **options)
+    outputs, _ = steps_of(pipe, torch.ones(SHAPE))
+    pipe.close()
+    return outputs
+
+
+def test_what_is_summed_by_an_autograd_function_draws_alike(pool: Pool) -> None:
+    one, other = pool.run(drawn_behind_functions, ranks=2)
+    assert differ(*one[0].chunk(2, -1))
+    for mine, theirs in zip(one[1::2], other[1::2], strict=True):
+        assert torch.equal(mine, theirs)
+    assert differ(one[1], one[3])
 
 
 class Mlp(nn.Module):
