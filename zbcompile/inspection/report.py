@@ -289,6 +289,10 @@ class Summary:
             yield f"FLOPs unknown, so timed by the bytes that they move: {', '.join(unknown)}."
         if program.shared:
             yield f"on several stages, gradients summed over them: {', '.join(sorted(program.shared))}."
+        for dimension, names in sorted((program.unproven or {}).items()):
+            if names:
+                found = ", ".join(sorted(names))
+                yield f'not proven right along "{dimension}" when compiling, so compared in the first step: {found}.'
         yield from (f"warning while capturing: {text}" for text in self.inspected.warnings)
 
 

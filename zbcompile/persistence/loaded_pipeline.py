@@ -196,7 +196,8 @@ def _read_for(
             "fake tensors, or on the meta device). Pass init=fn(name, tensor), which fills it in place, or compile a "
             "model on a real device."
         )
-    return replace(program, groups=_named_here(folder, data["dimensions"], program, ranks.mesh))
+    groups = _named_here(folder, data["dimensions"], program, ranks.mesh)
+    return replace(program, groups=groups, unproven=None)  # anyone may have written what was proven: it is compared
 
 
 def _named_here(folder: Path, sizes: Mapping[str, int], program: SavedProgram, mesh: Mesh) -> dict[str, str]:
