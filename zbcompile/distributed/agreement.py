@@ -54,10 +54,9 @@ def agree(ranks: Ranks, values: Mapping[str, object], what: str, remedy: str, of
     digests differ."""
     own = {**ranks.terms, **values}
     everywhere = {key: value for key, value in own.items() if key not in of_a_place}
-    with ranks.watch.position.waiting("the comparison of programs"):
-        if not any(Digests(ranks, (everywhere, ()), ([own.get(key) for key in of_a_place], PLACE)).differ):
-            return
-        every = ranks.gather(own)
+    if not any(Digests(ranks, (everywhere, ()), ([own.get(key) for key in of_a_place], PLACE)).differ):
+        return
+    every = gathered(ranks, own)
     places = [ranks.mesh.index_of(ranks.mesh.place_of(rank), PLACE) for rank in ranks.members]
     reports = [
         {(key, place if key in of_a_place else None): value for key, value in found.items()}
@@ -86,7 +85,7 @@ class Digests:
         """Whether each value differs between some ranks that must have equal ones; waits until all have begun."""
         if self._work is not None:
             before = self._position.action
-            with self._position.waiting("the exchange"):
+            with self._position.waiting("the comparison"):
                 complete(self._work)
             self._position.action = before
         parts = self._found.cpu().split([len(pairs) for pairs in self._pairs])
