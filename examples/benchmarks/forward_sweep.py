@@ -49,7 +49,7 @@ def difference(problem: str, schedule: str, ranks: int, microbatches: int) -> st
     pipe = zbcompile.pipeline(model, schedule=schedule, ranks=ranks)
     ours = tensors(pipe.eval(*batch.args, microbatches=microbatches, **kwargs))
     given = [*model.parameters(), *model.buffers(), *tensors((batch.args, kwargs))]
-    program = pipe._forwards.cache.plans[-1].program
+    program = pipe._compiled.cache.plans[-1].program
     with Alive([], [*given, *program.model.constants.values()]) as alive:
         pipe.eval(*batch.args, microbatches=microbatches, **kwargs)
     inside, beside = forward_bytes(program)

@@ -98,7 +98,7 @@ def compiled_once(problem: str, exact: bool) -> Iterator[None]:
             _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest, **more)
         return replace(_COMPILED[key], lowered=lower(schedule))
 
-    with mock.patch.multiple("zbcompile.program_cache.step_programs", draw_step=draw_once, compile_drawn=compile_once):
+    with mock.patch.multiple("zbcompile.program_cache.programs", draw_step=draw_once, compile_drawn=compile_once):
         yield
 
 

@@ -72,7 +72,7 @@ def quick_step(case: ModelCase, drawn: dict[str, Drawn], compiled: dict[Any, Pro
         assert found.vocabulary is not None
         return replace(found, lowered=lower(insert(schedule, found.vocabulary, found.stages)))
 
-    with mock.patch.multiple("zbcompile.program_cache.step_programs", draw_step=draw_once, compile_drawn=compile_once):
+    with mock.patch.multiple("zbcompile.program_cache.programs", draw_step=draw_once, compile_drawn=compile_once):
         return one_step(case)
 
 

@@ -12,15 +12,15 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, is_distributed
 from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
+from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.state_dict import load_state, owned_parameters, share_state, stream_state
-from zbcompile.program_cache.step_programs import StepPrograms
 
 
 class ModelState:
     """This process's share of a model, once `compiled` has placed it; `parts` are those of its DTensors."""
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, parts: Parts, compiled: StepPrograms, optimizers: Optimizers
+        self, model: nn.Module, ranks: Ranks, parts: Parts, compiled: Programs, optimizers: Optimizers
     ) -> None:
         self._model, self._ranks, self._parts = model, ranks, parts
         self._compiled, self._optimizers = compiled, optimizers

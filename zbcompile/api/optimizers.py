@@ -13,8 +13,8 @@ from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Wanted
+from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.state_dict import owned_parameters
-from zbcompile.program_cache.step_programs import StepPrograms
 from zbcompile.runtime.slices import Slices
 
 
@@ -25,7 +25,7 @@ class Optimizers:
     model: nn.Module
     ranks: Ranks
     parts: Parts
-    compiled: StepPrograms
+    compiled: Programs
     made: list[PipelineOptimizer] = field(default_factory=list)
 
     def make(self, wanted: Wanted) -> PipelineOptimizer:

@@ -9,7 +9,7 @@ from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import SHARD, along
 from zbcompile.program.program import Program
-from zbcompile.program_cache.step_programs import StepPrograms
+from zbcompile.program_cache.programs import Programs
 from zbcompile.torch_private import before_clipping
 
 _PARTIAL = "pipelines_with_a_part_of_its_norm"  # the attribute of such a parameter: how many there are
@@ -18,7 +18,7 @@ _PARTIAL = "pipelines_with_a_part_of_its_norm"  # the attribute of such a parame
 class PartialNorms:
     """Those of one pipeline. torch's function that clips looks at them, however they reached it: in a list, say."""
 
-    def __init__(self, compiled: StepPrograms, parts: Parts) -> None:
+    def __init__(self, compiled: Programs, parts: Parts) -> None:
         self._compiled, self._parts = compiled, parts
         self._program: Program | None = None
         self._noted: list[torch.Tensor] = []

@@ -31,9 +31,8 @@ from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.profiling.observation import Observation
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import StepRecord
-from zbcompile.program_cache.forward_programs import ForwardPrograms
+from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import kind_of
-from zbcompile.program_cache.step_programs import StepPrograms
 from zbcompile.runtime.engines import Engine
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
@@ -72,15 +71,12 @@ class Pipeline:
             with readable(model):
                 self._parts = Parts(model, self._ranks.mesh.labels)
             self._options = options = options.with_placements(self._parts.placements)
-            self._compiled = StepPrograms(model, options, self._ranks, schedule, saved)
+            self._compiled = Programs(model, options, self._ranks, schedule, saved)
             self._optimizers = Optimizers(model, self._ranks, self._parts, self._compiled)
             self._state = ModelState(model, self._ranks, self._parts, self._compiled, self._optimizers)
-            self._forwards = ForwardPrograms(model, options, engine, self._compiled)
-            layout = BatchLayout(model, options, self._compiled)
-            programs = self._compiled, self._forwards, layout
             self._norms = PartialNorms(self._compiled, self._parts)
-            others = self._optimizers, self._norms, self._observation
-            self._runs = Runs(options, engine, self._parts, *programs, *others)
+            layout, others = BatchLayout(model, options, self._compiled), (self._norms, self._observation)
+            self._runs = Runs(options, engine, self._parts, self._compiled, layout, self._optimizers, *others)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name
 

@@ -10,18 +10,23 @@ import torch
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.partial_norms import PartialNorms
 from zbcompile.compiler.inference import Computation
+from zbcompile.distributed.agreement import agree
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
+from zbcompile.model.batch import Batch, Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.losses import Losses
 from zbcompile.options import Options, checked
+from zbcompile.passes.stage.print_python import type_text
 from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.profiling.observation import Observation
-from zbcompile.program_cache.forward_programs import MODES, OUTPUTS, Asked, ForwardPrograms, require_same_calls
-from zbcompile.program_cache.step_outputs import joined_outputs, keyword
-from zbcompile.program_cache.step_programs import StepPrograms
-from zbcompile.runtime.engine import Executable, StepInput
+from zbcompile.program_cache.programs import Programs
+from zbcompile.program_cache.step_outputs import joined_outputs, joined_rows, keyword
+from zbcompile.runtime.engine import BoundGraphs, Executable, StepInput
 from zbcompile.runtime.engines import Engine
+
+MODES = ("eval", "train")
+OUTPUTS = ("all", "last")
 
 
 @dataclass(frozen=True)
@@ -31,8 +36,7 @@ class Runs:
     options: Options
     engine: Engine
     parts: Parts
-    compiled: StepPrograms
-    forwards: ForwardPrograms
+    compiled: Programs
     layout: BatchLayout
     optimizers: Optimizers
     norms: PartialNorms
@@ -149,20 +153,50 @@ class Runs:
         with self.engine.ranks.watch.region("eval" if computes == "eval" else "log_probs"), torch.inference_mode(False):
             if mode not in MODES or outputs not in OUTPUTS:
                 raise PipelineError(f"mode={mode!r}, outputs={outputs!r}; expected one of {MODES}, and of {OUTPUTS}.")
-            split = isinstance(microbatches, Sequence)
-            count = None if split else checked("microbatches", microbatches)
-            asked = Asked(Computation(computes, mode == "train"), outputs, count, step, self.observation.of_forward())
+            recorder, wanted = self.observation.of_forward(), Computation(computes, mode == "train")
+            count = None if isinstance(microbatches, Sequence) else checked("microbatches", microbatches)
             if isinstance(microbatches, Sequence):
                 batches = split_batches(microbatches, computes, beside=bool(args or kwargs or labels is not None))
             else:
                 batches = [flatten_batch(args, kwargs, labels, self.options.split, True)]
-            require_same_calls(self.engine.ranks, asked, batches)
+            _require_same_calls(self.engine.ranks, wanted, outputs, count, recorder is not None, batches)
             self.optimizers.arrive()
-            forwards = self.forwards
-            found = forwards.of_microbatches(batches, asked) if split else forwards.of_batch(batches[0], asked)
+            own, inputs, groups = list[BoundGraphs](), list[dict[str, torch.Tensor]](), list[range]()
+            for batch in batches:
+                graphs = self.compiled.forwards(batch, wanted, 1 if isinstance(microbatches, Sequence) else count)
+                groups.append(range(len(own), len(own) + len(graphs)))
+                own += graphs
+                inputs += [batch.microbatch(i, len(graphs)).tensors for i in range(len(graphs))]
+            self.compiled.require_values()
+            executable = self.compiled.evaluation(own, wanted.training)
+            given = StepInput(inputs, step, self.options.seed, "sum", recorder, outputs=outputs)
+            with torch.autocast(self.engine.ranks.device.type, enabled=False):  # its casts are in the graphs
+                made = self.engine.run(executable, given, {}, self.compiled.schedule).made
             self.parts.renew()
             self.observation.forward_done()
-        return found
+        if outputs == "last" and not executable.ends_on(self.engine.ranks.local):
+            found: list[Any] = [None] * len(batches)
+        else:
+            found = [joined_rows(made, {i: own[i].program.returns for i in group}) for group in groups]
+        return found if isinstance(microbatches, Sequence) else found[0]
+
+
+def _require_same_calls(
+    ranks: Ranks, wanted: Computation, outputs: str, count: int | None, recorded: bool, batches: Sequence[Batch]
+) -> None:
+    """Raise PipelineError, on every rank, if ranks ask for different things: they would wait for each other."""
+    given = [batch.whole.tensors.items() for batch in batches]
+    inputs = [", ".join(f"{path} {type_text(tensor)}" for path, tensor in each) for each in given]
+    notes = {
+        "the call": wanted.computes,
+        "mode": MODES[wanted.training],
+        "outputs": outputs,
+        "microbatches": count,
+        "recording": recorded,
+        "the inputs": inputs,
+    }
+    remedy = "Every rank must make the same calls."
+    agree(ranks, notes, "evaluate different things", remedy, of_a_place=("the inputs",))
 
 
 def without_words(found: Any) -> Any:

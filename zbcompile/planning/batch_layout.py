@@ -11,14 +11,14 @@ from zbcompile.options import Options, is_searched
 from zbcompile.planning.choose_schedule import counts_for, fit_to_batch, fit_to_count
 from zbcompile.planning.layout_search import LayoutSearch
 from zbcompile.program_cache.orders import order_at
-from zbcompile.program_cache.step_programs import Searched, StepPrograms
+from zbcompile.program_cache.programs import Programs, Searched
 from zbcompile.progress import LONG, Progress
 
 
 class BatchLayout:
     """Decides, with the first batch, the schedule and the layout that `compiled` has from then on."""
 
-    def __init__(self, model: nn.Module, options: Options, compiled: StepPrograms) -> None:
+    def __init__(self, model: nn.Module, options: Options, compiled: Programs) -> None:
         self._model, self._options, self._compiled = model, options, compiled
         self._unfitted = compiled.schedule  # as it is before a first step fits it
         self._admitted: set[int] = set()  # numbers of microbatches

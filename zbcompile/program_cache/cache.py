@@ -238,8 +238,9 @@ def _match(known: Sequence[Entry], begun: Mapping[str, list[torch.Tensor]]) -> E
     return None
 
 
-def refuse_answers(guards: Guards, index: int, microbatch: Tensors) -> NoReturn:
+def refuse_answers(known: Sequence[Entry], index: int, microbatch: Tensors) -> NoReturn:
     """Raise PipelineError for a microbatch whose answers a loaded program does not hold."""
+    guards = next(each.guards for each in known if each.guards)
     raise PipelineError(
         f"microbatch {index} gives another answer than the program was compiled for: {guards.different(microbatch)}. "
         "Pass batches that answer alike, or step with such a batch before saving the program."

@@ -60,7 +60,8 @@ def _joined(parts: list[torch.Tensor], rows: int | None, reduction: str) -> Any:
     return parts
 
 
-def joined_rows(made: Made, outputs: dict[int, Output]) -> dict[str, torch.Tensor]:
-    """The leaves of `made` over these microbatches, whose rows are one batch; each program says what it returns."""
+def joined_rows(made: Made, outputs: dict[int, Output]) -> Any:
+    """What an evaluation returns for these microbatches, whose rows are one batch; each program says what it is."""
     chosen = {name: [parts[i] for i in outputs] for name, parts in made.items()}
-    return {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in chosen.items()}
+    leaves = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in chosen.items()}
+    return next(iter(outputs.values())).rebuild(leaves)

@@ -65,14 +65,14 @@ def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, Drawn]) -> No
     model, drawn = all_ways
     first, stages = SCHEDULES[schedule]
     cuts = [f"{'steps' if i % 2 else 'norms'}.{first + i * len(WAYS) // stages}" for i in range(stages - 1)]
-    with mock.patch("zbcompile.program_cache.step_programs.draw_step", return_value=drawn):
+    with mock.patch("zbcompile.program_cache.programs.draw_step", return_value=drawn):
         as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule=schedule, ranks=4, balance=cuts)
 
 
 @pytest.mark.slow
 def test_all_ways_on_one_stage(all_ways: tuple[Ways, Drawn]) -> None:
     model, drawn = all_ways
-    with mock.patch("zbcompile.program_cache.step_programs.draw_step", return_value=drawn):
+    with mock.patch("zbcompile.program_cache.programs.draw_step", return_value=drawn):
         as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule="1f1b")
 
 

@@ -81,7 +81,7 @@ def test_a_run_is_checked_recorded_and_predicted(pipe: zbcompile.Pipeline) -> No
     (record,) = records
     assert next(span.action for span in record.spans[1] if span.action.startswith("F")) == "F1.0"
     assert record.peak_activation_bytes == {0: 0, 1: 0}
-    program = pipe._forwards.cache.plans[-1].program
+    program = pipe._compiled.cache.plans[-1].program
     check(program.lowered)
     assert simulate(program.schedule, predicted_costs(program)).schedule == record.schedule
     peaks, same = (
@@ -104,7 +104,7 @@ def test_what_is_predicted_is_alive(pipe: zbcompile.Pipeline, count: int) -> Non
     pipe.eval(x, microbatches=count)
     with Alive([], [*pipe._model.parameters(), *pipe._model.buffers(), x]) as alive:
         pipe.eval(x, microbatches=count)
-    inside, beside = forward_bytes(pipe._forwards.cache.plans[-1].program)
+    inside, beside = forward_bytes(pipe._compiled.cache.plans[-1].program)
     assert inside <= alive.most <= inside + beside
 
 

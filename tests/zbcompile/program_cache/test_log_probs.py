@@ -113,14 +113,14 @@ def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
         ({"labels": labels, "microbatches": 0}, "microbatches=0"),
     ]
     pipe.log_probs(tokens, labels=labels)
-    kept = len(pipe._forwards.cache.evaluations)
+    kept = len(pipe._compiled.cache.evaluations)
     for given, reason in wrong:
         with pytest.raises((zbcompile.PipelineError, zbcompile.CompileError), match=reason) as raised:
             pipe.log_probs(tokens, **given)
         assert "\n" not in str(raised.value)
     with pytest.raises(zbcompile.PipelineError, match="got no inputs beside labels="):
         pipe.log_probs(labels=labels)
-    assert len(pipe._forwards.cache.evaluations) == kept
+    assert len(pipe._compiled.cache.evaluations) == kept
 
 
 class Odd(nn.Module):

@@ -71,7 +71,7 @@ def test_evaluations_are_bounded_too() -> None:
     pipe.compile(*batch.args, target=batch.target)
     for length in (2, 3, 4):
         pipe.eval(*sequences(4, length).args)
-    assert len(pipe._forwards.cache.evaluations) == 2
+    assert len(pipe._compiled.cache.evaluations) == 2
 
 
 @pytest.mark.parametrize("value", [0, "many"])

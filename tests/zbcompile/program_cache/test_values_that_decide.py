@@ -78,7 +78,7 @@ def test_an_evaluation_answers_for_its_whole_batch() -> None:
     for kind in ("full", "both", "padded", "full"):
         x, mask, _ = batch_of(kind, 2, seed=9)
         torch.testing.assert_close(pipe.eval(x, mask), eager(x, mask), rtol=1e-6, atol=1e-6)
-    assert len(pipe._forwards.cache.evaluations) == 2
+    assert len(pipe._compiled.cache.evaluations) == 2
 
 
 OPTIONS = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}

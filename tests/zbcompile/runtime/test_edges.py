@@ -171,5 +171,5 @@ def test_random_model_cut_at_random(seed: int, schedule: str, ranks: int, stages
     microbatch = flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES)
     drawn = draw_step(model, microbatch, _loss)
     places = [node.name for node, allowed in zip(drawn.line.nodes, drawn.line.allowed, strict=True) if allowed]
-    with mock.patch("zbcompile.program_cache.step_programs.draw_step", return_value=drawn):  # once is enough
+    with mock.patch("zbcompile.program_cache.programs.draw_step", return_value=drawn):  # once is enough
         assert_as_eager(model, schedule, ranks, choose.sample(places, stages - 1), RANDOM_WIDTH)

@@ -1,48 +1,51 @@
-"""The training steps of a pipeline: its model compiled for the microbatches that it meets; a few programs are kept.
+"""The programs of a pipeline: its model compiled for the steps and evaluations that it meets; a few of each are kept.
 
 The first one decides where every parameter lives; later ones keep to that.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
 
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
+from zbcompile.compiler.inference import Computation, Frame, forward_order
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.distributed.agreement import agreed_seconds, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import (
-    Microbatch,
-    Microbatches,
-    hint_at_device,
-    hint_at_target,
-    hinting,
-)
+from zbcompile.model.batch import Batch, Microbatch, Microbatches, hint_at_device, hint_at_target, hinting
 from zbcompile.model.held_elsewhere import readable
+from zbcompile.model.placements import SHARD, along, placement_of
+from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.options import Options, is_searched
+from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.passes.values.premises import Standing
 from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program, call_of, listed
 from zbcompile.program_cache.apart_draws import draw_apart
+from zbcompile.program_cache.batch_forwards import compile_forwards, microbatches_like, require_words
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.cache import Entry, ProgramCache, refuse_answers
 from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.placement_check import with_proof
 from zbcompile.program_cache.program_keys import key_of, torch_modes, what_is_new
+from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
 from zbcompile.runtime.engine import BoundGraphs, Executable
 from zbcompile.runtime.placed_step import require_recordable, with_places
+from zbcompile.runtime.stage_plan import rebind
 from zbcompile.runtime.step_agreement import StepAgreement
 from zbcompile.schedules import Schedule
 
@@ -55,9 +58,26 @@ class Searched:
     program: Program
 
 
-class StepPrograms(BoundPrograms):
-    """The training steps of a pipeline, by what their microbatches are; `schedule` is that of the usual ones. A program
-    that is `saved` holds all that there is."""
+Graphs = tuple[BoundGraphs, ...]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is compiled, together with all ranks, if the cache has nothing right: for `what`, in words, and under `key`,
+    which changes if forward installs hooks when it first runs. `make` is given the entries for other answers, which of
+    this rank's microbatches has new ones (None: none has), and what has changed since the last entry; it returns the
+    answers that the graphs are right for, what they take for granted of Python, and the graphs."""
+
+    what: str
+    key: Callable[[], Any]
+    make: Callable[[Sequence[Entry], int | None, str], tuple[Guards | None, list[Standing], Graphs]]
+    evaluates: bool = False
+
+
+class Programs(BoundPrograms):
+    """The steps and the evaluations of a pipeline, by what their microbatches are; `schedule` is that of the usual
+    steps. A program that is `saved` holds all that there is. Before the first step there may be evaluations, of which
+    the first places the parameters."""
 
     def __init__(
         self, model: nn.Module, options: Options, ranks: Ranks, schedule: Schedule, saved: Program | None = None
@@ -74,8 +94,11 @@ class StepPrograms(BoundPrograms):
         self._last_state: tuple[Any, ...] | None = None
         if saved is not None:
             self.hold(saved)
-            for each in (saved, *saved.answers) if saved.output is None else ():
-                self.cache.add(each.call, each.guards, (), (self.prepare_step(each),), each.exchanges)
+            for each in (saved, *saved.also.values()):
+                step, output = each.output is None, each.output
+                graphs = self.prepare_step(each) if step else self.prepare(each)
+                key: Any = each.call if output is None else output.computes
+                self.cache.add(key, each.guards, (), (graphs,), each.exchanges, evaluates=not step)
                 self.trained |= each.trained
 
     def __iter__(self) -> Iterator[BoundGraphs]:
@@ -105,7 +128,7 @@ class StepPrograms(BoundPrograms):
             kinds.setdefault(each.signature, []).append(place)
         own, everywhere = dict[int, BoundGraphs](), dict[int, BoundGraphs]()
         for places in kinds.values():
-            found, needed = self._find([step.each[place] for place in places])
+            found, needed = self._find_step([step.each[place] for place in places])
             own |= {place: entry.graphs[0] for place, entry in zip(places, found, strict=True)}
             everywhere |= {each.number: each for entry in needed for each in entry.graphs}
         if not known:
@@ -118,16 +141,40 @@ class StepPrograms(BoundPrograms):
         needed_anywhere = [each for _, each in sorted(everywhere.items())]
         return self.cache.plan(ordered, needed_anywhere, step_order, self._with_memory)
 
-    def _find(self, microbatches: Sequence[Microbatch]) -> tuple[list[Entry], list[Entry]]:
+    def _find_step(self, microbatches: Sequence[Microbatch]) -> tuple[list[Entry], list[Entry]]:
         """The entries of microbatches of one shape, and those that any replica needs."""
+        first = microbatches[0]
+        key = partial(self._key, first)
+        if self.saved is not None and not self.cache.right(key()):
+            raise PipelineError(
+                f"the program was compiled for microbatches of {listed(self.saved.call)}; received "
+                f"{listed(call_of(first))}. Pass such batches, or compile and save a program for these."
+            )
+        wanted = Wanted(f"microbatches of {first.summary()}", key, partial(self._make_step, microbatches))
+        return self._find(wanted, [each.tensors for each in microbatches])
 
+    def _find(
+        self, wanted: Wanted, microbatches: Sequence[Mapping[str, torch.Tensor]]
+    ) -> tuple[list[Entry], list[Entry]]:
         def add(new: int | None, known: Sequence[Entry]) -> None:
-            if self.saved is None:
-                self._add(known, microbatches[new or 0], leads=new is not None)
-            else:
-                self._refuse(known, new or 0, microbatches[new or 0])
+            if self.saved is not None:
+                refuse_answers(known, new or 0, microbatches[new or 0])
+            self._add(wanted, known, new)
 
-        return self.cache.find(partial(self._key, microbatches[0]), [each.tensors for each in microbatches], add)
+        return self.cache.find(wanted.key, microbatches, add)
+
+    def _add(self, wanted: Wanted, known: Sequence[Entry], new: int | None) -> None:
+        """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it."""
+        change = self.cache.change(wanted.key())
+        what = f"compiling {wanted.what}" + f" (on this rank, of {change})" * bool(change)
+        with self.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
+            guards, standing, graphs = wanted.make(known, new, change)
+            exchanges = frozenset[str]().union(*(each.program.exchanges for each in graphs))
+            self.cache.add(wanted.key(), guards, standing, graphs, exchanges, wanted.evaluates)
+            if self.cache.trim() and not wanted.evaluates:
+                self._last, self._last_state = [], None
+                if self.ranks.is_first:
+                    print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
 
     def _with_memory(self, planned: Executable) -> Executable:
         """With cuda_graphs="step", the step with a place for each value, so that one recording can hold it. Raises
@@ -157,16 +204,6 @@ class StepPrograms(BoundPrograms):
                 f"{keyword(outputs)} needs whole outputs, and the output layer is sharded: leave it out, or pass "
                 'vocab="off".'
             )
-
-    def _refuse(self, known: Sequence[Entry], index: int, microbatch: Microbatch) -> NoReturn:
-        """Raise PipelineError for a microbatch that a saved program was not compiled for."""
-        assert self.program is not None
-        if known and known[0].guards is not None:
-            refuse_answers(known[0].guards, index, microbatch.tensors)
-        raise PipelineError(
-            f"the program was compiled for microbatches of {listed(self.program.call)}; received "
-            f"{listed(call_of(microbatch))}. Pass such batches, or compile and save a program for these."
-        )
 
     def _begin_agreement(self, step: Microbatches, known: bool, runs: bool) -> None:
         """Begin to compare what the ranks are about to do: before a message outside of the step's actions, the result
@@ -200,25 +237,17 @@ class StepPrograms(BoundPrograms):
             self.cache.forget_plans()
             raise
 
-    def _add(self, known: Sequence[Entry], microbatch: Microbatch, leads: bool) -> None:
-        """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it (`leads`)."""
-        change = self.cache.change(self._key(microbatch))
-        since = f" (on this rank, of {change})" if change else ""
-        what = f"compiling for microbatches of {microbatch.summary()}{since}"
-        with self.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
-            drawn = self.searched.drawn if self.searched else self.drawn(microbatch, leads)
-            guards = drawn.captured.guards
-            standing = Standing(drawn.captured.premises, {"model": self._model, "loss": self._options.loss})
-            asked = [each.guards for each in known if each.guards]
-            reason = guards.unlike(asked) if guards is not None and asked else ""
-            graphs = next((each.graphs for each in known if is_drawn_as(each.graphs[0].program, drawn)), None)
-            graphs = graphs or (self._compile(microbatch, drawn, reason),)
-            exchanges = graphs[0].program.exchanges
-            self.cache.add(self._key(microbatch), guards, [standing], graphs, exchanges)  # hooks may be new
-            if self.cache.trim():
-                self._last, self._last_state = [], None
-                if self.ranks.is_first:
-                    print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
+    def _make_step(
+        self, microbatches: Sequence[Microbatch], known: Sequence[Entry], new: int | None, change: str
+    ) -> tuple[Guards | None, list[Standing], Graphs]:
+        microbatch = microbatches[new or 0]
+        drawn = self.searched.drawn if self.searched else self.drawn(microbatch, leads=new is not None)
+        guards = drawn.captured.guards
+        standing = Standing(drawn.captured.premises, {"model": self._model, "loss": self._options.loss})
+        asked = [each.guards for each in known if each.guards]
+        reason = (guards.unlike(asked) if guards is not None and asked else "") or change
+        graphs = next((each.graphs for each in known if is_drawn_as(each.graphs[0].program, drawn)), None)
+        return guards, [standing], graphs or (self._compile(microbatch, drawn, reason),)
 
     def _key(self, microbatch: Microbatch) -> Any:
         if self.saved is not None:
@@ -228,7 +257,7 @@ class StepPrograms(BoundPrograms):
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> BoundGraphs:
         if self.trains and self.ranks.is_first:
             key, known = self._key(microbatch), [each.key for each in self.cache.steps]
-            reason = reason or self.cache.change(key) or what_is_new(self._model, microbatch, key, known)
+            reason = reason or what_is_new(self._model, microbatch, key, known)
             number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
         program = self._make_program(microbatch, drawn)
@@ -331,6 +360,99 @@ class StepPrograms(BoundPrograms):
         if self._options.choices.balance != "measured" or self._placed is not None:
             return {}
         return agreed_seconds(self.ranks, together(self.ranks, "measuring", lambda: measure_line(drawn.line)))
+
+    # Evaluations
+
+    def forwards(self, batch: Batch, wanted: Computation, count: int | None) -> Graphs:
+        """The graphs of the batch's microbatches, at most `count` of them (None: as many as a step has), for its
+        answers to what forward asks; compiled if need be."""
+        if self.saved is not None:
+            return self._saved_forwards(batch, wanted)
+        if self.program is not None:
+            self.require_same_model()
+        task = batch, wanted, count or self.schedule.microbatches
+        made = Wanted(
+            f"{wanted.computes} for {batch.whole.summary()}",
+            partial(self._forward_key, *task),
+            partial(self._make_forwards, *task),
+            evaluates=True,
+        )
+        (found,), _ = self._find(made, [batch.whole.tensors])
+        self.require_same_model()
+        require_words(batch, found.graphs[0].program)
+        return found.graphs
+
+    def _saved_forwards(self, batch: Batch, wanted: Computation) -> Graphs:
+        """As `forwards`, of what a saved program holds; it answers for each microbatch."""
+        if wanted.training:
+            raise PipelineError('a program holds forwards in eval mode; for mode="train" make a pipeline of the model.')
+        held = {each.key: each.graphs[0].program for each in self.cache.evaluations}
+        if wanted.computes not in held:
+            raise PipelineError(
+                f"the directory holds {', '.join(held) or 'the training step alone'}, and cannot compute "
+                f"{wanted.computes}. Compile it with --also {wanted.computes}, or make a pipeline of the model."
+            )
+        program = held[wanted.computes]
+        require_words(batch, program)
+        parts = batch.into(microbatches_like(program, batch)).tensors
+        found, _ = self.cache.find(
+            lambda: wanted.computes, parts, lambda new, known: refuse_answers(known, new or 0, parts[new or 0])
+        )
+        return tuple(each.graphs[0] for each in found)
+
+    def _make_forwards(
+        self, batch: Batch, wanted: Computation, count: int, known: Sequence[Entry], new: int | None, change: str
+    ) -> tuple[Guards | None, list[Standing], Graphs]:
+        if change and self.ranks.is_first:
+            print(f"zbcompile: compiling {wanted.computes} again for {change}.")
+
+        def compile_(given: Given | None) -> tuple[Program, ...]:
+            with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
+                return compile_forwards(self._model, batch, count, wanted, self._frame, given)
+
+        made = self.cache.capture("compiling a forward", compile_, lambda each: each[0].guards, new is not None)
+        graphs = {id(each): self._bind_forward(each) for each in {id(each): each for each in made}.values()}
+        standing = [Standing(each.premises, {"model": self._model}) for each in made]
+        return made[0].guards, standing, tuple(graphs[id(each)] for each in made)
+
+    def _bind_forward(self, program: Program) -> BoundGraphs:
+        program = draw_apart(self.ranks, replace(program, step=self._options.step))
+        self.agree_on(program)
+        if self.program is None:
+            self.place(program)
+        return self.prepare(program)
+
+    def _forward_key(self, batch: Batch, wanted: Computation, count: int) -> tuple[Any, ...]:
+        modules = tuple((wanted.training and each.training, forward_hooks(each)) for each in self._model.modules())
+        return wanted, count, modules, batch.whole.signature, torch_modes(self.ranks.device), self.moves
+
+    @property
+    def _frame(self) -> Frame:
+        rules, choices = self._options.placements or {}, self._options.choices
+        names = (name for name, _ in self._model.named_parameters())
+        sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))
+        if self.program is None and any(parameter.requires_grad for parameter in self._model.parameters()):
+            choices = replace(choices, vocab="off")  # the step decides, and moves the parameters if need be
+        return Frame(self.schedule, self.program, choices, self.ranks.mesh.labels, sharded)
+
+    def evaluation(self, own: Sequence[BoundGraphs], training: bool) -> Executable:
+        """The executable of microbatches that run these graphs, on the tensors that the model has now. In train mode
+        what forward writes into buffers is dropped."""
+        executable = self.cache.plan(own, list({each.number: each for each in own}.values()), forward_order)
+        read = {name for stage in executable.program.stages for name in stage.parameters}
+        rows = gather_rows(self.ranks, self.shards, read)
+        held = resident_tensors(self._model, {}) | {Slot("parameter", name): whole for name, whole in rows.items()}
+        for stage in executable.first.stages.values() if training else ():
+            held |= {slot: held[slot].clone() for slot in (Slot("buffer", name) for name in stage.program.changed)}
+        bound = {each.number: _on_tensors(each, held) for each in executable.everywhere}
+        graphs = tuple(bound[each.number] for each in executable.graphs)
+        return replace(executable, graphs=graphs, everywhere=tuple(bound.values()))
+
+
+def _on_tensors(graphs: BoundGraphs, held: Mapping[Slot, torch.Tensor]) -> BoundGraphs:
+    """The same graphs on other tensors of the model."""
+    kept = {s: t for stage in graphs.stages.values() for s, t in stage.resident.items() if s.kind == "constant"}
+    return replace(graphs, stages={i: rebind(stage, {**kept, **held}) for i, stage in graphs.stages.items()})
 
 
 def _require_few(microbatches: Sequence[Microbatch], limit: int) -> None:
