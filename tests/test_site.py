@@ -17,7 +17,7 @@ pytestmark = pytest.mark.several_processes
 
 ROOT = Path(__file__).parent.parent
 WHOLE = (ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))  # all their Python runs
-IN_PART = tuple(path for path in sorted((ROOT / "docs").glob("*.md")) if "{run}" in path.read_text(encoding="utf-8"))
+IN_PART = tuple(path for path in sorted((ROOT / "docs").glob("*.md")) if "{run" in path.read_text(encoding="utf-8"))
 PAGES = dict.fromkeys((*WHOLE, *IN_PART))
 BLOCK = re.compile(r"^```(python|bash)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -29,13 +29,13 @@ def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     names: dict[str, object] = {"__name__": "__main__"}
     ran = 0
     for language, mark, text in BLOCK.findall(page.read_text(encoding="utf-8")):
-        if mark.startswith("file="):
-            (tmp_path / mark.removeprefix("file=")).write_text(text, encoding="utf-8")
+        if file := re.search(r"file=(\S+)", mark):
+            (tmp_path / file[1]).write_text(text, encoding="utf-8")
             install(tmp_path / "bin", "\n".join(re.findall(r"^(?:import|from) .*$", text, re.MULTILINE)))
-        elif language == "python" and (mark == "run" or page in WHOLE):
+        if language == "python" and ("run" in mark or (page in WHOLE and not file)):
             exec(compile(text, page.name, "exec"), names)
             ran += 1
-        elif language == "bash" and mark == "run":
+        elif language == "bash" and "run" in mark:
             path = f"{tmp_path / 'bin'}:{Path(sys.executable).parent}:{os.environ['PATH']}"
             environment = {"PATH": path, "PORT": str(free_port())}
             subprocess.run(["bash", "-euc", text], check=True, timeout=240, env={**os.environ, **environment})
@@ -44,7 +44,7 @@ def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 AS_TEXT = re.compile(
-    r"```.*|>>> .*|\{(?:file=.*|run)\}|^\s*(?:[*-]|\d+\.) \S.*|\|---.*|.*\]\([^)]*\)|.*::$"
+    r"```.*|>>> .*|\{(?:run|file=.*)\}|^\s*(?:[*-]|\d+\.) \S.*|\|---.*|.*\]\([^)]*\)|.*::$"
     r"|# doctest:.*|`[^`]+`|\*\*\w.*",
     re.MULTILINE,
 )
@@ -86,7 +86,7 @@ def assert_pages_are_rendered(site: Path) -> None:
 
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    pytest.importorskip("mkdocstrings_handlers.python", reason="the site needs pip install -e '.[site]'")
+    pytest.importorskip("mkdocstrings_handlers.python", reason="the site needs pip install -e '.[dev]'")
     command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)}
     built = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)

@@ -77,6 +77,15 @@ def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_the_size_of_microbatches_does_not_matter(pipe: zbcompile.Pipeline, count: int) -> None:
+    """A product of fewer rows may round differently, nothing else."""
+    tokens, labels = batch_of(8)
+    usual, other = (pipe.log_probs(tokens, labels=labels, microbatches=number) for number in (4, count))
+    torch.testing.assert_close(other, usual, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.slow
 def test_labels_of_a_small_type(pipe: zbcompile.Pipeline) -> None:
     """In eight bits -100 would be 156."""
     tokens, _ = batch_of(8)

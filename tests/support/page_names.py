@@ -1,0 +1,182 @@
+"""The names that snippets of README and docs/ take for granted: a model, batches, a loss.
+
+`tests/support/page_runs.py` copies this file beside the snippets: it imports nothing of the checkout.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def run(page: str, blocks: list[tuple[int, str]], given: bool) -> None:
+    """Runs the blocks of a page, (line, text) each, and ends with status 1 if one of them raised."""
+    names: dict[str, Any] = {"__name__": "__main__"}
+    if given:
+        names |= common()
+        names |= OF_PAGE.get(page, lambda _: {})(names)
+    failed = False
+    for line, text in blocks:
+        try:
+            if ".optimizer(" in text:  # one after the other: some may not be beside others
+                _close_optimizers(names)
+            exec(compile("\n" * (line - 1) + text, page, "exec"), names)
+        except Exception:
+            failed = True
+            print(f"--- {page}:{line}, rank {os.environ.get('RANK', 0)}", file=sys.stderr)
+            traceback.print_exc()
+    sys.exit(int(failed))
+
+
+def _close_optimizers(names: dict[str, Any]) -> None:
+    for value in list(names.values()):
+        if "zbcompile" in type(value).__module__ and "ptimizer" in type(value).__name__:
+            value.close()
+
+
+def common() -> dict[str, Any]:
+    """A model of eight layers that maps 16 numbers to 16, and batches for it."""
+    import itertools
+
+    import torch
+    from torch import nn
+
+    import zbcompile
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            blocks = [nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh()) for _ in range(8)]
+            self.layers = nn.ModuleList(blocks)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
+
+    torch.manual_seed(0)
+    inputs, targets = torch.randn(16, 16), torch.randn(16, 16)
+    names = {"torch": torch, "nn": nn, "zbcompile": zbcompile, "itertools": itertools, "device": torch.device("cpu")}
+    names |= {"model": Net(), "loss_fn": nn.functional.mse_loss, "inputs": inputs, "targets": targets}
+    return names | {"batches": [(inputs, targets)] * 2, "rank": int(os.environ.get("RANK", 0))}
+
+
+def group() -> None:
+    import torch
+
+    torch.distributed.init_process_group("gloo")
+
+
+def backends(names: dict[str, Any]) -> dict[str, Any]:
+    pipe = names["zbcompile"].pipeline(names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"])
+    pipe.compile(names["inputs"], target=names["targets"])
+    pipe.program.save("program")
+    return names
+
+
+def coming_from_torch(_: dict[str, Any]) -> dict[str, Any]:
+    from torch.distributed.pipelining.schedules import ScheduleZBVZeroBubble
+
+    group()
+    return {"ScheduleZBVZeroBubble": ScheduleZBVZeroBubble}
+
+
+def composition(names: dict[str, Any]) -> dict[str, Any]:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    plan = {f"layers.{layer}.1": RowwiseParallel() if layer % 2 else ColwiseParallel() for layer in range(8)}
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4
+    )
+    names |= {"parallelize_module": parallelize_module, "plan": plan, "Llama": lambda _: names["model"]}
+    return names | {"LlamaForCausalLM": LlamaForCausalLM, "config": config}
+
+
+def faults(names: dict[str, Any]) -> dict[str, Any]:
+    group()
+    pipe = names["zbcompile"].pipeline(names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"])
+    pipe.step(names["inputs"], target=names["targets"])
+    return {"pipe": pipe, "ranks": 2, "host": "127.0.0.1", "port": int(os.environ["PORT"])}
+
+
+def huggingface(_: dict[str, Any]) -> dict[str, Any]:
+    import accelerate
+    import torch
+    from torch.nn.functional import cross_entropy
+    from torch.utils.data import DataLoader
+    from transformers import AutoModelForCausalLM, LlamaConfig, TrainingArguments
+
+    os.environ["ACCELERATE_USE_CPU"] = "true"
+    config = LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=4, num_attention_heads=4
+    )
+    ids = torch.randint(64, (8, 16))
+    data = [{"input_ids": part, "labels": part} for part in ids.repeat(4, 1)]
+    AutoModelForCausalLM.from_config(config).save_pretrained(f"folder-{os.environ.get('RANK', 0)}")
+    names = {"config": config, "model": AutoModelForCausalLM.from_config(config), "ids": ids, "data": data}
+    names |= {"TrainingArguments": TrainingArguments, "accelerate": accelerate, "cross_entropy": cross_entropy}
+    return names | {"AutoModelForCausalLM": AutoModelForCausalLM, "loader": DataLoader(data, batch_size=8)}
+
+
+def inspect(names: dict[str, Any]) -> dict[str, Any]:
+    pipe = names["zbcompile"].pipeline(names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"])
+    return {"GPT": lambda: names["model"], "tokens": names["inputs"], "next_tokens": names["targets"]} | {
+        "next_byte_loss": names["loss_fn"],
+        "pipe": pipe,
+    }
+
+
+def optimizer(_: dict[str, Any]) -> dict[str, Any]:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    group()
+    return {"mesh": init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))}
+
+
+def running(names: dict[str, Any]) -> dict[str, Any]:
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    moments = names["torch"].optim.AdamW(names["model"].parameters())
+    weights, state = get_state_dict(names["model"], moments, options=options)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id="old")
+    other, loss = common()["model"], names["loss_fn"]
+    pipe = names["zbcompile"].pipeline(other, schedule="zb-h1", microbatches=4, ranks=2, loss=loss)
+    pipe.compile(names["inputs"], target=names["targets"])
+    return {"dcp": dcp, "options": options, "get_state_dict": get_state_dict, "set_state_dict": set_state_dict} | {
+        "optimizer": moments,
+        "pipe": pipe,
+    }
+
+
+def schedules(_: dict[str, Any]) -> dict[str, Any]:
+    from zbcompile.schedules.generators.order_writer import Writer
+    from zbcompile.schedules.generators.task import Order, Task, each_rank
+    from zbcompile.schedules.ir.kinds import Kind
+
+    return {"Kind": Kind, "Order": Order, "Task": Task, "Writer": Writer, "each_rank": each_rank}
+
+
+def training(_: dict[str, Any]) -> dict[str, Any]:
+    import torch
+    from torch.utils.data import DataLoader
+
+    group()
+    return {"DataLoader": DataLoader, "collate": torch.utils.data.default_collate}
+
+
+OF_PAGE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+    "docs/backends.md": backends,
+    "docs/coming-from-torch.md": coming_from_torch,
+    "docs/composition.md": composition,
+    "docs/faults.md": faults,
+    "docs/huggingface.md": huggingface,
+    "docs/inspect.md": inspect,
+    "docs/optimizer.md": optimizer,
+    "docs/running.md": running,
+    "docs/schedules.md": schedules,
+    "docs/training.md": training,
+}
