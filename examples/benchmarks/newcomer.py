@@ -1,4 +1,4 @@
-"""From nothing to a trained model of the Hub, by the first page of the site alone: commands counted and timed.
+"""From nothing to a trained model of the Hub by the first page of the site alone: commands, seconds, lines of output.
 
 `python examples/benchmarks/newcomer.py` builds the wheel, makes a virtual environment elsewhere, and then types what
 docs/index.md says. `--constraint 'torch==2.13.0+cpu'` has pip install that instead of the newest torch.
@@ -21,8 +21,8 @@ def page(folder: Path) -> list[str]:
     """Writes the files of the first page, and returns its commands."""
     commands = []
     for language, mark, text in BLOCK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8")):
-        if mark.startswith("file="):
-            (folder / mark.removeprefix("file=")).write_text(text, encoding="utf-8")
+        if file := re.search(r"file=(\S+)", mark):
+            (folder / file[1]).write_text(text, encoding="utf-8")
         elif language == "bash":
             commands.append(text.strip())
     return commands
@@ -31,7 +31,8 @@ def page(folder: Path) -> list[str]:
 def timed(command: str, folder: Path, environment: dict[str, str]) -> None:
     began = time.monotonic()
     done = subprocess.run(["bash", "-euc", command], cwd=folder, env=environment, capture_output=True, text=True)
-    print(f"{time.monotonic() - began:6.0f} s  {command}", flush=True)
+    lines = (done.stdout + done.stderr).count("\n")
+    print(f"{time.monotonic() - began:6.0f} s, {lines:4} lines  {command}", flush=True)
     if done.returncode:
         sys.exit(done.stdout[-2000:] + done.stderr[-4000:])
 

@@ -19,9 +19,13 @@ def run(page: str, blocks: list[tuple[int, str]], given: bool) -> None:
     failed = False
     for line, text in blocks:
         try:
-            if ".optimizer(" in text:  # one after the other: some may not be beside others
-                _close_optimizers(names)
+            for part, prepare in BEFORE.items():
+                if part in text:
+                    prepare(names)
             exec(compile("\n" * (line - 1) + text, page, "exec"), names)
+        except ModuleNotFoundError as error:
+            print(f"--- {page}:{line} is left out, as it needs {error.name}", file=sys.stderr)
+            failed |= error.name != "lightning"
         except Exception:
             failed = True
             print(f"--- {page}:{line}, rank {os.environ.get('RANK', 0)}", file=sys.stderr)
@@ -29,10 +33,35 @@ def run(page: str, blocks: list[tuple[int, str]], given: bool) -> None:
     sys.exit(int(failed))
 
 
-def _close_optimizers(names: dict[str, Any]) -> None:
+def close_optimizers(names: dict[str, Any]) -> None:
+    """One after the other: some may not be beside others."""
     for value in list(names.values()):
         if "zbcompile" in type(value).__module__ and "ptimizer" in type(value).__name__:
             value.close()
+
+
+def forget_accelerator(_: dict[str, Any]) -> None:
+    """A script has one accelerator, be it that of a trainer."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def for_lightning(names: dict[str, Any]) -> None:
+    import lightning
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    loader = DataLoader(TensorDataset(torch.randn(16, 16), torch.randint(16, (16,))), batch_size=8)
+    pipe = names["zbcompile"].pipeline(common()["model"], schedule="zb-h1", microbatches=4, loss=names["cross_entropy"])
+    names |= {"lightning": lightning, "loader": loader, "other": loader, "pipe": pipe}
+
+
+BEFORE: dict[str, Callable[[dict[str, Any]], None]] = {  # by a part of the snippet
+    ".optimizer(": close_optimizers,
+    "PipelineAccelerator(": forget_accelerator,
+    "LightningModule": for_lightning,
+}
 
 
 def common() -> dict[str, Any]:
@@ -114,7 +143,11 @@ def huggingface(_: dict[str, Any]) -> dict[str, Any]:
     )
     ids = torch.randint(64, (8, 16))
     data = [{"input_ids": part, "labels": part} for part in ids.repeat(4, 1)]
-    AutoModelForCausalLM.from_config(config).save_pretrained(f"folder-{os.environ.get('RANK', 0)}")
+    group()
+    if torch.distributed.get_rank() == 0:
+        AutoModelForCausalLM.from_config(config).save_pretrained("folder", max_shard_size="20KB")
+    torch.distributed.barrier()
+    torch.manual_seed(0)
     names = {"config": config, "model": AutoModelForCausalLM.from_config(config), "ids": ids, "data": data}
     names |= {"TrainingArguments": TrainingArguments, "accelerate": accelerate, "cross_entropy": cross_entropy}
     return names | {"AutoModelForCausalLM": AutoModelForCausalLM, "loader": DataLoader(data, batch_size=8)}
