@@ -69,6 +69,17 @@ class PageText(HTMLParser):
         self.prose += "" if self._within else data
 
 
+def broken_links(site: Path) -> set[str]:
+    """What pages link to or show, and the site does not have."""
+    broken = set()
+    for path in site.rglob("*.html"):
+        for link in re.findall(r'(?:href|src)="([^"#?:]+)(?:[#?][^"]*)?"', path.read_text(encoding="utf-8")):
+            target = site / link[1:] if link.startswith("/") else path.parent / link
+            if not target.exists():
+                broken.add(link)
+    return broken
+
+
 def assert_pages_are_rendered(site: Path) -> None:
     """No page shows Markdown as text or a quote (an example that was taken for one), and code has colours."""
     for path in sorted(site.rglob("*.html")):
@@ -97,4 +108,5 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
         page = (tmp_path / "schedules" / f"{name}.html").read_text(encoding="utf-8")
         assert all(part in page for part in (f'src="{name}.svg"', 'id="closed-form"', "When to use it"))
     assert_pages_are_rendered(tmp_path)
+    assert not broken_links(tmp_path)
     assert not re.search(r'<(?:script|link|img)[^>]*(?:src|href)="https?:', pages), "a page fetches from elsewhere"
