@@ -148,7 +148,13 @@ def huggingface(_: dict[str, Any]) -> dict[str, Any]:
         AutoModelForCausalLM.from_config(config).save_pretrained("folder", max_shard_size="20KB")
     torch.distributed.barrier()
     torch.manual_seed(0)
-    names = {"config": config, "model": AutoModelForCausalLM.from_config(config), "ids": ids, "data": data}
+    names = {
+        "config": config,
+        "model": AutoModelForCausalLM.from_config(config),
+        "ids": ids,
+        "data": data,
+        "held_out": data[:8],
+    }
     names |= {"TrainingArguments": TrainingArguments, "accelerate": accelerate, "cross_entropy": cross_entropy}
     return names | {"AutoModelForCausalLM": AutoModelForCausalLM, "loader": DataLoader(data, batch_size=8)}
 

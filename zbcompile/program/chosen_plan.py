@@ -68,4 +68,6 @@ class ChosenPlan:
 
 def _longer(seconds: float, than: float) -> str:
     more = 100 * (seconds / than - 1)
+    if abs(more) < 0.05:
+        return "as long"
     return f"{abs(more):.1f} % {'longer' if more >= 0 else 'shorter'}"

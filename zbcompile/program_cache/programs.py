@@ -292,14 +292,13 @@ class Programs(BoundPrograms):
         searched, self.searched = self.searched, None
         if searched is not None:
             program = searched.program
-            if self.ranks.is_first:
-                print(f"zbcompile: {program.plan}")
+            notice = str(program.plan)  # it has weighed what could be done about uneven stages
         else:
             program = self.make(microbatch, drawn, self.schedule, self.decided or self._options.choices)
-        program = replace(program, writer=self._save)
-        if self.ranks.is_first and self.program is None and program.cuts.overweight:
-            print(f"zbcompile: {program.cuts.overweight}")
-        return program
+            notice = program.cuts.overweight if self.program is None else ""
+        if self.ranks.is_first and notice:
+            print(f"zbcompile: {notice}")
+        return replace(program, writer=self._save)
 
     def _save(self, program: Program, directory: Path) -> None:
         """Write a program; beside the first one, those of its shape for the other answers that were met."""

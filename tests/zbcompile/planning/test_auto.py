@@ -61,6 +61,18 @@ def test_bits_and_plan(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_choice_is_explained_in_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """And nothing else is advised, though one stage is far heavier than the other: the search has weighed that."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)], nn.Linear(16, 512))
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "search_seconds": 0.5, "exact": True}
+    pipe = zbcompile.pipeline(model, schedule="auto", loss=nn.functional.mse_loss, **options)
+    pipe.step(torch.randn(8, 16), target=torch.randn(8, 512))
+    assert pipe.program.cuts.overweight
+    assert capsys.readouterr().out == f"zbcompile: {pipe.program.plan}\n"
+    assert len(str(pipe.program.plan).splitlines()) <= 3
+
+
+@pytest.mark.slow
 def test_another_shape_keeps_the_layout() -> None:
     pipe, batch = auto(microbatches=4)
     pipe.step(*batch.args, target=batch.target)
