@@ -32,7 +32,7 @@ FENCE = re.compile(r"^```(\w*)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DO
 PROGRAM = r"(?:\w+=\S+; )?(?:\.venv/bin/)?(?:python3?|torchrun|pip|pytest|mkdocs|ruff|mypy)"
 SPAN = re.compile(rf"(?<!`)`({PROGRAM} [^`]+|examples/[\w/]+\.py -[^`]+)`(?!`)")
 WHOLE = re.compile(r"docs/(?:index|tutorials/\w+)\.md")  # all their Python is one script
-INSTALLS = re.compile(r"^.*pip install [^&]*&& ")  # what comes behind it runs without
+INSTALLS = re.compile(r"^.*pip install [^&;]*(?:&&|;) ")  # what comes behind it runs without
 MENTION = re.compile(r"python -m zbcompile[. ]\w+")  # names a tool
 STANDS_FOR = {
     "TARGET": "examples/targets.py:gpt",
@@ -50,6 +50,8 @@ NOT_RUN = {  # by a part of the command, which ends with "$"
     "newcomer.py": NETWORK,
     "HOST": "needs several machines",
     "gpu_hour.py": "needs a GPU",
+    "cpu_times file.csv": "needs what a whole run of the tests writes",
+    "page_runs": "runs the others",
     "torchrun --max-restarts$": PART,
     "torchrun --nproc-per-node 2$": PART,
     "run --monitor 100$": PART,
