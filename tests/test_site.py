@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.page_runs import FENCE
 from tests.support.ports import free_port
 from tests.support.warm_torchrun import install
 from zbcompile.schedules import names
@@ -19,7 +20,6 @@ ROOT = Path(__file__).parent.parent
 WHOLE = (ROOT / "docs" / "index.md", *sorted((ROOT / "docs" / "tutorials").glob("*.md")))  # all their Python runs
 IN_PART = tuple(path for path in sorted((ROOT / "docs").glob("*.md")) if "{run" in path.read_text(encoding="utf-8"))
 PAGES = dict.fromkeys((*WHOLE, *IN_PART))
-BLOCK = re.compile(r"^```(python|bash)(?: \{(.*?)\})?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
@@ -28,7 +28,7 @@ def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}
     ran = 0
-    for language, mark, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+    for language, mark, text in FENCE.findall(page.read_text(encoding="utf-8")):
         if file := re.search(r"file=(\S+)", mark):
             (tmp_path / file[1]).write_text(text, encoding="utf-8")
             install(tmp_path / "bin", "\n".join(re.findall(r"^(?:import|from) .*$", text, re.MULTILINE)))
