@@ -3,6 +3,7 @@
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
 
 import torch
@@ -460,18 +461,15 @@ class Pipeline:
         Raises PipelineError in one process (torch's stage needs a process group) and if a parameter trains on
         several stages: torch's schedules have no place to sum its gradients.
         """
-        from zbcompile.torch_pipelining.pipeline_stage import StageContext, generated_stages
+        from zbcompile.torch_pipelining.pipeline_stage import generated_stages
 
+        compiled = self._compiled
         self._optimizers.require_whole_gradients("a stage for torch's schedules")
-        if not self._compiled.trains:
+        if not compiled.trains:
             raise PipelineError("no step is compiled yet. Call pipe.compile with a batch of a step, or run one, first.")
-        self._compiled.withhold(self.program)
-        options, parameters = self.options, self._compiled.parameters
-        beside = self._ranks.mesh.beside("pp", "dp")
-        context = StageContext(
-            self.program, self._ranks.group, parameters, options.loss_reduction, options.seed, beside
-        )
-        return generated_stages(context, self._compiled.first().stages)
+        compiled.withhold(self.program)
+        program = replace(self.program, step=self.options.step)  # a loaded one may have got another seed
+        return generated_stages(program, compiled.first().stages, self._ranks, compiled.parameters)
 
     def as_schedule(self) -> "ScheduleLike":
         """This pipeline behind the calls of a torch.distributed.pipelining schedule: `step`, `eval`."""

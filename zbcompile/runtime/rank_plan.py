@@ -143,7 +143,7 @@ def assign_buffers(
         if action.op in RECEIVES:
             stage = stage_of(action)
             if id(stage) not in arrivals:
-                arrivals[id(stage)] = _with_generator(stage)
+                arrivals[id(stage)] = arrivals_at(stage)
             found = arrivals[id(stage)][travels_as(action.op)]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
             waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
@@ -165,19 +165,14 @@ def _take_buffer(arrival: Arrival, free: dict[TensorSpec, list[int]], made: dict
     return Buffer(spec, free[spec].pop())
 
 
-def _with_generator(stage: Receiver) -> dict[str, tuple[Arrival, ...]]:
+def arrivals_at(stage: Receiver) -> dict[str, tuple[Arrival, ...]]:
     """What arrives at a stage; generator state comes last and is used up by F."""
     arrivals = arrivals_of(stage.program)
     if not stage.generator_arrives:
         return arrivals
-    state = Arrival(generator_spec(stage), frozenset("F"), escapes=False)
-    return {**arrivals, "F": (*arrivals["F"], state)}
-
-
-def generator_spec(stage: Receiver) -> TensorSpec:
-    """The shape of the generator state that travels with activations."""
     size = gpu.generator_state(stage.device).numel()
-    return TensorSpec((size,), (1,), "uint8", str(stage.device))
+    state = Arrival(TensorSpec((size,), (1,), "uint8", str(stage.device)), frozenset("F"), escapes=False)
+    return {**arrivals, "F": (*arrivals["F"], state)}
 
 
 def completed_sends(

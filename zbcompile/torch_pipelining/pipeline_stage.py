@@ -6,7 +6,6 @@ the methods overridden here do not.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,15 +14,16 @@ from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import whole_batch
 from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import microbatch_seed, undisturbed
-from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.rank_plan import generator_spec
+from zbcompile.runtime.rank_plan import arrivals_at
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.torch_private import group_between
@@ -31,22 +31,12 @@ from zbcompile.torch_private import group_between
 Tensors = list[torch.Tensor]
 
 
-@dataclass(frozen=True)
-class StageContext:
-    """The context of a generated stage beside its own graphs; `beside`: the dimensions of the mesh that need sums."""
-
-    program: Program
-    group: dist.ProcessGroup | None
-    parameters: Mapping[str, nn.Parameter]
-    reduction: str
-    seed: int
-    beside: tuple[str, ...]
-
-
-def generated_stages(context: StageContext, stages: Mapping[int, CompiledStage]) -> "list[CompiledPipelineStage]":
+def generated_stages(
+    program: Program, stages: Mapping[int, CompiledStage], ranks: Ranks, parameters: Mapping[str, nn.Parameter]
+) -> "list[CompiledPipelineStage]":
     """The stages of this rank for torch's schedules. Raises PipelineError for what these cannot run."""
-    program = context.program
-    if context.group is None:
+    beside = ranks.mesh.beside("pp", "dp")
+    if ranks.group is None:
         raise PipelineError("stages() needs a process group: start the script with torchrun.")
     if program.vocabulary is not None:
         raise PipelineError('torch\'s schedules have no vocabulary passes. Use pipe.step, or vocab="off".')
@@ -55,9 +45,9 @@ def generated_stages(context: StageContext, stages: Mapping[int, CompiledStage])
             f"{sorted(program.shared)[0]} trains on several stages; torch's schedules cannot sum its gradients over "
             "them. Use pipe.step, or untie the parameter."
         )
-    if context.beside:
+    if beside:
         raise PipelineError(
-            f'the mesh has several ranks along "{context.beside[0]}", and torch\'s schedules do not sum gradients over '
+            f'the mesh has several ranks along "{beside[0]}", and torch\'s schedules do not sum gradients over '
             "them. Use pipe.step."
         )
     if program.guards is not None:
@@ -71,7 +61,7 @@ def generated_stages(context: StageContext, stages: Mapping[int, CompiledStage])
             f"return_outputs=True, but stage {min(early)} makes a part of the output, and torch's schedules return "
             "what the last stage makes. Return that part from the last layers, or use pipe.step."
         )
-    return [CompiledPipelineStage(stage, context) for stage in stages.values()]
+    return [CompiledPipelineStage(stage, program, ranks.group, parameters) for stage in stages.values()]
 
 
 class CompiledPipelineStage(PipelineStage):
@@ -85,13 +75,15 @@ class CompiledPipelineStage(PipelineStage):
     >>> Schedule1F1B(stage, n_microbatches=8, loss_fn=stage.loss).step(x, target=y)  # doctest: +SKIP
     """
 
-    def __init__(self, stage: CompiledStage, context: StageContext) -> None:
-        count = context.program.schedule.stages
-        module = parameter_tree({name: context.parameters[name] for name in stage.program.parameters})
-        super().__init__(module, stage.index, count, stage.device, input_args=(), output_args=(), group=context.group)
-        self.stage_index_to_group_rank = {i: context.program.rank_of(i) for i in range(count)}
-        self._compiled = stage
-        self._context = context
+    def __init__(
+        self, stage: CompiledStage, program: Program, group: dist.ProcessGroup, parameters: Mapping[str, nn.Parameter]
+    ) -> None:
+        count = program.schedule.stages
+        module = parameter_tree({name: parameters[name] for name in stage.program.parameters})
+        super().__init__(module, stage.index, count, stage.device, input_args=(), output_args=(), group=group)
+        self.stage_index_to_group_rank = {i: program.rank_of(i) for i in range(count)}
+        self._compiled, self._program, self._parameters = stage, program, parameters
+        self._arrivals = arrivals_at(stage)
         self._steps = 0
         self._keeps = True  # whether torch asked for the output of the present microbatch
         self._trains = False  # whether the present run has a backward: an evaluation counts as no step
@@ -111,11 +103,11 @@ class CompiledPipelineStage(PipelineStage):
 
     def _begin(self) -> StageRun:
         self._trains = self.has_backward
-        context, count = self._context, int(self.chunks or self._context.program.schedule.microbatches)
-        one = torch.ones((), dtype=dtype_named(context.program.loss_dtype), device=self.device)
-        factor = one / count if context.reduction == "mean" else one
-        seeds = [microbatch_seed(self._steps, i, context.seed) for i in range(count)]
-        gradients = Gradients(context.parameters, frozenset(), context.program.choices)
+        program, count = self._program, int(self.chunks or self._program.schedule.microbatches)
+        one = torch.ones((), dtype=dtype_named(program.loss_dtype), device=self.device)
+        factor = one / count if program.step.loss_reduction == "mean" else one
+        seeds = [microbatch_seed(self._steps, i, program.step.seed) for i in range(count)]
+        gradients = Gradients(self._parameters, frozenset(), program.choices)
         return StageRun([self._compiled] * count, gradients, [{} for _ in range(count)], factor, seeds)
 
     def forward_one_chunk(
@@ -152,7 +144,7 @@ class CompiledPipelineStage(PipelineStage):
     def _keep_output(self, run: StageRun, microbatch: int) -> None:
         """In the place that this microbatch's forward has just made: torch asks for the loss right behind it."""
         made = {name: parts.pop(microbatch) for name, parts in run.outputs.items()}
-        returned = self._context.program.returned
+        returned = self._program.returned
         if returned is not None and self._keeps:
             self.output_chunks[-1] = returned.rebuild(made)
 
@@ -161,7 +153,7 @@ class CompiledPipelineStage(PipelineStage):
         given = whole_batch(args, kwargs, target).whole.tensors
         for path, tensor in given.items():
             found = tuple(tensor.shape), str(tensor.dtype)
-            if found != (wanted := self._context.program.inputs.get(path, found)):
+            if found != (wanted := self._program.inputs.get(path, found)):
                 raise PipelineError(
                     f"{path} of microbatch {microbatch} has shape {list(found[0])} and is {found[1]}, and the stages "
                     f"were compiled for {list(wanted[0])}, {wanted[1]}. Use pipe.step, or compile with such a batch "
@@ -192,67 +184,53 @@ class CompiledPipelineStage(PipelineStage):
         self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, *more: Any, **options: Any
     ) -> None:
         """B, or with `full_backward` BW, of one microbatch; nothing in an evaluation, where torch calls it as well."""
-        if not self.has_backward:
-            return
-        assert self._run is not None
-        with torch.no_grad():
-            self._made["B", bwd_chunk_id] = self._run.run(
-                "BW" if full_backward else "B", bwd_chunk_id, self._arrived.pop(("B", bwd_chunk_id), [])
-            )
-        if full_backward:
-            self._finish_microbatch()
+        if self.has_backward:
+            arrived = self._arrived.pop(("B", bwd_chunk_id), [])
+            self._made["B", bwd_chunk_id] = self._compute("BW" if full_backward else "B", bwd_chunk_id, arrived)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *more: Any, **options: Any) -> None:
         """W of one microbatch."""
-        if not self.has_backward:
-            return
+        if self.has_backward:
+            self._compute("W", bwd_chunk_id, [])
+
+    def _compute(self, op: str, microbatch: int, arrived: Tensors) -> Tensors:
+        """torch's schedules do not say when a step ends: it does with the last microbatch's weight gradients."""
         assert self._run is not None
         with torch.no_grad():
-            self._run.run("W", bwd_chunk_id, [])
-        self._finish_microbatch()
+            made = self._run.run(op, microbatch, arrived)
+        self._finished += op != "B"
+        if self._finished == len(self._run.seeds):
+            self._run.gradients.settle()
+        return made
 
     def scale_grads(self, grad_scale_factor: int) -> None:
         """torch's division by the number of microbatches, which a loss that is a mean has in its graphs."""
-        if self._context.reduction != "mean":
+        if self._program.step.loss_reduction != "mean":
             super().scale_grads(grad_scale_factor)
-
-    def _finish_microbatch(self) -> None:
-        """torch's schedules do not say when a step ends: it does with the last microbatch's weight gradients."""
-        assert self._run is not None
-        self._finished += 1
-        if self._finished == len(self._run.seeds):
-            self._run.gradients.settle()
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of the activations, into buffers made now."""
-        if self.is_first:
-            return []
-        specs = list(self._compiled.program.receives.values())
-        if self._compiled.generator_arrives:
-            specs.append(generator_spec(self._compiled))
-        return self._receives(("F", fwd_chunk_id), specs, self.stage_index - 1)
+        return self._receives("F", fwd_chunk_id, self.stage_index - 1)
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Receives of the gradients, into buffers made now."""
-        if self.is_last or not self.has_backward:
-            return []
-        specs = list(self._compiled.program.gradients_in.values())
-        return self._receives(("B", bwd_chunk_id), specs, self.stage_index + 1)
+        return self._receives("B", bwd_chunk_id, self.stage_index + 1) if self.has_backward else []
 
-    def _receives(self, key: tuple[str, int], specs: list[TensorSpec], source: int) -> list[dist.P2POp]:
-        buffers = [packed_buffer(spec, self.device) for spec in specs]
-        self._arrived[key] = buffers
+    def _receives(self, op: str, microbatch: int, source: int) -> list[dist.P2POp]:
+        buffers = [packed_buffer(arrival.spec, self.device) for arrival in self._arrivals[op]]
+        self._arrived[op, microbatch] = buffers
         return [self._operation(dist.irecv, buffer, source) for buffer in buffers]
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of the activations."""
-        values = [] if self.is_last else self._made.pop(("F", fwd_chunk_id))
-        return [self._operation(dist.isend, value, self.stage_index + 1) for value in values]
+        return [] if self.is_last else self._sends("F", fwd_chunk_id, self.stage_index + 1)
 
     def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Sends of the input gradients."""
-        values = [] if self.is_first or not self.has_backward else self._made.pop(("B", bwd_chunk_id))
-        return [self._operation(dist.isend, value, self.stage_index - 1) for value in values]
+        return self._sends("B", bwd_chunk_id, self.stage_index - 1) if self.has_backward else []
+
+    def _sends(self, op: str, microbatch: int, to: int) -> list[dist.P2POp]:
+        return [self._operation(dist.isend, value, to) for value in self._made.pop((op, microbatch))]
 
     def _operation(self, operation: Callable[..., Any], tensor: torch.Tensor, stage: int) -> dist.P2POp:
         way = (self.stage_index, stage) if operation is dist.isend else (stage, self.stage_index)
