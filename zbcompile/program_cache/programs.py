@@ -36,10 +36,9 @@ from zbcompile.program.program import ANSWERS, Program, call_of, listed
 from zbcompile.program_cache.apart_draws import draw_apart
 from zbcompile.program_cache.batch_forwards import compile_forwards, microbatches_like, require_words
 from zbcompile.program_cache.bound_programs import BoundPrograms
-from zbcompile.program_cache.cache import Entry, ProgramCache, refuse_answers
+from zbcompile.program_cache.cache import Entry, ProgramCache, key_of, refuse_answers, torch_modes, what_is_new
 from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.placement_check import with_proof
-from zbcompile.program_cache.program_keys import key_of, torch_modes, what_is_new
 from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
