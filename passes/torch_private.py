@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor as FakeTensor,  # 2.11-2.13: no public name for the class
     FakeTensorMode as FakeTensorMode,  # 2.11-2.13: shapes without memory
+    UnsupportedOperatorException as UnsupportedOperatorException,  # 2.11-2.13: by an operator without a shape function
 )
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule

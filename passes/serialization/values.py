@@ -16,7 +16,14 @@ from zbcompile.passes.graph.fx import is_getitem, output_values
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.serialization.arguments import device_from_data
 from zbcompile.passes.torch_names import dtype_named
-from zbcompile.passes.torch_private import FakeTensorMode, HigherOrderOperator, fake_of, storage_key
+from zbcompile.passes.torch_private import (
+    FakeTensorMode,
+    HigherOrderOperator,
+    UnsupportedOperatorException,
+    fake_of,
+    pytree,
+    storage_key,
+)
 
 
 @dataclass
@@ -44,13 +51,35 @@ class ValueWriter:
         return self.numbers[key]
 
 
+LISTED = 1 << 14  # so many parts of a tensor need not be listed
+WORK = 1 << 15  # operations on shapes to read a graph, beside WORK_PER_NODE; an LSTM takes a dozen per layer and step
+WORK_PER_NODE = 64
+
+
+class BoundedShapes(FakeTensorMode):
+    """Runs operations on shapes alone: never a kernel (torch runs those of operators without a shape function), and no
+    more operations than `left`, into which others fall apart (a recurrent layer into those of its steps)."""
+
+    left = WORK
+
+    def __init__(self) -> None:
+        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            raise ValueError("the graph takes more operations than its size allows")
+        require_listed(func, args, kwargs or {}, LISTED)
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+
 @dataclass
 class ValueReader:
     """Makes fake tensors from what a `ValueWriter` wrote."""
 
     bytes: list[int]
     device: torch.device
-    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    mode: BoundedShapes = field(default_factory=BoundedShapes)
     storages: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def read(self, data: Any) -> Any:
@@ -71,7 +100,7 @@ class ValueReader:
         return self.storages[number]
 
 
-def require_true_values(module: GraphModule, mode: FakeTensorMode) -> None:
+def require_true_values(module: GraphModule, mode: BoundedShapes) -> None:
     """Run a graph on its fake inputs. Raises CompileError for an operation that makes another dtype, shape or size than
     is written, or whose size depends on data."""
     found: dict[Node, Any] = {}
@@ -83,6 +112,7 @@ def require_true_values(module: GraphModule, mode: FakeTensorMode) -> None:
                 found[node] = value if isinstance(value, torch.nn.Module) else written
                 _require_same(node, value, written)
             elif node.op == "call_function":
+                mode.left += WORK_PER_NODE
                 found[node] = _made(node, found)
                 if not _is_plain(found[node]):
                     raise CompileError(f"{node.name} ({node.target}) makes something else than dense tensors.")
@@ -98,8 +128,14 @@ def _made(node: Node, found: dict[Node, Any]) -> Any:
         if isinstance(node.target, HigherOrderOperator):
             _require_branches(node, *args)
             return node.meta.get("val")
-        _require_listed(node, args, kwargs)
-        return _item(*args) if is_getitem(node) else node.target(*args, **kwargs)  # type: ignore[operator]
+        if is_getitem(node):
+            return _item(*args)
+        require_listed(node.target, args, kwargs, max(LISTED, len(tensors_of(node.meta.get("val")))))
+        made = node.target(*args, **kwargs)  # type: ignore[operator]
+        _require_inside(made, pytree.tree_leaves((args, kwargs)))
+        return made
+    except UnsupportedOperatorException:  # it has no shape function
+        return node.meta.get("val")
     except Exception as error:
         first = str(error).partition("\n")[0]
         raise CompileError(f"{node.name} ({node.target}) cannot run on what is written: {first}") from None
@@ -119,15 +155,20 @@ def _require_branches(node: Node, question: Any, one: Any, other: Any, operands:
             raise TypeError("a branch takes or makes other tensors")
 
 
-LISTED = 1024  # so many parts of a tensor need not be listed
 _SPLITS = ("split", "unsafe_split", "split_copy")
 _CHUNKS = ("chunk", "unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit")
+_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru")
 
 
-def _require_listed(node: Node, args: Any, kwargs: Any) -> None:
-    """Refuse to cut a tensor into more parts than are listed, before they are made."""
+def require_listed(operation: Any, args: Any, kwargs: Any, listed: int) -> None:
+    """Refuse to cut a tensor into more parts than are listed, before they are made, and recurrent layers without
+    parameters of their own."""
     tensor, given, dim = args[0] if args else None, [*args[1:], *kwargs.values()], kwargs.get("dim", 0)
-    name = str(node.target).partition(".")[2].partition(".")[0]
+    name = str(operation).partition(".")[2].partition(".")[0]
+    if name in _RECURRENT:
+        parameters = max((len(each) for each in given if isinstance(each, tuple | list)), default=0)
+        if any(each > parameters for each in given if type(each) is int):
+            raise ValueError(f"it has more layers than its {parameters} parameters")
     if not isinstance(tensor, torch.Tensor) or not all(isinstance(each, int) for each in given):
         return
     if name in _CHUNKS:
@@ -136,8 +177,29 @@ def _require_listed(node: Node, args: Any, kwargs: Any) -> None:
         parts = tensor.shape[given[1] if len(given) > 1 else dim] // max(given[0], 1)
     else:
         parts = tensor.shape[given[0] if given else dim] if name in ("unbind", "unbind_copy") else 0
-    if parts > max(len(tensors_of(node.meta.get("val"))), LISTED):
+    if parts > listed:
         raise ValueError(f"it makes {parts} tensors, more than are listed")
+
+
+def _require_inside(made: Any, given: list[Any]) -> None:
+    """Refuse a result that reaches out of the tensor that it is a view of, or out of its own memory: compiled code
+    does not look (as_strided on shapes does not, either)."""
+    for each in tensors_of(made):
+        if each.layout is not torch.strided or not each.numel():
+            continue
+        viewed = [one for one in tensors_of(given) if storage_key(one) == storage_key(each)]
+        ours, reaches = _reach(each), list(map(_reach, viewed))
+        reaches = reaches or [(0, int(each.untyped_storage().nbytes()))]
+        if not any(first <= ours[0] and ours[1] <= last for first, last in reaches):
+            raise ValueError("its result reaches out of the tensor that it is a view of")
+
+
+def _reach(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte of a tensor in its storage, and the one behind its last."""
+    last = tensor.storage_offset() + sum(
+        (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+    return int(tensor.storage_offset() * tensor.itemsize), int((last + 1) * tensor.itemsize)
 
 
 def _item(values: Any, index: Any) -> Any:

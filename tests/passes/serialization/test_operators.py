@@ -117,3 +117,55 @@ def test_a_thousand_hostile_operations() -> None:
         calls = [node.target for node in piece.module.graph.nodes if node.op == "call_function"]
         assert all(target is operator.getitem or type(target) is OpOverload for target in calls)
     assert 0 < read < 200
+
+
+def read_with(*nodes: dict[str, Any]) -> Any:
+    """The piece of one input, a vector of four, with these operations."""
+    taken = {"op": "placeholder", "name": "x", "target": "x", "value": ["float32", "cpu", [4], [1], 0, 0]}
+    result = {"op": "output", "name": "output", "args": [[{"node": "x"}]]}
+    calls = [{"op": "call_function", "name": f"made_{number}", **node} for number, node in enumerate(nodes)]
+    slots = {"inputs": [["input", "x"]], "outputs": [["output", "0"]]}
+    data = {**slots, "storages": [2**30, 4, 64], "nodes": [taken, *calls, result], "graphs": {}}
+    return piece_from_data("F", data, Reading(torch.device("cpu"), {}), "", "F")
+
+
+def expanded(*shape: int) -> list[dict[str, Any]]:
+    """Two operations: a scalar, and a tensor of this shape whose elements all are in its place."""
+    scalar = {"target": "aten.select.int", "args": [{"node": "x"}, 0, 0], "value": ["float32", "cpu", [], [], 0, 0]}
+    value = ["float32", "cpu", list(shape), [0] * len(shape), 0, 0]
+    return [scalar, {"target": "aten.expand.default", "args": [{"node": "made_0"}, list(shape)], "value": value}]
+
+
+LAST = {"node": "made_1"}
+STEPS, LAYERS = (10**9, 2, 4), (1, 2, 4)
+ENDLESS = [
+    (STEPS, "aten.rnn_tanh.input", [LAST, LAST, [LAST, LAST], False, 1, 0.0, False, False, False]),
+    (LAYERS, "aten.lstm.input", [LAST, [LAST, LAST], [LAST, LAST], False, 10**9, 0.0, False, False, False]),
+    ((8,), "aten.combinations.default", [LAST, 10**6]),
+]
+
+
+@pytest.mark.parametrize(("shape", "target", "args"), ENDLESS, ids=[target for _, target, _ in ENDLESS])
+def test_an_operation_takes_no_more_others_than_its_graph_has_room_for(
+    shape: tuple[int, ...], target: str, args: list[Any]
+) -> None:
+    with pytest.raises(CompileError, match="cannot run on what is written"):
+        read_with(*expanded(*shape), {"target": target, "args": args})
+
+
+def test_no_kernel_runs_while_a_graph_is_read() -> None:
+    """geqrf has no shape function, for which torch would factorise 400 million zeros; it makes what is written."""
+    values = [["float32", "cpu", [20000, 20000], [1, 20000], 2, 0], ["float32", "cpu", [20000], [1], 2, 0]]
+    piece = read_with(
+        *expanded(20000, 20000), {"target": "aten.geqrf.default", "args": [LAST], "value": {"values": values}}
+    )
+    assert [tuple(each.shape) for each in list(piece.module.graph.nodes)[3].meta["val"]] == [(20000, 20000), (20000,)]
+
+
+@pytest.mark.parametrize(("source", "offset"), [("x", 10**6), ("made_0", 10**6), ("x", 1)])
+def test_no_view_reaches_out_of_its_tensor(source: str, offset: int) -> None:
+    """Compiled code would read there, and the bytes of an input's storage are only said."""
+    own = {"target": "aten.relu.default", "args": [{"node": "x"}], "value": ["float32", "cpu", [4], [1], 2, 0]}
+    view = {"target": "aten.as_strided.default", "args": [{"node": source}, [4], [1], offset]}
+    with pytest.raises(CompileError, match="reaches out of"):
+        read_with(own, {**view, "value": ["float32", "cpu", [4], [1], 0, offset]})
