@@ -9,8 +9,18 @@ from html import escape
 
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 from zbcompile.schedules.visualization.looks import DARK, STYLE, in_the_dark, patterns
+from zbcompile.schedules.visualization.shapes import window
 from zbcompile.schedules.visualization.step_tables import rank_table
-from zbcompile.schedules.visualization.svg import ALSO, COMPACT, LARGEST, Drawing, legend_of, natural_scale, saving
+from zbcompile.schedules.visualization.svg import (
+    ALSO,
+    COMPACT,
+    LARGEST,
+    Drawing,
+    legend_of,
+    natural_scale,
+    saving,
+    swatch,
+)
 from zbcompile.schedules.visualization.text import summary
 from zbcompile.tables import to_html as to_tables
 
@@ -180,9 +190,7 @@ def _row(timeline: Timeline, width: int) -> Iterator[str]:
 
 def _legend(timelines: Sequence[Timeline]) -> Iterator[str]:
     for fill, text in legend_of(timelines):
-        kind = "idle" if fill.startswith("idle") else "span"
-        swatch = f'<rect class="{kind}" fill="url(#{fill})" width="18" height="12"/>'
-        svg = f'<svg class="zb" width="18" height="12">{swatch}</svg>' if fill else ""
+        svg = f"{window(18, 14)}{swatch(fill)}</svg>" if fill else ""
         yield f"<span>{svg}{escape(text)}</span>"
 
 

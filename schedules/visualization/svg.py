@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import floor, log10
 from statistics import median
-from xml.sax.saxutils import escape
 
 from zbcompile.amounts import plain
 from zbcompile.schedules.ir.actions import Action, flatten
@@ -13,7 +12,8 @@ from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.simulation.critical_path import critical_path
 from zbcompile.schedules.simulation.message_slack import messages
 from zbcompile.schedules.simulation.timeline import Span, Timeline
-from zbcompile.schedules.visualization.looks import DARK, IDLE_LOOKS, STYLE, in_the_dark, patterns
+from zbcompile.schedules.visualization.looks import IDLE_LOOKS, patterns
+from zbcompile.schedules.visualization.shapes import picture, shape, window
 from zbcompile.schedules.visualization.text import format_amount, summary
 
 LARGEST = 6000  # pixels of the longest time axis, before anybody zooms
@@ -26,9 +26,6 @@ ALSO = {"messages": "messages", "critical": "critical path"}  # what is drawn on
 def natural_scale(timeline: Timeline) -> float:
     """Pixels per unit of time at which the steps of a timeline can be read."""
     return Drawing(timeline, None).scale
-
-
-SCALES = ' style="max-width: 100%; height: auto">'  # to the window, of a file and of an image in a page
 
 
 def saving(timelines: Sequence[Timeline]) -> str:
@@ -55,8 +52,9 @@ def to_svg(timeline: Timeline, width: int | None = None, also: Sequence[str] = (
     >>> to_svg(simulate(build("zb-h1", ranks=2, microbatches=4))).startswith("<svg")
     True
     """
-    first, *lines = Drawing(timeline, width or min(READABLE, round(Drawing(timeline, None).width)), also).lines()
-    return "\n".join([first.removesuffix(">") + SCALES, *lines])
+    drawing = Drawing(timeline, width or min(READABLE, round(Drawing(timeline, None).width)), also)
+    entries = drawing.legend(legend_of([timeline]))
+    return picture(drawing.width, drawing.height, [*patterns(), *entries, *drawing.lines()])
 
 
 def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
@@ -73,26 +71,18 @@ def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
     drawings = [Drawing(t, round(Drawing.MARGINS + t.finish * scale), top=38) for t in timelines]
     widest, told = max(d.width for d in drawings), saving(timelines)
     y = 34.0 * bool(told)
-    lines = [f'<text x="8" y="26" style="font-size: 22px; font-weight: bold">{escape(told)}</text>'] * bool(told)
+    lines = [*patterns()]
+    lines += [shape("text", text=told, x=8, y=26, style="font-size: 22px; font-weight: bold")] * bool(told)
     lines += drawings[0].legend(legend_of(timelines), y + 8)
     end, y = drawings[0].x(timelines[0].finish), y + 26
     for drawing in drawings:
-        first, *rest = drawing.lines(legend=False)
-        lines += [first.replace("<svg ", f'<svg y="{y:g}" overflow="visible" ', 1), *rest[:-1]]
+        lines.append(window(drawing.width, drawing.height, more=f' y="{y:g}" overflow="visible"'))
+        lines += drawing.lines()
         if drawing.x(drawing.timeline.finish) < end:
-            lines.append(f'<path class="saved" d="M{end:g},{drawing.top}V{drawing.height - 24:g}" fill="none"/>')
-        lines.append(rest[-1])
+            lines.append(shape("path", "saved", d=f"M{end:g},{drawing.top}V{drawing.height - 24:g}", fill="none"))
+        lines.append("</svg>")
         y += drawing.height + GAP
-    size = f'width="{widest:g}" height="{y:g}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {widest:g} {y:g}" class="zb"{SCALES}'
-    return "\n".join([head, *_shared(size), *lines, "</svg>"])
-
-
-def _shared(size: str) -> Iterator[str]:
-    """What a file begins with: styles, hatchings, paper."""
-    yield f"<style>{STYLE}{in_the_dark(*DARK)}</style>"
-    yield from patterns()
-    yield f'<rect class="paper" {size}/>'
+    return picture(widest, y, lines)
 
 
 def legend_of(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
@@ -109,6 +99,12 @@ def is_second(timeline: Timeline, action: Action) -> bool:
     """Every other chunk, or the second copy of the model, is pale."""
     schedule = timeline.schedule
     return bool(schedule.copy_of(action.microbatch) or (action.stage // schedule.ranks) % 2)
+
+
+def swatch(fill: str, x: float = 0, y: float = 0) -> str:
+    """The sample of an entry of the legend."""
+    kind = "idle" if fill.startswith("idle") else "span"
+    return shape("rect", kind, fill=f"url(#{fill})", x=x, y=y, width=18, height=14)
 
 
 @dataclass(frozen=True)
@@ -161,36 +157,25 @@ class Drawing:
     def y(self, rank: int) -> float:
         return self.top + rank * self.row
 
-    def lines(self, legend: bool = True) -> Iterator[str]:
-        """With a legend it is a picture by itself; else one of several, which share styles and legend."""
-        yield self.opened(0, self.width, 0)
-        if legend:
-            yield from _shared(f'width="{self.width:g}" height="{self.height:g}"')
-            yield from self.legend(legend_of([self.timeline]))
-        yield f'<text x="8" y="18" style="font-weight:bold">{escape(summary(self.timeline))}</text>'
-        yield from self.labels()
-        yield from self.shapes()
-        yield "</svg>"
+    def lines(self) -> Iterator[str]:
+        """Under the legend: the title, the names of the ranks and their steps."""
+        yield shape("text", text=summary(self.timeline), x=8, y=18, style="font-weight:bold")
+        yield from (*self.labels(), *self.shapes())
 
     def names(self) -> Iterator[str]:
         """The names of the ranks alone."""
-        yield self.opened(0, self.LEFT, self.top - 6)
+        yield window(self.LEFT, self.height - self.top + 6, 0, self.top - 6)
         yield from (*self.labels(), "</svg>")
 
     def plot(self) -> Iterator[str]:
         """All but the names, the title and the legend."""
-        yield self.opened(self.LEFT, self.timeline.finish * self.scale + self.RIGHT, self.top - 6)
+        wide = self.timeline.finish * self.scale + self.RIGHT
+        yield window(wide, self.height - self.top + 6, self.LEFT, self.top - 6)
         yield from (*self.shapes(), "</svg>")
-
-    def opened(self, left: float, width: float, top: float) -> str:
-        height = self.height - top
-        size = f'width="{width:g}" height="{height:g}" viewBox="{left:g} {top:g} {width:g} {height:g}"'
-        return f'<svg xmlns="http://www.w3.org/2000/svg" {size} class="zb">'
 
     def labels(self) -> Iterator[str]:
         for rank in range(self.timeline.schedule.ranks):
-            label_y = self.y(rank) + self.bar / 2
-            yield f'<text class="label" x="{self.LEFT - 8}" y="{label_y:g}">rank {rank}</text>'
+            yield shape("text", "label", f"rank {rank}", x=self.LEFT - 8, y=self.middle(rank))
 
     def shapes(self) -> Iterator[str]:
         yield from self.axis()
@@ -200,9 +185,9 @@ class Drawing:
         spans = self.timeline.spans
         yield from self.compact() if len(spans) > COMPACT else (line for span in spans for line in self.span(span))
         if "messages" in self.also:
-            yield f'<path class="also wide messages" d="{"".join(self.messages())}"/>'
+            yield shape("path", "also wide messages", d="".join(self.messages()))
         if "critical" in self.also:
-            yield f'<path class="also wide critical" d="{"".join(self.critical())}"/>'
+            yield shape("path", "also wide critical", d="".join(self.critical()))
 
     def messages(self) -> Iterator[str]:
         """A line per message, from the end of the step that makes it to the beginning of the one that takes it."""
@@ -236,22 +221,24 @@ class Drawing:
                 box = f"M{x:g},{y:g}h{width:g}v{height:g}h-{width:g}z"
                 paths.setdefault((span.rank, self.fill(action)), []).append(box)
         for (_, fill), boxes in paths.items():
-            yield f'<path class="span wide" fill="url(#{fill})" d="{"".join(boxes)}"/>'
+            yield shape("path", "span wide", fill=f"url(#{fill})", d="".join(boxes))
 
     def span(self, span: Span) -> Iterator[str]:
         title = f"{span.step} on rank {span.rank}: {plain(span.start)} to {plain(span.end)}"
         for action, x, y, width, height in self.boxes(span):
-            box = f'x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"'
-            yield f'<rect class="span" fill="url(#{self.fill(action)})" {box}><title>{escape(title)}</title></rect>'
+            fill = f"url(#{self.fill(action)})"
+            yield shape("rect", "span", title=title, fill=fill, x=x, y=y, width=width, height=height)
             yield from self.step_label(action, x + width / 2, y + height / 2, width, height)
 
     def step_label(self, action: Action, x: float, y: float, width: float, height: float) -> Iterator[str]:
         size = min(11, height - 1)
         whole = f"{action.op}{action.microbatch}"
         shown = next((text for text in (whole, action.op) if len(text) * size * 0.62 + 3 <= width), "")
-        data = f' data-w="{width:g}"' + f' data-t="{whole}"' * (shown != whole) if self.zooms else ""
+        at: dict[str, float | str] = {"x": x, "y": y, "style": f"font-size:{size:g}px"}
+        if self.zooms:
+            at |= {"data-w": width, "data-t": whole}
         if shown or self.zooms:
-            yield f'<text class="step" x="{x:g}" y="{y:g}" style="font-size:{size:g}px"{data}>{shown}</text>'
+            yield shape("text", "step", shown, "", **at)
 
     def fill(self, action: Action) -> str:
         return f"pale-{action.op}" if is_second(self.timeline, action) else action.op
@@ -259,8 +246,8 @@ class Drawing:
     def idle(self) -> Iterator[str]:
         for gap in self.timeline.idle:
             x, y = self.x(gap.start), self.y(gap.rank)
-            box = f'x="{x:g}" y="{y:g}" width="{self.x(gap.end) - x:.2f}" height="{self.bar:g}"'
-            yield f'<rect class="idle" fill="url(#idle-{gap.cause})" {box}><title>{escape(str(gap))}</title></rect>'
+            width, fill = round(self.x(gap.end) - x, 2), f"url(#idle-{gap.cause})"
+            yield shape("rect", "idle", title=str(gap), fill=fill, x=x, y=y, width=width, height=self.bar)
 
     def memory(self, rank: int) -> Iterator[str]:
         """The curve on a scale common to all ranks, so that they can be compared; the peak at its end, and the limit
@@ -271,13 +258,13 @@ class Drawing:
         for time, amount in self.timeline.memory_curve(rank):
             path.append(f"H{self.x(time):g}V{base - self.curve * amount / top:.2f}")
         peak = format_amount(self.timeline.peak_memory[rank], self.timeline.costs.memory_unit)
-        yield f'<path class="memory wide" d="{"".join(path)}Z"><title>memory of rank {rank}, peak {peak}</title></path>'
+        yield shape("path", "memory wide", title=f"memory of rank {rank}, peak {peak}", d=f"{''.join(path)}Z")
         for limit in self.timeline.memory_limits[rank : rank + 1]:
-            title = f"<title>memory limit {format_amount(limit, self.timeline.costs.memory_unit)}</title>"
+            title = f"memory limit {format_amount(limit, self.timeline.costs.memory_unit)}"
             line = f"M{self.LEFT},{base - self.curve * limit / top:.2f}H{self.x(self.timeline.finish):g}"
-            yield f'<path class="limit wide" d="{line}">{title}</path>'
+            yield shape("path", "limit wide", title=title, d=line)
         x, label = self.x(self.timeline.finish) + 6, peak if self.timeline.costs.memory_unit else f"peak {peak}"
-        yield f'<text x="{x:g}" y="{base - 2:g}" style="font-size:{min(11, self.curve + 1):g}px">{label}</text>'
+        yield shape("text", text=label, x=x, y=base - 2, style=f"font-size:{min(11, self.curve + 1):g}px")
 
     def axis(self) -> Iterator[str]:
         bottom = self.height - 20
@@ -286,20 +273,17 @@ class Drawing:
         for tick in range(int(self.timeline.finish / step * tenths) + 1):
             time = tick * step / tenths
             x = self.x(time)
-            anchor = "middle" if tick else "start"
-            fine = ' class="fine" display="none"' if tick % tenths else ""
-            yield f"<g{fine}>"
-            yield f'<line class="axis" x1="{x:g}" x2="{x:g}" y1="{self.top - 4}" y2="{bottom:g}"/>'
-            unit = self.timeline.costs.time_unit
-            yield f'<text x="{x:g}" y="{bottom + 13:g}" text-anchor="{anchor}">{format_amount(time, unit)}</text></g>'
+            anchor, label = "middle" if tick else "start", format_amount(time, self.timeline.costs.time_unit)
+            yield '<g class="fine" display="none">' if tick % tenths else "<g>"
+            yield shape("line", "axis", x1=x, x2=x, y1=self.top - 4, y2=bottom)
+            yield shape("text", text=label, x=x, y=bottom + 13, text_anchor=anchor) + "</g>"
 
     def legend(self, entries: Sequence[tuple[str, str]], y: float = 28) -> Iterator[str]:
         x = 8.0
         for fill, text in entries:
             if fill:
-                kind = "idle" if fill.startswith("idle") else "span"
-                yield f'<rect class="{kind}" fill="url(#{fill})" x="{x:g}" y="{y:g}" width="18" height="14"/>'
-            yield f'<text x="{x + 22 * bool(fill):g}" y="{y + 11:g}">{text}</text>'
+                yield swatch(fill, x, y)
+            yield shape("text", text=text, x=x + 22 * bool(fill), y=y + 11)
             x += 36 + 6.2 * len(text)
 
 

@@ -41,6 +41,7 @@ from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import trace_joint
 from zbcompile.passes.stage.print_python import type_text
+from zbcompile.tables import Figure, Table, facts, to_text
 from zbcompile.torch_private import pytree
 
 SHOWN = 15  # places that the printed form lists
@@ -86,31 +87,29 @@ class Explanation:
         return tuple(min(self.places, key=lambda place: abs(place.share - share)) for share in even)
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*self._what(), *self._where(), *_listed("Problems", self.problems), *_listed("Notes", self.notes)]
-        )
+        return to_text(self.tables()).rstrip("\n")
 
-    def _what(self) -> list[str]:
+    def tables(self) -> list[Table]:
+        """What the printed form consists of; `zbcompile.tables` writes them as JSON or HTML, too."""
         verdict = "can be compiled" if self.supported else f"cannot be compiled: {counted(self.problems, 'problem')}"
-        return [
-            f"{self.model} {verdict}.",
-            f"  inputs      {', '.join(self.inputs) or 'no tensors'}",
-            f"  loss        {self.loss}",
-            f"  parameters  {', '.join(self.parameters)}",
-        ]
-
-    def _where(self) -> list[str]:
-        if not self.places:
-            return []
+        subject = [Figure(name, getattr(self, name)) for name in ("inputs", "loss", "parameters")]
         shown = self.places if len(self.places) <= SHOWN else tuple(dict.fromkeys(self.nearest_places(SHOWN + 1)))
         hidden = len(self.places) - len(shown)
         title = f"It can be cut in {counted(self.places, 'place')}" + (f" ({hidden} not shown)" if hidden else "")
-        lines = (f"  {place.share:6.1%}  {place.bytes:>12,} B  {place.after}" for place in shown)
-        return [f"{title}; work before the cut, bytes across it, and after what:", *lines]
-
-
-def _listed(title: str, texts: tuple[str, ...]) -> list[str]:
-    return [f"{title}:", *(f"  - {text}" for text in texts)] if texts else []
+        rows = [
+            [
+                Figure("work before", place.share, "share"),
+                Figure("crosses", place.bytes, "B", "microbatch"),
+                Figure("after", place.after),
+            ]
+            for place in shown
+        ]
+        lists = ("Problems", self.problems), ("Notes", self.notes)
+        return [
+            facts("model", subject, f"{self.model} {verdict}."),
+            Table("places", f"{title}:" if rows else "", rows),
+            *(Table(name.lower(), f"{name}:" * bool(texts), notes=[f"- {t}" for t in texts]) for name, texts in lists),
+        ]
 
 
 def counted(things: Sequence[object], noun: str) -> str:

@@ -2,19 +2,28 @@
 between them drawn with its bytes, and a search box. The page loads nothing from anywhere.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from html import escape
 
+from torch.fx import Graph
+
 from zbcompile.amounts import format_bytes, format_count
-from zbcompile.inspection.graph_data import Graph, Operation, crossing_values, graph_of
+from zbcompile.passes.graph.fx import is_getitem, output_values
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.graph.storage import is_view
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.print_python import describe_value
 from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.torch_private import is_in_place
 from zbcompile.program.program import Program
+from zbcompile.schedules.visualization import looks
 from zbcompile.schedules.visualization.looks import LOOKS
+from zbcompile.schedules.visualization.shapes import shape, window
 
 SHOWN = ("F", "B", "W")
 STYLE = """
-body { font: 14px sans-serif; margin: 16px; color: #111 }
+body { font: 14px sans-serif; margin: 16px; color: #111; background: #fff; color-scheme: light dark }
 #stages { display: flex; align-items: flex-start; overflow-x: auto; padding-bottom: 12px }
 .stage { flex: 0 0 450px; border: 1px solid #bbb; border-radius: 6px; padding: 10px }
 .hop { flex: 0 0 88px; text-align: center; font-size: 12px; padding-top: 92px }
@@ -23,12 +32,13 @@ h2 { font-size: 16px; margin: 0 0 4px } p { margin: 4px 0 }
 details { margin-left: 10px } summary { cursor: pointer; padding: 1px 0 }
 .count { border-radius: 8px; padding: 0 6px; margin-left: 4px; font-size: 12px; border: 1px solid #555 }
 .op { border-left: 6px solid; margin: 1px 0 1px 10px; padding: 1px 6px; font: 12px monospace; overflow-wrap: anywhere }
-.op span { color: #444 } .values { font: 12px monospace; margin: 2px 0 6px 12px; overflow-wrap: anywhere }
+.op span { opacity: .75 } .values { font: 12px monospace; margin: 2px 0 6px 12px; overflow-wrap: anywhere }
 .F { border-color: COLOUR_F } .B { border-color: COLOUR_B } .W { border-color: COLOUR_W }
 .count.F { background: COLOUR_F } .count.B { background: COLOUR_B } .count.W { background: COLOUR_W }
-svg text { font: 13px sans-serif } input { font-size: 14px; padding: 4px 8px; width: 320px }
-.hidden { display: none } .hit { background: #fff3a0 }
+.count { color: #111 } input { font-size: 14px; padding: 4px 8px; width: 320px }
+.hidden { display: none } .hit { background: #fff3a0; color: #111 }
 """
+_DARK = (("body", "color: #ddd; background: #1c1c1f"),)
 SCRIPT = """
 const ops = [...document.querySelectorAll(".op")], found = document.getElementById("found");
 document.getElementById("search").addEventListener("input", event => {
@@ -48,6 +58,41 @@ document.getElementById("search").addEventListener("input", event => {
 """
 
 
+@dataclass(frozen=True)
+class Operation:
+    """One operation of a graph: the module and line of the model it is from, or the pass of the compiler that made it.
+
+    `inputs` are names of operations or of the graph's inputs; `value` is type and size; `effect` is "view", "in place"
+    or "".
+    """
+
+    name: str
+    operator: str
+    inputs: tuple[str, ...]
+    value: str
+    effect: str
+    module: str
+    line: str
+    made_by: str
+
+
+def operations_of(graph: Graph) -> Iterator[Operation]:
+    """Those of one pass of a stage, in their order."""
+    for node in (node for node in graph.nodes if node.op == "call_function"):
+        origin = origin_of(node)
+        effect = "in place" if is_in_place(node.target) else "view" if not is_getitem(node) and is_view(node) else ""
+        yield Operation(
+            name=node.name,
+            operator="getitem" if is_getitem(node) else str(node.target),
+            inputs=tuple(argument.name for argument in node.all_input_nodes),
+            value=describe_value(node.meta.get("val")),
+            effect=effect,
+            module=origin.owner if origin else "",
+            line=origin.text if origin else "",
+            made_by=str(node.meta.get("pass", "")),
+        )
+
+
 @dataclass
 class _Module:
     """A module of the tree: its own operations by pass, and its children by name."""
@@ -61,7 +106,7 @@ class _Module:
 
 def to_page(program: Program, title: str) -> str:
     """The page as text; `title` names the model."""
-    style = STYLE
+    style = f"{looks.STYLE}{STYLE}{looks.in_the_dark(*looks.DARK, *_DARK)}"
     for name in SHOWN:
         style = style.replace(f"COLOUR_{name}", LOOKS[name][0])
     plan = f"{program.schedule.name}, {program.schedule.ranks} ranks, {len(program.stages)} stages"
@@ -95,15 +140,15 @@ def _hop(left: StageProgram, right: StageProgram) -> str:
 
 
 def _stage(program: Program, stage: StageProgram) -> str:
-    graphs = {name: graph_of(program, stage.stage, name) for name in SHOWN if name in stage.pieces}
+    shown = [name for name in SHOWN if name in stage.pieces]
     rank = program.rank_of(stage.stage)
-    flops = ", ".join(f"{name} {format_count(graph.flops)}" for name, graph in graphs.items())
+    flops = ", ".join(f"{name} {format_count(stage.flops[name])}" for name in shown)
     return "\n".join(
         [
             f'<section class="stage"><h2>stage {stage.stage} on rank {rank}</h2>',
             f"<p>{len(stage.parameters)} parameters; FLOPs {flops}</p>",
             *([_passes(stage), *_crossing(stage)] if "B" in stage.pieces else []),  # not of a forward alone
-            *_tree(_modules(graphs), "open"),
+            *_tree(_modules({name: stage.pieces[name] for name in shown}), "open"),
             "</section>",
         ]
     )
@@ -114,39 +159,36 @@ def _passes(stage: StageProgram) -> str:
     crossing = stage.crossing
     amounts = (crossing.forward_to_backward, crossing.backward_to_weight, crossing.forward_to_weight)
     thick = [1 + 7 * amount / (max(amounts) or 1) for amount in amounts]
-    boxes = "".join(
-        f'<rect x="{x}" y="44" width="60" height="34" rx="5" fill="{LOOKS[name][0]}" stroke="#333"/>'
-        f'<text x="{x + 30}" y="66" text-anchor="middle">{name}</text>'
-        for name, x in zip(SHOWN, (10, 190, 370), strict=True)
-    )
-    arrows = "".join(
-        f'<line x1="{x}" y1="61" x2="{x + 112}" y2="61" stroke="#555" stroke-width="{width:.1f}"/>'
-        f'<path d="M{x + 110},53 l10,8 l-10,8z" fill="#555"/>'
-        f'<text x="{x + 58}" y="92" text-anchor="middle">{format_bytes(amount)}</text>'
-        for x, width, amount in ((70, thick[0], amounts[0]), (250, thick[1], amounts[1]))
-    )
-    over = (
-        f'<path d="M40,44 C40,8 400,8 400,36" fill="none" stroke="#555" stroke-width="{thick[2]:.1f}"/>'
-        f'<path d="M392,34 l8,10 l8,-10z" fill="#555"/>'
-        f'<text x="220" y="12" text-anchor="middle">{format_bytes(amounts[2])}</text>'
-    )
-    label = "what waits between F, B and W"
-    return f'<svg width="440" height="100" role="img" aria-label="{label}">{boxes}{arrows}{over}</svg>'
+    shapes = []
+    for name, x in zip(SHOWN, (10, 190, 370), strict=True):
+        shapes.append(shape("rect", x=x, y=44, width=60, height=34, rx=5, fill=LOOKS[name][0], stroke="#333"))
+        shapes.append(shape("text", "step", name, x=x + 30, y=61))
+    for x, width, amount in ((70, thick[0], amounts[0]), (250, thick[1], amounts[1])):
+        shapes.append(shape("line", x1=x, y1=61, x2=x + 112, y2=61, stroke="#888", stroke_width=width))
+        shapes.append(shape("path", d=f"M{x + 110},53 l10,8 l-10,8z", fill="#888"))
+        shapes.append(shape("text", text=format_bytes(amount), x=x + 58, y=92, text_anchor="middle"))
+    shapes.append(shape("path", d="M40,44 C40,8 400,8 400,36", fill="none", stroke="#888", stroke_width=thick[2]))
+    shapes.append(shape("path", d="M392,34 l8,10 l8,-10z", fill="#888"))
+    shapes.append(shape("text", text=format_bytes(amounts[2]), x=220, y=12, text_anchor="middle"))
+    label = ' role="img" aria-label="what waits between F, B and W"'
+    return "".join((window(440, 100, more=label), *shapes, "</svg>"))
 
 
 def _crossing(stage: StageProgram) -> Iterator[str]:
     for first, second in (("F", "B"), ("F", "W"), ("B", "W")):
-        values = crossing_values(stage.pieces[first], stage.pieces[second])
+        made, wanted = stage.pieces[first], set(map(str, stage.pieces[second].inputs))
+        pairs = zip(made.outputs, output_values(made.module.graph), strict=True)
+        values = [(slot.name, node) for slot, node in pairs if slot.kind == "saved" and str(slot) in wanted]
         if values:
             yield f"<details><summary>{first} keeps {len(values)} values for {second}</summary>"
-            lines = "<br>".join(f"{escape(value.meaning)}: {escape(value.value)}" for value in values)
-            yield f'<div class="values">{lines}</div></details>'
+            lines = (f"{escape(name)}: {escape(describe_value(node.meta.get('val')))}" for name, node in values)
+            yield f'<div class="values">{"<br>".join(lines)}</div></details>'
 
 
-def _modules(graphs: Mapping[str, Graph]) -> _Module:
+def _modules(pieces: Mapping[str, Piece]) -> _Module:
     root = _Module()
-    for name, graph in graphs.items():
-        for operation in graph.operations:
+    for name, piece in pieces.items():
+        for operation in operations_of(piece.module.graph):
             _place(root, operation).operations[name].append(operation)
     return root
 
@@ -170,7 +212,7 @@ def _tree(module: _Module, state: str = "") -> Iterator[str]:
         yield "</details>"
 
 
-def _operations(name: str, operations: Sequence[Operation]) -> Iterator[str]:
+def _operations(name: str, operations: list[Operation]) -> Iterator[str]:
     for op in operations:
         effect = f" ({op.effect})" if op.effect else ""
         made = f" by {op.made_by}" if op.made_by else ""

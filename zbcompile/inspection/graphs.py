@@ -6,8 +6,7 @@ from pathlib import Path
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
-from zbcompile.inspection.graph_data import PASSES, graph_of
-from zbcompile.inspection.graph_html import to_page
+from zbcompile.inspection.graph_html import operations_of, to_page
 from zbcompile.inspection.request import Subject
 from zbcompile.passes.pass_list.passes_in_order import OVERLAP, PASS_NAMES
 from zbcompile.passes.pass_list.run_passes import PassManager
@@ -16,6 +15,8 @@ from zbcompile.program.program import Program
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import Pair
 from zbcompile.tables import Figure, Table
+
+PASSES = ("F", "B", "W", "BW")
 
 
 def stage_and_pass(text: str) -> tuple[int, str]:
@@ -71,7 +72,7 @@ def graph_text(inspected: Inspected, stage: int, name: str) -> str:
 def graph_table(inspected: Inspected, stage: int, name: str) -> Table:
     """One graph: for a terminal as Python, else its operations."""
     text = graph_text(inspected, stage, name)
-    operations = graph_of(inspected.program, stage, name).operations
+    operations = operations_of(inspected.program.stages[stage].pieces[name].module.graph)
     rows = [[Figure(key, value) for key, value in asdict(operation).items()] for operation in operations]
     return Table(f"graph {stage}.{name}", rows=rows, picture=text.rstrip("\n"))
 

@@ -21,14 +21,13 @@ from zbcompile.inspection.graphs import (
     write_graphs,
 )
 from zbcompile.inspection.idle_report import critical_table, exchanges, idle_intervals, require_rank
-from zbcompile.inspection.measured_report import measured_tables
 from zbcompile.inspection.report import Summary, Tried
 from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for, predicted
 from zbcompile.passes.pass_list.run_passes import PassManager
-from zbcompile.prediction.advice import Peak
+from zbcompile.prediction.advice import Impossible, Peak
 from zbcompile.prediction.predict import left_on_last
 from zbcompile.prediction.rank_memory import Sharding, complete_peak
-from zbcompile.prediction.recompile_trials import Impossible, run_trials
+from zbcompile.prediction.recompile_trials import run_trials
 from zbcompile.program.manifest import SavedProgram
 from zbcompile.program.program import Program
 from zbcompile.progress import Say
@@ -122,7 +121,7 @@ def _compare(subject: Subject) -> Iterator[Table]:
 def _step(subject: Subject) -> tuple[Timeline, str]:
     """The recorded step, or the predicted one, and its unit."""
     if subject.comparison is not None:
-        return subject.comparison.timelines[1], "s"
+        return subject.comparison.measured, "s"
     return subject.prediction.shown, subject.prediction.unit
 
 
@@ -149,9 +148,9 @@ def _timeline(subject: Subject) -> Iterator[Table]:
     if compared is None:
         yield _files([write_picture(subject.prediction.for_file(file), file)])
     elif file.suffix == ".json":
-        yield _files([write_picture(for_trace(compared.timelines[1]), file)])
+        yield _files([write_picture(for_trace(compared.measured), file)])
     else:
-        yield _files([write_comparison(in_units(compared.timelines), file)])
+        yield _files([write_comparison(in_units([compared.predicted, compared.measured]), file)])
 
 
 def _sharding(request: Request) -> Sharding:
@@ -166,7 +165,7 @@ def _peak_of(subject: Subject, program: Program | None = None) -> Peak:
 
 def _measured(subject: Subject) -> Iterator[Table]:
     assert subject.comparison is not None
-    yield from measured_tables(subject.comparison, _peak_of(subject))
+    yield from subject.comparison.tables(_peak_of(subject))
 
 
 def _summary(subject: Subject) -> Iterator[Table]:

@@ -1,109 +1,215 @@
-"""A recorded step beside its prediction: where the difference is, and what to try."""
+"""A recorded step beside its prediction: where the difference is, rank by rank, and what to try."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
 
 from zbcompile.amounts import format_share, format_signed, format_time
-from zbcompile.inspection.report import advice
-from zbcompile.prediction.advice import Peak, alternatives, format_idle, idle_by_cause, waiting_peak, what_limits
-from zbcompile.prediction.step_comparison import PASSES, PassDifference, StepComparison
-from zbcompile.schedules import Timeline, format_timeline, simulate
+from zbcompile.errors import PipelineError
+from zbcompile.prediction.advice import (
+    Peak,
+    advice_table,
+    alternatives,
+    format_idle,
+    idle_by_cause,
+    waiting_peak,
+    what_limits,
+)
+from zbcompile.prediction.predict import Basis
+from zbcompile.program.step_record import StepRecord, mean_seconds
+from zbcompile.schedules import Schedule, Timeline, format_timeline, simulate, with_updates
+from zbcompile.schedules.ir.actions import ONCE
+from zbcompile.schedules.visualization.figure import figure
+from zbcompile.schedules.visualization.step_tables import pass_bubble
 from zbcompile.schedules.visualization.text import compare_text
+from zbcompile.schedules.visualization.units import in_units
 from zbcompile.tables import WIDTH, Figure, Table, facts
 
 LARGEST_RATIO = 4  # of two steps that are drawn on one axis
-PARTS = ("compute", "communication", "imbalance", "overhead")
+PASSES = ("F", "B", "W", "BW", "S", "T")
+WAITS = ("warm-up", "wait", "imbalance", "cool-down")
+_SILENT = ("threads", "order", "graphs", "types")  # differ only along with entries that are reported anyway
+# The parts of a rank's difference; they add up to it. `communication`: results that were made and on their way while it
+# stood waiting for them. `imbalance`: waits for passes of other ranks, while the pipeline fills, runs and drains.
+# `overhead`: all inputs had arrived: the host's work between two passes.
+PARTS: Mapping[str, Sequence[str]] = {
+    "compute": (),  # its own passes
+    "communication": ("communication",),
+    "imbalance": WAITS,
+    "overhead": ("overhead",),
+}
 
 
-def measured_tables(c: StepComparison, peak: Peak = waiting_peak) -> Iterator[Table]:
-    """The report of `--measured`; `peak` says what the fullest rank holds."""
-    predicted, measured = c.timelines
-    schedule = predicted.schedule
-    yield facts(
-        "measured",
-        [
-            Figure("schedule", schedule.name),
-            Figure("ranks", schedule.ranks),
-            Figure("stages", schedule.stages),
-            Figure("microbatches", schedule.microbatches),
-            Figure("recorded", "in one process, its passes replayed" if c.in_process else "by every rank"),
-            Figure("step", c.measured_step, "s"),
-            Figure("bubble", c.measured_bubble, "share"),
-            Figure("whole call", c.call, "s"),
-            Figure("predicted step", c.predicted_step, "s"),
-            Figure("predicted bubble", c.predicted_bubble, "share"),
-            Figure("predicted", c.basis),
-        ],
-        notes=list(_what_it_says(c)),
-    )
-    rows = [
-        [
-            Figure("rank", rank.rank),
-            *(Figure(part, getattr(rank, part), "s more") for part in PARTS),
-            Figure("peak predicted", rank.predicted_peak, "B"),
-            Figure("peak measured", rank.measured_peak, "B"),
+@dataclass(frozen=True)
+class StepComparison:
+    """A record beside the prediction `predicted`, whose times are those of `basis`. Steps count from the first pass to
+    the end of the last, in seconds. `notes` say what else differs between the program that was recorded and this."""
+
+    record: StepRecord
+    predicted: Timeline
+    basis: str
+    notes: tuple[str, ...]
+
+    @cached_property
+    def measured(self) -> Timeline:
+        return self.record.as_ranks(self.predicted.costs)
+
+    def _repr_html_(self) -> str:
+        """In notebooks, the predicted step above the measured one."""
+        return figure(in_units([self.predicted, self.measured]))
+
+    def tables(self, peak: Peak = waiting_peak) -> Iterator[Table]:
+        """The report of `--measured`; `peak` says what the fullest rank holds."""
+        schedule, in_process = self.predicted.schedule, self.record.in_process
+        yield facts(
+            "measured",
+            [
+                Figure("schedule", schedule.name),
+                Figure("ranks", schedule.ranks),
+                Figure("stages", schedule.stages),
+                Figure("microbatches", schedule.microbatches),
+                Figure("recorded", "in one process, its passes replayed" if in_process else "by every rank"),
+                Figure("step", self.measured.finish, "s"),
+                Figure("bubble", pass_bubble(self.measured), "share"),
+                Figure("whole call", self.record.step_time, "s"),
+                Figure("predicted step", self.predicted.finish, "s"),
+                Figure("predicted bubble", pass_bubble(self.predicted), "share"),
+                Figure("predicted", self.basis),
+            ],
+            notes=list(self._what_it_says()),
+        )
+        difference = _signed(self.measured.finish - self.predicted.finish)
+        yield Table("ranks", f"Where the {difference} are: measured less predicted", self.ranks)
+        title = "Time of each pass, mean over the microbatches: measured, and how often the predicted time"
+        yield Table("passes", title, self.passes)
+        title, picture = _pictures(self.predicted, self.measured)
+        yield Table("steps", title, picture=picture)
+        yield Table("notes", notes=[f"- {note}" for note in self.notes])
+        replayed = simulate(self.measured.schedule, self.measured.costs)  # as `inspect --costs` with the record has it
+        limits = f"{what_limits(replayed)} {format_idle(idle_by_cause(replayed))}"
+        yield advice_table(alternatives(replayed, peak), limits)
+
+    @property
+    def ranks(self) -> list[list[Figure]]:
+        """Of every rank the measured time of its step less the predicted one, in parts."""
+        peaks = self.record.peak_activation_bytes
+        return [
+            [
+                Figure("rank", rank),
+                *(Figure(part, self._more(rank, part), "s more") for part in PARTS),
+                Figure("peak predicted", int(self.predicted.peak_memory[rank]), "B"),
+                Figure("peak measured", peaks[rank], "B"),
+            ]
+            for rank in range(self.predicted.schedule.ranks)
         ]
-        for rank in c.ranks
-    ]
-    yield Table("ranks", f"Where the {_signed(c.difference)} are: measured less predicted", rows)
-    yield _passes(c)
-    title, picture = _pictures(predicted, measured)
-    yield Table("steps", title, picture=picture)
-    yield Table("notes", notes=[f"- {note}" for note in c.notes])
-    yield _what_to_try(c, peak)
+
+    def _more(self, rank: int, part: str) -> float:
+        before, after = self.predicted, self.measured
+        if part == "compute":
+            return after.busy[rank] - before.busy[rank]
+        idle: list[dict[Any, float]] = [after.idle_by_cause[rank], before.idle_by_cause[rank]]
+        now, then = (sum(each.get(cause, 0.0) for cause in PARTS[part]) for each in idle)
+        return float(now - then)
+
+    @cached_property
+    def _seconds(self) -> dict[tuple[str, int], tuple[float, float]]:
+        """Of every pass of every stage that was recorded: predicted, and the mean over the microbatches."""
+        costs, measured = self.predicted.costs, mean_seconds(self.record.spans)
+        return {(op, s): (float(costs.time(op, s)), t) for (op, s), t in measured.items() if op in PASSES}
+
+    @property
+    def passes(self) -> list[list[Figure]]:
+        """The measured seconds of each pass, and how many times the predicted ones they are."""
+        names = [name for name in PASSES if any(op == name for op, _ in self._seconds)]
+        rows = []
+        for stage in sorted({stage for _, stage in self._seconds}):
+            row = [Figure("stage", stage)]
+            for name in names:
+                predicted, measured = self._seconds.get((name, stage), (None, None))
+                ratio = measured / predicted if measured is not None and predicted else None
+                row += [Figure(name, measured, "s", "microbatch"), Figure(f"{name} ratio", ratio, "ratio")]
+            rows.append(row)
+        return rows
+
+    def _what_it_says(self) -> Iterator[str]:
+        """The tables in words."""
+        step, predicted = self.measured.finish, self.predicted.finish
+        times = f"{step / predicted:.2f} times" if predicted else "longer than"
+        yield f"The step took {times} the predicted time. {self._largest()}"
+        known = {key: pair for key, pair in self._seconds.items() if all(pair)}
+        if known:
+            expected, whole = (sum(column) for column in zip(*known.values(), strict=True))
+            ratios = {key: measured / expected for key, (expected, measured) in known.items()}
+            extremes = (
+                f"{ratios[key]:.2f} times ({key[0]} of stage {key[1]})"
+                for key in (min(ratios, key=ratios.__getitem__), max(ratios, key=ratios.__getitem__))
+            )
+            yield f"The passes took {whole / expected:.2f} times their predicted time, from {' to '.join(extremes)}."
+        if not self.record.in_process:
+            replayed = simulate(self.record.schedule, self.record.costs_of_passes).finish
+            share = format_share((step - replayed) / step if step else 0.0)
+            yield (
+                "If every pass took its mean measured time and messages took none, the step would take "
+                f"{format_time(replayed, 's')}: {_signed(step - replayed)} ({share} of the step) is messages, the host "
+                "between passes, and slower microbatches."
+            )
+
+    def _largest(self) -> str:
+        count = self.predicted.schedule.ranks
+        means = {part: sum(self._more(rank, part) for rank in range(count)) / count for part in PARTS}
+        order = sorted(means, key=lambda part: -abs(means[part]))
+        told = [f"{part} {_signed(means[part])}" for part in order if abs(means[part]) > 1e-6 * self.measured.finish]
+        return f"On average over the ranks: {', '.join(told)}." if told else "No rank differs."
 
 
-def _what_to_try(c: StepComparison, peak: Peak) -> Table:
-    """The alternatives to the step that the measured passes make, as `inspect --costs` with the record has them."""
-    replayed = simulate(c.timelines[1].schedule, c.timelines[1].costs)
-    return advice(alternatives(replayed, peak), f"{what_limits(replayed)} {format_idle(idle_by_cause(replayed))}")
+def compare_step(
+    record: StepRecord, predicted: Timeline, basis: Basis, manifest: Mapping[str, Any], rescale: bool = False
+) -> StepComparison:
+    """Compare `record` with its prediction under `basis`; `manifest` is that of the program that was predicted.
+    `rescale`: of the predicted times only the ratios count, and all passes together take as long as in the record.
+
+    Raises PipelineError if the record is of another schedule, or the prediction is not in seconds.
+    """
+    if basis.unit != "s":
+        raise PipelineError("--measured compares seconds; --costs uniform has none. Use flops, or a file of costs.")
+    updates = record.schedule.ops & ONCE  # the optimizer's actions, which the record alone has
+    if updates:
+        predicted = simulate(with_updates(predicted.program, updates), predicted.costs)
+    _require_same_schedule(record.schedule, predicted.schedule)
+    text = basis.text
+    if rescale:
+        factor = sum(record.timeline.busy) / (sum(predicted.busy) or 1.0)
+        times = ("forward", "backward", "weight", "saved", "vocab_s", "vocab_t")
+        scaled: dict[str, Any] = {n: tuple(factor * time for time in getattr(predicted.costs, n)) for n in times}
+        predicted = simulate(predicted.program, replace(predicted.costs, **scaled))
+        text = f"{text}; {factor:.2f} times that, so that all passes take as long as measured"
+    return StepComparison(record, predicted, text, tuple(_other_program(record.program, manifest)))
+
+
+def _require_same_schedule(recorded: Schedule, here: Schedule) -> None:
+    """Raise PipelineError unless a record has the actions that are predicted."""
+    if recorded.orders == here.orders:
+        return
+    sizes = [f"{s.name} on {s.ranks} ranks with {s.microbatches} microbatches" for s in (recorded, here)]
+    what = "the same name and sizes, but another order" if sizes[0] == sizes[1] else f"here it is {sizes[1]}"
+    raise PipelineError(f"the record is of {sizes[0]}; {what}. Leave out --schedule: the record holds its own.")
+
+
+def _other_program(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
+    """What the record's program has that the predicted one has not: the figures then compare two different things."""
+    differing = [key for key in here if key in recorded and recorded[key] != here[key]]
+    told = [key for key in differing if key not in _SILENT]
+    for key in told:
+        was, now = (str(each[key]) for each in (recorded, here))
+        values = f"{was} there, {now} here" if len(was) + len(now) < 60 else "not the same"
+        yield f"recorded from another program: {key} {values}"
+    if not told and set(differing) & {"graphs", "types"}:
+        yield "recorded from another program: its graphs differ"
 
 
 def _signed(seconds: float) -> str:
     return format_signed(seconds, lambda each: format_time(each, "s"))
-
-
-def _what_it_says(c: StepComparison) -> Iterator[str]:
-    """The tables in words."""
-    times = f"{c.measured_step / c.predicted_step:.2f} times" if c.predicted_step else "longer than"
-    yield f"The step took {times} the predicted time. {_largest(c)}"
-    known = [p for p in c.passes if p.predicted and p.measured]
-    if known:
-        whole = sum(p.measured for p in known) / sum(p.predicted for p in known)
-        slow, fast = (choose(known, key=lambda p: p.measured / p.predicted) for choose in (max, min))
-        extremes = (f"{p.measured / p.predicted:.2f} times ({p.name} of stage {p.stage})" for p in (fast, slow))
-        yield f"The passes took {whole:.2f} times their predicted time, from {' to '.join(extremes)}."
-    if not c.in_process:
-        lost = c.measured_step - c.replayed_step
-        share = format_share(lost / c.measured_step if c.measured_step else 0.0)
-        yield (
-            "If every pass took its mean measured time and messages took none, the step would take "
-            f"{format_time(c.replayed_step, 's')}: {_signed(lost)} ({share} of the step) is messages, the host between "
-            "passes, and slower microbatches."
-        )
-
-
-def _largest(c: StepComparison) -> str:
-    means = {part: sum(getattr(rank, part) for rank in c.ranks) / len(c.ranks) for part in PARTS}
-    order = sorted(means, key=lambda part: -abs(means[part]))
-    told = [f"{part} {_signed(means[part])}" for part in order if abs(means[part]) > 1e-6 * c.measured_step]
-    return f"On average over the ranks: {', '.join(told)}." if told else "No rank differs."
-
-
-def _passes(c: StepComparison) -> Table:
-    names = [name for name in PASSES if any(p.name == name for p in c.passes)]
-    found = {(p.stage, p.name): p for p in c.passes}
-    stages = sorted({p.stage for p in c.passes})
-    rows = [
-        [Figure("stage", stage), *(each for name in names for each in _measured(name, found.get((stage, name))))]
-        for stage in stages
-    ]
-    title = "Time of each pass, mean over the microbatches: measured, and how often the predicted time"
-    return Table("passes", title, rows)
-
-
-def _measured(name: str, p: PassDifference | None) -> tuple[Figure, Figure]:
-    ratio = p.measured / p.predicted if p and p.predicted else None
-    return Figure(name, p and p.measured, "s", "microbatch"), Figure(f"{name} ratio", ratio, "ratio")
 
 
 def _pictures(predicted: Timeline, measured: Timeline) -> tuple[str, str]:

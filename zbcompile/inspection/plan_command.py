@@ -1,11 +1,11 @@
 """The plan command: the table, and a picture, to look at before asking for machines."""
 
 import argparse
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from xml.sax.saxutils import escape
 
 import torch
 
@@ -24,31 +24,26 @@ from zbcompile.passes.option import options_of
 from zbcompile.planning.factorisations import SLOW, Captured, Row, factorisations, ranked
 from zbcompile.progress import Say
 from zbcompile.safe_files import write_whole
+from zbcompile.schedules.visualization.shapes import picture, shape
 from zbcompile.schedules.visualization.svg import round_step
 from zbcompile.schedules.visualization.units import SIZES
-from zbcompile.tables import Figure, grid, wrap, written
+from zbcompile.tables import Figure, Table, to_data, to_text, written
 
 WIDTH, HEIGHT, MARGIN = 640, 360, 70
 NAMES = 220  # pixels beside the axes
-STYLE = (
-    "text { font: 11px sans-serif; fill: #111 } .best { fill: #0072b2 } .other { fill: #bbb } "
-    ".front { fill: none; stroke: #0072b2 } .axis { stroke: #999 } rect { fill: #fff }"
-)
+STYLE = ".zb .best { fill: #2b8cd0 } .zb .other { fill: #999 } .zb .front { fill: none; stroke: #2b8cd0 }"
 
 
-def format_plan(rows: Sequence[Row], shown: int, every: bool = False) -> str:
+def plan_table(rows: Sequence[Row], shown: int, title: str = "", every: bool = False) -> Table:
     """The best rows, the fastest of each division of the ranks, and the fastest others up to `shown`, none of them much
     slower than the first; or `every` row. A star marks the Pareto front of rate and memory."""
     fastest = {(row.tensor, row.ranks): row for row in reversed(rows)}
     meant = [row for row in rows if row.rate >= rows[0].rate / SLOW]
     kept = [r for i, r in enumerate(meant) if r.best or i < shown or fastest[r.tensor, r.ranks] is r]
     kept, left = (list(rows), 0) if every else (kept, len(rows) - len(meant))
-    shown_rows = grid([_figures(row, _unit(rows)) for row in kept])
     takes, are = ("row takes", "is") if left == 1 else ("rows take", "are")
-    note = (
-        f"\n\n{left} {takes} more than {SLOW:g} times as long as the fastest and {are} left out; --all shows every row."
-    )
-    return shown_rows + note * bool(left)
+    note = f"{left} {takes} more than {SLOW:g} times as long as the fastest and {are} left out; --all shows every row."
+    return Table("plan", title, [_figures(row, _unit(rows)) for row in kept], [note] * bool(left))
 
 
 def _unit(rows: Sequence[Row]) -> str:
@@ -81,41 +76,24 @@ def to_picture(rows: Sequence[Row]) -> str:
     places = [(left + row.peak / most_bytes * wide, low - row.rate / most * high) for row in rows]
     front = " ".join(f"{x:.1f},{y:.1f}" for row, (x, y) in zip(rows, places, strict=True) if row.best)
     best = [(row, place) for row, place in zip(rows, places, strict=True) if row.best]
-    names = [
-        f'<text x="{x:.1f}" y="{y + (18 if number % 2 else -8):.1f}" text-anchor="middle">{number}</text>'
-        f'<text x="{WIDTH}" y="{MARGIN + 16 * number}">{number}  {escape(_name(row))}</text>'
-        for number, (row, (x, y)) in enumerate(best, 1)
-    ]
-    ticks = [
-        f'<path class="axis" d="M{left - 4} {low - y:.1f}h4"/>'
-        f'<text x="{left - 7}" y="{low - y + 4:.1f}" text-anchor="end">{amount:,.12g}</text>'
-        for amount, y in _ticks(most, high)
-    ]
     unit, word = next((each, word) for each, word in SIZES if most_bytes >= each)
-    ticks += [
-        f'<path class="axis" d="M{left + x:.1f} {low}v4"/>'
-        f'<text x="{left + x:.1f}" y="{low + 16}" text-anchor="middle">{amount:,.12g} {word}</text>'
-        for amount, x in _ticks(most_bytes / unit, wide)
-    ]
-    points = [
-        f'<circle class="{"best" if row.best else "other"}" cx="{x:.1f}" cy="{y:.1f}" r="4">'
-        f"<title>{escape(', '.join(filter(None, map(written, _figures(row, _unit(rows))))))}</title></circle>"
-        for row, (x, y) in zip(rows, places, strict=True)
-    ]
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH + NAMES}" height="{HEIGHT}"><style>{STYLE}</style>',
-            f'<rect width="{WIDTH + NAMES}" height="{HEIGHT}"/>',
-            f'<path class="axis" d="M{left} {MARGIN}V{low}H{WIDTH - MARGIN}" fill="none"/>',
-            f'<text x="{left}" y="{MARGIN - 10}">{_unit(rows)}</text>',
-            f'<text x="{left + wide}" y="{low + 34}" text-anchor="end">peak memory of a rank</text>',
-            *ticks,
-            f'<polyline class="front" points="{front}"/>',
-            *points,
-            *names,
-            "</svg>",
-        ]
-    )
+    shapes = [shape("path", "axis", d=f"M{left} {MARGIN}V{low}H{WIDTH - MARGIN}", fill="none")]
+    shapes += [shape("text", text=_unit(rows), x=left, y=MARGIN - 10)]
+    shapes += [shape("text", text="peak memory of a rank", x=left + wide, y=low + 34, text_anchor="end")]
+    for amount, y in _ticks(most, high):
+        shapes.append(shape("path", "axis", d=f"M{left - 4} {low - y:.1f}h4"))
+        shapes.append(shape("text", text=f"{amount:,.12g}", x=left - 7, y=low - y + 4, text_anchor="end"))
+    for amount, x in _ticks(most_bytes / unit, wide):
+        shapes.append(shape("path", "axis", d=f"M{left + x:.1f} {low}v4"))
+        shapes.append(shape("text", text=f"{amount:,.12g} {word}", x=left + x, y=low + 16, text_anchor="middle"))
+    shapes.append(shape("polyline", "front", points=front))
+    for row, (x, y) in zip(rows, places, strict=True):
+        told = ", ".join(filter(None, map(written, _figures(row, _unit(rows)))))
+        shapes.append(shape("circle", "best" if row.best else "other", title=told, cx=x, cy=y, r=4))
+    for number, (row, (x, y)) in enumerate(best, 1):
+        shapes.append(shape("text", text=str(number), x=x, y=y + (18 if number % 2 else -8), text_anchor="middle"))
+        shapes.append(shape("text", text=f"{number}  {_name(row)}", x=WIDTH, y=MARGIN + 16 * number))
+    return picture(WIDTH + NAMES, HEIGHT, shapes, STYLE)
 
 
 def _name(row: Row) -> str:
@@ -158,6 +136,7 @@ class PlanRequest(Plan):
     rows: int
     every: bool
     svg: Path | None
+    json: bool
     dimensions: tuple[str, ...]
 
 
@@ -170,12 +149,16 @@ def _run(chosen: argparse.Namespace, say: Say) -> None:
     rows, impossible = _searched(request, ranks, say)
     if not rows:
         raise PipelineError(f"no plan for {ranks} ranks: {'; '.join(impossible)}")
-    print("\n".join(wrap(_assumed(request))), format_plan(rows, request.rows, request.every), sep="\n\n", end="\n\n")
-    print("\n".join(line for text in impossible for line in wrap(text)), end="\n\n" if impossible else "")
-    print(f"the fastest, as a command:\n  {_command(request, rows[0])}")
+    command = _command(request, rows[0])
+    tables = [
+        plan_table(rows, request.rows, _assumed(request), request.every),
+        Table("impossible", notes=impossible),
+        Table("command", "The fastest, as a command:", [[Figure("command", command)]], picture=f"  {command}"),
+    ]
+    print(json.dumps(to_data(tables), indent=1) if request.json else to_text(tables).rstrip("\n"))
     if request.svg is not None:
         write_whole(request.svg, to_picture(rows).encode())
-        print(request.svg)
+        request.json or print(request.svg)
 
 
 def _assumed(request: PlanRequest) -> str:
@@ -272,6 +255,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--rows", metavar="N", type=_positive, default=12, help="rows to print (default: %(default)s)")
     parser.add_argument("--all", dest="every", action="store_true", help="print every row, however slow")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw rate against memory")
+    parser.add_argument("--json", action="store_true", help="the tables as JSON")
     add_plan(parser, without=("schedule", "microbatches", "chunks", "loss_reduction"))
 
 

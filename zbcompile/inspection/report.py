@@ -11,6 +11,8 @@ from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
 from zbcompile.passes.graph.flops import without_formula
 from zbcompile.prediction.advice import (
     Alternative,
+    Impossible,
+    advice_table,
     alternatives,
     format_idle,
     front,
@@ -20,7 +22,6 @@ from zbcompile.prediction.advice import (
 from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import count_messages, hardware_of
 from zbcompile.prediction.rank_memory import ALONE, Memory, Sharding, complete_peak, rank_memories
-from zbcompile.prediction.recompile_trials import Impossible
 from zbcompile.program.program import Program
 from zbcompile.schedules import format_schedule, format_timeline
 from zbcompile.schedules.ir.actions import flatten
@@ -136,7 +137,7 @@ class Summary:
         kept = front(a for a in found if a.option.startswith("--schedule"))  # wherever they cut
         found = tuple(a for a in found if a in kept or not a.option.startswith("--schedule"))
         limits = f"{what_limits(timeline)} {format_idle(idle_by_cause(timeline))} {self.program.cuts.overweight}"
-        return advice(found, limits.rstrip(), self.tried.impossible)
+        return advice_table(found, limits.rstrip(), self.tried.impossible)
 
     def _loads(self) -> tuple[Sequence[float], str]:
         """Of every stage, in the unit by which the model was cut; times are those of the predicted step."""
@@ -294,23 +295,6 @@ class Summary:
                 found = ", ".join(sorted(names))
                 yield f'not proven right along "{dimension}" when compiling, so compared in the first step: {found}.'
         yield from (f"warning while capturing: {text}" for text in self.inspected.warnings)
-
-
-def advice(found: Sequence[Alternative], limits: str, impossible: Sequence[Impossible] = ()) -> Table:
-    """What limits a step, in words, and changes to it with their predicted effects, those that gain enough first."""
-    rows = [
-        [
-            Figure("option", each.option),
-            Figure("time", each.time_ratio - 1, "change", "microbatch"),
-            Figure("peak memory", each.peak_ratio - 1, "change"),
-            Figure("bubble", each.bubble, "share"),
-            Figure("gains", "yes" if each.worth else ""),
-            Figure("what", each.change),
-        ]
-        for each in sorted(found, key=lambda each: not each.worth)
-    ]
-    notes = [limits, *(f"Not tried: {each.option}: {each.reason}" for each in impossible)]
-    return Table("advice", "What limits it, and what to try (each predicted)", rows, notes)
 
 
 def _number(count: int, word: str) -> str:

@@ -1,13 +1,14 @@
 """The limits of a pipeline, and remedies: alternatives on the same stages, each simulated."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from zbcompile.schedules import Costs, Schedule, ScheduleError, Timeline, build, names, simulate
 from zbcompile.schedules.ir.actions import F
 from zbcompile.schedules.searching.pairs import with_pairs
+from zbcompile.tables import Figure, Table
 
 WORTH = 0.01  # minimum relative speed-up to be listed
 LEANER = 0.1  # or minimum relative saving of the fullest rank's memory
@@ -30,6 +31,31 @@ class Alternative:
     def worth(self) -> bool:
         """Whether it gains enough, in time or in memory, to be tried."""
         return self.time_ratio < 1 - WORTH or self.peak_ratio < 1 - LEANER
+
+
+@dataclass(frozen=True)
+class Impossible:
+    """A change that is impossible, and the reason."""
+
+    option: str
+    reason: str
+
+
+def advice_table(found: Sequence[Alternative], limits: str, impossible: Sequence[Impossible] = ()) -> Table:
+    """What limits a step, in words, and changes to it with their predicted effects, those that gain enough first."""
+    rows = [
+        [
+            Figure("option", each.option),
+            Figure("time", each.time_ratio - 1, "change", "microbatch"),
+            Figure("peak memory", each.peak_ratio - 1, "change"),
+            Figure("bubble", each.bubble, "share"),
+            Figure("gains", "yes" if each.worth else ""),
+            Figure("what", each.change),
+        ]
+        for each in sorted(found, key=lambda each: not each.worth)
+    ]
+    notes = [limits, *(f"Not tried: {each.option}: {each.reason}" for each in impossible)]
+    return Table("advice", "What limits it, and what to try (each predicted)", rows, notes)
 
 
 def idle_by_cause(timeline: Timeline) -> dict[str, float]:

@@ -7,7 +7,7 @@ from zbcompile.compiler.compile_example import Inspected, compile_again
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.prediction.advice import Alternative, Peak, front, judge
+from zbcompile.prediction.advice import Alternative, Impossible, Peak, front, judge
 from zbcompile.prediction.predict import factors_of, predicted_costs
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, Placement, Schedule, ScheduleError, Timeline, build, names, simulate
@@ -24,14 +24,6 @@ class Trial:
     option: str
     schedules: tuple[Schedule, ...]
     choices: Choices
-
-
-@dataclass(frozen=True)
-class Impossible:
-    """A change that is impossible, and the reason."""
-
-    option: str
-    reason: str
 
 
 def run_trials(

@@ -21,10 +21,10 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatches
 from zbcompile.passes import gpu
 from zbcompile.prediction.predict import predicted_costs
-from zbcompile.prediction.step_comparison import measured_timeline, pass_bubble
 from zbcompile.profiling.observation import Observed
 from zbcompile.program.step_record import StepRecord, mean_seconds
 from zbcompile.schedules import Schedule, Timeline, simulate
+from zbcompile.schedules.visualization.step_tables import pass_bubble
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ class _Monitor:
             seconds=seconds,
             rate=sum(share.amount for share in shares) / self.steps / seconds,
             unit=unit,
-            bubble=pass_bubble(measured_timeline(record, predicted.costs)),
+            bubble=pass_bubble(record.as_ranks()),
             predicted_bubble=pass_bubble(predicted),
             busy=busy,
             slowest=_ratio(busy[slowest], mean(busy.values())),

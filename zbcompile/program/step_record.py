@@ -149,14 +149,20 @@ class StepRecord:
         causes = () if self.in_process else self.timeline.idle_by_cause
         return {rank: {str(cause): time for cause, time in idle.items()} for rank, idle in enumerate(causes)}
 
-    @property
-    def _as_ranks(self) -> Timeline:
-        """The passes as they ran; of ranks in one process, as if each had its own."""
-        return simulate(self.schedule, self.costs) if self.in_process else self.timeline
+    def as_ranks(self, memory: Costs | None = None) -> Timeline:
+        """The passes as they ran; of ranks that took turns in one process, replayed as if each had its own. What a pass
+        holds is taken from `memory`, if it is given, in its unit."""
+        costs = self.costs
+        if memory is not None:
+            own = {name: getattr(memory, name) for name in ("activation", "residue", "vocab_state")}
+            costs = replace(costs, **own)
+        if self.in_process:
+            return simulate(self.schedule, costs)
+        return recorded_timeline(self.schedule, self.spans, costs)
 
     def __str__(self) -> str:
         """The time and the idle time of every rank, by cause."""
-        timeline, apart = self._as_ranks, ", as if each rank had a process of its own" * self.in_process
+        timeline, apart = self.as_ranks(), ", as if each rank had a process of its own" * self.in_process
         rows = rank_table(timeline, "s").rows
         held = [
             [*(each for each in row if each.name != "peak memory"), Figure("peak waiting", peak, "B")]
@@ -168,7 +174,7 @@ class StepRecord:
 
     def _repr_html_(self) -> str:
         """In notebooks, a picture of the step."""
-        return figure(in_units([self._as_ranks], bytes_known=False))
+        return figure(in_units([self.as_ranks()], bytes_known=False))
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on

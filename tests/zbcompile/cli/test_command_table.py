@@ -4,9 +4,11 @@ import io
 import sys
 import time
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 
+from tests.support.first_output import least_seconds
 from zbcompile.cli import command_table
 from zbcompile.cli.command_table import COMMANDS
 from zbcompile.progress import Progress
@@ -37,6 +39,12 @@ def test_without_a_command_they_are_listed(
     shown = "".join(capsys.readouterr())
     assert stopped.value.code == status
     assert argument == "--version" or all(f"  {name} " in shown for name in COMMANDS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_command_says_something_within_two_seconds(name: str, tmp_path: Path) -> None:
+    assert max(least_seconds(name, tmp_path)) < 2
 
 
 def test_long_work_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

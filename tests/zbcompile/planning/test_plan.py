@@ -11,10 +11,11 @@ from tests.support.oracle import PROBLEMS
 from zbcompile import Example, Hardware
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
-from zbcompile.inspection.plan_command import format_plan, main
+from zbcompile.inspection.plan_command import main, plan_table
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.factorisations import Captured, Row, factorisations, on_mesh, ranked
+from zbcompile.tables import to_text
 
 TARGET, TARGETS = "examples/targets.py:gpt", "tests.support.mesh_targets"
 
@@ -161,7 +162,7 @@ def row(seconds: float, peak: float, ranks: int = 1) -> Row:
 def test_rows_that_nobody_means_are_left_out() -> None:
     """Though one is the fastest of its division."""
     rows = ranked([row(1, 5), row(2, 3, 2), row(3.5, 1, 4), row(9, 1, 8)])
-    few, every = format_plan(rows, 12), format_plan(rows, 12, every=True)
+    few, every = (" ".join(to_text([plan_table(rows, 12, every=each)]).split()) for each in (False, True))
     assert few.endswith("2 rows take more than 3 times as long as the fastest and are left out; --all shows every row.")
     assert [text.count(" linear ") for text in (few, every)] == [2, 4]
     assert "left out" not in every

@@ -1,22 +1,22 @@
 """A recorded step: as a file, in the simulator's terms, and beside its prediction."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.training import Case, pipeline_of
-from zbcompile.inspection.measured_report import measured_tables
+from zbcompile.inspection.measured_report import PARTS, compare_step
 from zbcompile.prediction.predict import Basis, basis_of
-from zbcompile.prediction.step_comparison import compare_step
 from zbcompile.program.step_record import Span, StepRecord, read_record, record_to_text
 from zbcompile.schedules import Costs, build, chain, critical_path, simulate
 from zbcompile.schedules.simulation.critical_path import time_by_kind
-from zbcompile.tables import WIDTH, to_text
+from zbcompile.tables import WIDTH, Figure, to_text
 
 SCHEDULE = build("zb-h1", ranks=2, microbatches=2)
 MANIFEST = {"exact": False, "cuts": ["add_3"], "graphs": ["a"]}
@@ -71,17 +71,22 @@ def test_the_difference_is_attributed_without_a_rest() -> None:
     predicted = simulate(SCHEDULE, costs)
     slower = simulated_record(Costs((3, 2), (2, 4), (1, 1), comm=0.7), host=0.125)
     found = compare_step(slower, predicted, Basis(costs, "s", "by hand"), MANIFEST)
-    for rank in found.ranks:
-        parts = rank.compute + rank.communication + rank.imbalance + rank.overhead
-        assert parts == pytest.approx(found.difference)
-    assert found.ranks[0].compute == pytest.approx(2)  # two forwards, one second longer each
-    assert found.ranks[1].compute == pytest.approx(4)
-    assert found.ranks[0].overhead > 0
-    assert (found.ranks[0].measured_peak, found.ranks[1].measured_peak) == (20, 15)
-    assert {(p.stage, p.name): p.measured for p in found.passes}[1, "B"] == pytest.approx(4)
+    ranks, passes = map(values_of, (found.ranks, found.passes))
+    for rank in ranks:
+        assert sum(rank[part] for part in PARTS) == pytest.approx(found.measured.finish - predicted.finish)
+    assert ranks[0]["compute"] == pytest.approx(2)  # two forwards, one second longer each
+    assert ranks[1]["compute"] == pytest.approx(4)
+    assert ranks[0]["overhead"] > 0
+    assert [rank["peak measured"] for rank in ranks] == [20, 15]
+    assert (passes[1]["stage"], passes[1]["B"]) == (1, pytest.approx(4))
     assert found.notes == ()
-    assert max(map(len, to_text(measured_tables(found)).splitlines())) <= WIDTH
-    assert compare_step(slower, predicted, Basis(costs, "s", ""), MANIFEST, rescale=True).ranks[0].compute < 2
+    assert max(map(len, to_text(found.tables()).splitlines())) <= WIDTH
+    rescaled = compare_step(slower, predicted, Basis(costs, "s", ""), MANIFEST, rescale=True)
+    assert values_of(rescaled.ranks)[0]["compute"] < 2
+
+
+def values_of(rows: Sequence[Sequence[Figure]]) -> list[dict[str, Any]]:
+    return [{figure.name: figure.value for figure in row} for row in rows]
 
 
 def test_another_program_is_said_to_be_one() -> None:

@@ -1,0 +1,85 @@
+"""Seconds until a command of `python -m zbcompile` says something.
+
+    python -m tests.support.first_output        from the repository's root
+
+A command is started by both of its doors and ended as soon as it has written a first line, on either stream. On a busy
+machine the least of some attempts is the command's own time.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from tabulate import tabulate
+from torch import nn
+
+import zbcompile
+from tests.support.damage import save_program
+from zbcompile.cli.command_table import COMMANDS
+
+ATTEMPTS = 3
+TARGET = "examples/targets.py:gpt"
+
+
+def work_for(name: str, folder: Path) -> list[str]:
+    """Arguments with which the command has something to do."""
+    if name == "run" and not (folder / "program").exists():
+        save_program(folder)
+    if name == "checkpoints" and not (folder / "checkpoints").exists():
+        zbcompile.save_checkpoint(folder / "checkpoints", nn.Linear(2, 2), step=1)
+    return {
+        "inspect": [TARGET, "--ranks", "2"],
+        "plan": [TARGET, "--ranks", "4"],
+        "compile": [TARGET, "--output", str(folder / "compiled")],
+        "run": [str(folder / "program"), "--data", "examples/text_batches.py:batches", "--steps", "1"],
+        "calibrate": ["--output", str(folder / "machine.toml")],
+        "checkpoints": ["verify", str(folder / "checkpoints")],
+        "doctor": ["--checkpoint", str(folder / "disk")],
+        "schedules": ["search", "--ranks", "4", "--microbatches", "8"],
+    }[name]
+
+
+def doors_of(name: str) -> tuple[list[str], list[str]]:
+    """Both ways to start the command."""
+    return [f"zbcompile.{name}"], ["zbcompile", name]
+
+
+def seconds_to_first_line(door: Sequence[str], arguments: Sequence[str]) -> float:
+    """From the start of the process to the first line that it writes; then it is killed."""
+    began = time.monotonic()
+    with subprocess.Popen(
+        [sys.executable, "-m", *door, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        took = time.monotonic() - began
+        os.killpg(process.pid, signal.SIGKILL)
+    assert line, f"{' '.join(door)} said nothing"
+    return took
+
+
+def least_seconds(name: str, folder: Path, attempts: int = ATTEMPTS) -> tuple[float, float]:
+    """Of each door, the least time of some attempts."""
+    arguments = work_for(name, folder)
+    one, other = (min(seconds_to_first_line(door, arguments) for _ in range(attempts)) for door in doors_of(name))
+    return one, other
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        rows = [(name, *least_seconds(name, Path(folder))) for name in COMMANDS]
+    print(tabulate(rows, ("command", "python -m zbcompile.NAME", "python -m zbcompile NAME"), floatfmt=".2f"))
+
+
+if __name__ == "__main__":
+    main()
