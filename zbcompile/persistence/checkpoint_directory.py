@@ -26,10 +26,9 @@ def checkpoints_in(folder: str | Path) -> list[Path]:
     []
     """
     try:
-        found = [(match, entry) for entry in Path(folder).iterdir() if (match := _NAME.fullmatch(entry.name))]
+        return sorted((each for each in Path(folder).iterdir() if _NAME.fullmatch(each.name)), key=_place)
     except (FileNotFoundError, NotADirectoryError):
         return []
-    return [entry for *_, entry in sorted((int(match[1]), int(match[2] or 0), entry) for match, entry in found)]
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
@@ -79,15 +78,26 @@ def part_of(partial: Path, number: int) -> Path:
 
 
 def publish(partial: Path, keep: int | None) -> Path:
-    """Give a directory that is fully written its name, and drop all but the newest `keep` up to it."""
+    """Give a directory that is fully written its name, and drop all but the newest `keep` up to it. Those that a killed
+    process did not drop any more go first: there are never more than one too many."""
     final = final_name(partial)
     sync(partial)
+    _drop_older(final, keep)
     partial.rename(final)
     sync(final.parent)
-    older = checkpoints_in(final.parent)
-    older = older[: older.index(final) + 1]
-    _drop(older[:-keep] if keep is not None else [])
+    _drop_older(final, keep)
     return final
+
+
+def _drop_older(final: Path, keep: int | None) -> None:
+    found = [each for each in checkpoints_in(final.parent) if _place(each) <= _place(final)]
+    _drop(found[:-keep] if keep is not None else [])
+
+
+def _place(checkpoint: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(checkpoint.name)
+    assert match is not None
+    return int(match[1]), int(match[2] or 0)
 
 
 def prune(folder: Path, kept: Collection[Path]) -> list[Path]:

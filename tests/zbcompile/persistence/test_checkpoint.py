@@ -5,6 +5,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -193,6 +194,22 @@ def test_old_ones_are_dropped_and_none_is_replaced(tmp_path: Path) -> None:
     names = [path.name for path in checkpoints_in(tmp_path)]
     assert names == ["step-00000002.1", "step-00000004", "step-00000030"]  # a later one is left alone
     assert zbcompile.latest_checkpoint(tmp_path) == tmp_path / names[-1]
+
+
+def test_what_killed_runs_did_not_drop_is_dropped_by_the_next(tmp_path: Path) -> None:
+    """Before its own checkpoint has its name: however many are killed there, one too many is the most."""
+    for step in (1, 2, 3, 4):
+        publish(begin_checkpoint(tmp_path, step), keep=None)
+    rename = Path.rename
+
+    def killed(path: Path, target: Path) -> Path:
+        if target.name == "step-00000005":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with mock.patch.object(Path, "rename", killed), pytest.raises(KeyboardInterrupt):
+        publish(begin_checkpoint(tmp_path, 5), keep=2)
+    assert [path.name for path in checkpoints_in(tmp_path)] == ["step-00000003", "step-00000004"]
 
 
 def save_in(program: str, folder: str, elsewhere: str) -> None:
