@@ -3,8 +3,9 @@ dataclasses from it, with every field of its type."""
 
 import json
 from collections.abc import Mapping
+from dataclasses import is_dataclass
 from types import UnionType
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 T = TypeVar("T")
 
@@ -36,15 +37,23 @@ def _broken(value: Any, depth: int) -> str:
 
 
 def from_plain(kind: type[T], data: Mapping[str, Any]) -> T:
-    """A dataclass of numbers, texts and tuples of these, from what `asdict` made of it, through JSON.
+    """A dataclass of numbers, texts, tuples of these and other such dataclasses, from what `asdict` made of it, through
+    JSON.
 
     Raises TypeError for a name that it lacks, and for a value that is not of the type of its field.
     """
-    made = kind(**{name: _as_tuples(value) for name, value in data.items()})
-    for name, hint in get_type_hints(kind).items():
+    hints = get_type_hints(kind)
+    made = kind(**{name: _value_of(hints.get(name), value) for name, value in data.items()})
+    for name, hint in hints.items():
         if not _fits(getattr(made, name), hint):
             raise TypeError(f"{name} of {kind.__name__} is {getattr(made, name)!r}")
     return made
+
+
+def _value_of(hint: Any, value: Any) -> Any:
+    if isinstance(hint, type) and is_dataclass(hint) and isinstance(value, dict):
+        return from_plain(hint, value)
+    return _as_tuples(value)
 
 
 def _as_tuples(value: Any) -> Any:
@@ -53,7 +62,9 @@ def _as_tuples(value: Any) -> Any:
 
 def _fits(value: Any, hint: Any) -> bool:
     origin, inner = get_origin(hint), get_args(hint)
-    if origin is UnionType:
+    if origin is Literal:
+        return any(type(value) is type(each) and value == each for each in inner)
+    if origin in (UnionType, Union):
         return any(_fits(value, each) for each in inner)
     if origin is not tuple:
         return type(value) in ((int, float) if hint is float else (hint,))

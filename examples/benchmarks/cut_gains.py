@@ -32,10 +32,10 @@ from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.named_cuts import edges_named
-from zbcompile.planning.layout_question import Layout, Question
-from zbcompile.planning.layouts import find_layouts, lay_out
+from zbcompile.planning.layouts import LayoutSearch
 from zbcompile.planning.planner import Priced
-from zbcompile.schedules import Placement, ScheduleError
+from zbcompile.program.choice import Choice
+from zbcompile.schedules import ScheduleError
 
 LAYERS, ROWS, LENGTH = 6, 4, 1024  # layers a rank; rows of a microbatch, and their words
 WORDS = 21_100  # of a vocabulary that takes as long as a layer
@@ -61,46 +61,46 @@ def between_layers(costs: LinePrices, layers: int) -> LinePrices:
     return replace(costs, line=replace(costs.line, allowed=allowed))
 
 
-def limit(question: Question, share: float) -> int | None:
+def limit(search: LayoutSearch, share: float) -> int | None:
     """Bytes of a rank for so large a share."""
-    costs, placement = question.costs(CHOICES), Placement("linear", question.ranks, 1)
-    edges = question.cuts("linear", CHOICES)
-    kept = costs.costs(edges).activation
-    return round(max(costs.held_by_any_order(placement, edges)) + share * sum(kept)) if share else None
+    prices, layout = search.lines["off"], search.layout("linear")
+    edges = search.equal_cuts(layout) or []
+    kept = prices.costs(edges).activation
+    return round(max(prices.held_by_any_order(layout.parsed, edges)) + share * sum(kept)) if share else None
 
 
-def with_equal_cuts(question: Question, seconds: float) -> Layout:
+def with_equal_cuts(search: LayoutSearch, seconds: float) -> Choice:
     """The shortest step on any placement, with equal cuts or, under a limit, with those that hold least."""
     found, errors = [], []
-    for placement in question.placements:
-        for cuts in (question.cuts, question.lean_cuts)[: 1 if question.choices.memory is None else 2]:
+    for placement in search.placements:
+        layout = search.layout(placement)
+        for cuts in (search.equal_cuts, search.lean_cuts)[: 1 if search.choices.memory is None else 2]:
             try:
-                edges = cuts(placement, question.choices)
-                task = question, placement, edges or (), question.microbatches, question.choices
-                found.append(lay_out(*task, seconds / len(question.placements)))
+                cut = replace(layout, edges=tuple(cuts(layout) or ()))
+                found.append(search.lay_out(cut, seconds / len(search.placements)))
             except (PartitionError, ScheduleError) as error:
                 errors.append(error)
     if not found:
         raise errors[0]
-    return min(found, key=lambda layout: layout.seconds)
+    return min(found, key=lambda choice: choice.seconds)
 
 
 def rows(options: argparse.Namespace, ranks: int, head: int) -> Iterator[list[object]]:
     inside = captured(LAYERS * ranks, head)
-    for name, costs in (("whole", between_layers(inside, LAYERS * ranks)), ("inside", inside)):
-        free = Question({"off": costs}, ranks, 2 * ranks, CHOICES, chunks=options.chunks)
+    for name, prices in (("whole", between_layers(inside, LAYERS * ranks)), ("inside", inside)):
+        free = LayoutSearch({"off": prices}, ranks, 2 * ranks, CHOICES, chunks=options.chunks)
         for share in options.memory:
-            choices = replace(CHOICES, memory=limit(free, share), recompute="off")
-            question = replace(free, choices=choices)
+            search = replace(free, choices=replace(CHOICES, memory=limit(free, share), recompute="off"))
             try:
-                equal = with_equal_cuts(question, options.seconds)
+                equal = with_equal_cuts(search, options.seconds)
             except (PartitionError, ScheduleError):
                 yield [ranks, head, name, share or "-", "does not fit"]
                 continue
-            moved = find_layouts(question, options.seconds)[0]
-            gains = [1 - moved.seconds / each for each in (equal.seconds, equal.found.bound)]
+            moved = search.run(options.seconds)[0]
+            gains = [1 - moved.seconds / each for each in (equal.seconds, equal.bound)]
             times = 1e3 * equal.seconds, 1e3 * moved.seconds
-            yield [ranks, head, name, share or "-", equal.placement, moved.placement, *times, *gains]
+            on = equal.layout.placement, moved.layout.placement
+            yield [ranks, head, name, share or "-", *on, *times, *gains]
 
 
 HEADERS = ("ranks", "head", "cuts", "memory", "equal on", "moved on", "equal ms", "moved ms", "gain", "at least")

@@ -35,9 +35,9 @@ from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.option import read_bytes
-from zbcompile.planning.layout_question import Layout, Question
-from zbcompile.planning.layouts import find_layouts, lay_out
+from zbcompile.planning.layouts import LayoutSearch
 from zbcompile.planning.planner import Priced
+from zbcompile.program.choice import Choice
 from zbcompile.schedules import ScheduleError, build, peak_memory, simulate
 
 NEMOTRON = "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"
@@ -238,43 +238,41 @@ class Step(NamedTuple):
     what: str
 
 
-def even_layers(question: Question, layers: int) -> Step:
+def even_layers(search: LayoutSearch, layers: int) -> Step:
     """Interleaved 1F1B; the first recomputation that fits."""
-    stages = 2 * question.ranks
+    stages, prices, memory = 2 * search.ranks, search.lines["off"], search.choices.memory
     cuts = tuple(f"layers.{round(layers * stage / stages)}" for stage in range(1, stages))
-    order = build("interleaved-1f1b", question.ranks, question.microbatches, chunks=2)
-    for choices in question.recomputations[::-1]:
-        line = question.costs(choices)
-        edges = question.cuts("looped:2", replace(choices, balance=cuts))
-        costs = line.costs(edges, recompute=choices.recompute)
-        held = zip(peak_memory(order, costs), line.resident(edges, order.placement), strict=True)
-        peak = max(map(sum, held))
-        if choices.memory is None or peak <= choices.memory:
+    order = build("interleaved-1f1b", search.ranks, search.microbatches, chunks=2)
+    named = replace(search, choices=replace(search.choices, balance=cuts))
+    for recompute in search.recomputations[::-1]:
+        edges = named.equal_cuts(search.layout("looped:2")) or []
+        costs = prices.costs(edges, recompute=recompute)
+        peak = max(map(sum, zip(peak_memory(order, costs), prices.resident(edges, order.placement), strict=True)))
+        if memory is None or peak <= memory:
             break
-    over = "" if choices.memory is None or peak <= choices.memory else ", TOO LARGE"
-    return Step(float(simulate(order, costs).makespan), peak, f"recompute={choices.recompute}{over}")
+    over = "" if memory is None or peak <= memory else ", TOO LARGE"
+    return Step(float(simulate(order, costs).makespan), peak, f"recompute={recompute}{over}")
 
 
-def best_name(question: Question) -> Step:
+def best_name(search: LayoutSearch) -> Step:
     """With cuts that balance the FLOPs of the ranks, the output layer whole."""
     found = []
-    for placement in question.placements:
-        for choices in question.recomputations:
+    for placement in search.placements:
+        for recompute in search.recomputations:
+            layout = search.layout(placement, recompute)
             try:
-                edges = question.cuts(placement, choices)
-                layout = lay_out(question, placement, edges, question.microbatches, choices)
+                choice = search.lay_out(replace(layout, edges=tuple(search.equal_cuts(layout) or ())))
             except (PartitionError, ScheduleError):
                 continue
-            names = {seconds: name for (name, _), seconds in layout.found.names.items()}
-            if names:
-                least = min(names)
-                found.append(Step(least, 0, f"{names[least]} on {placement}, recompute={choices.recompute}"))
+            if choice.best_name is not None:
+                name, seconds = choice.best_name
+                found.append(Step(seconds, 0, f"{name} on {placement}, recompute={recompute}"))
     return min(found)
 
 
-def auto(question: Question, seconds: float) -> tuple[Step, Layout]:
-    layout = find_layouts(question, seconds)[0]
-    return Step(layout.seconds, max(layout.peak), str(layout)), layout
+def auto(search: LayoutSearch, seconds: float) -> tuple[Step, Choice]:
+    choice = search.run(seconds)[0]
+    return Step(choice.seconds, max(choice.peak), str(choice.layout)), choice
 
 
 def drawn_of(name: str, length: int, choices: Choices) -> Drawn:
@@ -291,15 +289,14 @@ def compare(name: str, options: argparse.Namespace) -> list[object]:
     )
     priced = Priced(drawn_of(name, options.length, choices), choices, {})
     captured = time.process_time() - begun
-    question = Question(priced.costs(options.ranks), options.ranks, options.microbatches, choices)
-    whole = replace(question, choices=replace(choices, vocab="off"))
-    even, named = even_layers(whole, LAYERS[name]), best_name(whole)
-    found, layout = auto(question, options.seconds)
+    search = LayoutSearch(priced.costs(options.ranks), options.ranks, options.microbatches, choices)
+    even, named = even_layers(search, LAYERS[name]), best_name(search)
+    found, choice = auto(search, options.seconds)
     print(
         f"{name}: captured in {captured:.0f} s, even {even.what}; best name {named.what}; auto {found.what}", flush=True
     )
     row = [even.seconds, named.seconds, found.seconds, even.seconds / found.seconds, named.seconds / found.seconds]
-    return [name, *row, layout.found.gap, even.peak / 2**30, found.peak / 2**30]
+    return [name, *row, choice.seconds / choice.bound - 1, even.peak / 2**30, found.peak / 2**30]
 
 
 HEAD = (

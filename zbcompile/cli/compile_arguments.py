@@ -133,9 +133,10 @@ class ExamplePlanner:
         """The fastest layout that fits."""
         asked = self.options
         settings = asked.choices, (), asked.chunks, asked.search_seconds, seconds
-        self.decision = decide(drawn, self.provisional, *settings, announce=self.announce)[0]
-        return self.decision.schedule, self.decision.choices, self.decision.edges
+        self.choice = decide(drawn, self.provisional, *settings, announce=self.announce)[0]
+        layout = self.choice.layout
+        return self.choice.order, layout.within(asked.choices), layout.edges
 
     def finish(self, program: Program) -> Program:
         """With the order that is best for the FLOPs of the graphs: the device at hand may not be the one to run on."""
-        return reordered(program, *order_by_graphs(program, self.decision, self.options.search_seconds)[0])
+        return reordered(program, order_by_graphs(program, self.choice, self.options.search_seconds)[0])

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 
-from zbcompile.compiler.descent import Descent, Score, Stages
+from zbcompile.compiler.descent import Descent, Score
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import Choices, Policy, Recompute
+from zbcompile.passes.compile_options import Choices, Policy
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.partition.balance import Row, Spans
@@ -21,6 +21,7 @@ from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.node_costs import loads_of
 from zbcompile.passes.partition.search import Cuts, Limits, choose_edges, describe_cuts, rank_spans
 from zbcompile.passes.stage.deduplicate import Tangents
+from zbcompile.program.choice import Layout
 from zbcompile.schedules import Placement, Schedule, simulate
 from zbcompile.schedules.execution.memory import most_waiting
 from zbcompile.schedules.ir.actions import flatten
@@ -57,11 +58,17 @@ def plan_cuts(
         edges = choose_edges(line, totals, ranks_of, limits)
         if choices.balance == "makespan":
             basis = "makespan"
-            start = Stages(tuple(edges))
-            edges = stages_for_makespan(prices, start, schedule, choices.memory, choices.boundary_bytes).edges
+            start = layout_of(schedule, edges, choices)
+            edges = layout_for_makespan(prices, start, schedule, choices.memory, choices.boundary_bytes).edges
     cuts = describe_cuts(line, edges, totals, ranks_of, "names" if named else basis, unit)
     overweight = explain_overweight(line, loads, edges, ranks_of, _other_placements(placement))
     return replace(cuts, overweight=overweight)
+
+
+def layout_of(schedule: Schedule, edges: Sequence[int], choices: Choices) -> Layout:
+    """The layout of a named schedule with these cuts."""
+    placed = str(schedule.placement), schedule.ranks, schedule.microbatches
+    return Layout(*placed, tuple(edges), choices.recompute, choices.vocab)
 
 
 def _other_placements(placement: Placement) -> dict[str, list[int]]:
@@ -170,25 +177,24 @@ LONG = 2500  # more are judged by their first microbatches,
 LEAST = 120  # but so many stages are tried
 
 
-def stages_for_makespan(
+def layout_for_makespan(
     prices: LinePrices,
-    start: Stages,
+    start: Layout,
     schedule: Schedule,
     memory: float | None = None,
     boundary: float | None = None,
     corners: Sequence[Policy] = (),
-) -> Stages:
+) -> Layout:
     """Move cuts, and what stages recompute among `corners`, to where the step of `schedule` is shortest and no rank
     holds more than `memory` bytes; a cut that more than `boundary` bytes cross is not taken."""
     many = sum(map(len, schedule.orders)) > LONG
     step = first_microbatches(schedule, 2 * schedule.ranks) if many else schedule
     left = max(LEAST, ACTIONS // sum(map(len, step.orders)))
 
-    def look(tried: Stages) -> Score:
+    def look(layout: Layout) -> Score:
         nonlocal left
         left -= 1
-        more = schedule.microbatches - step.microbatches
-        return score_of(prices, tried.edges, step, memory, tried.recompute or None, more)
+        return score_of(prices, layout, step, memory)
 
     if not start.edges:
         return start
@@ -211,17 +217,11 @@ def first_microbatches(schedule: Schedule, count: int) -> Schedule:
     return replace(schedule, microbatches=count, orders=orders)
 
 
-def score_of(
-    prices: LinePrices,
-    edges: Sequence[int],
-    schedule: Schedule,
-    memory: float | None,
-    recompute: Recompute | None = None,
-    more: int = 0,
-) -> Score:
-    """What the model cut at `edges` lacks in memory on its fullest rank, and the time of its step with so many `more`
-    microbatches, for each of which the busiest rank takes as long as it works on one."""
-    found = prices.costs(edges, recompute=recompute)
-    most = 0.0 if memory is None else max(prices.most_held(schedule, edges, recompute=recompute)) - memory
+def score_of(prices: LinePrices, layout: Layout, schedule: Schedule, memory: float | None) -> Score:
+    """What a layout lacks in memory on its fullest rank, and the time of its step. If `schedule` is that of its first
+    microbatches, each further one takes as long as the busiest rank works on one."""
+    found = prices.costs(layout.edges, recompute=layout.recompute)
+    most = 0.0 if memory is None else max(prices.most_held(schedule, layout.edges, recompute=layout.recompute)) - memory
     timeline = simulate(schedule, found)
+    more = layout.microbatches - schedule.microbatches
     return max(0.0, most), float(timeline.makespan + more * timeline.work / schedule.microbatches)

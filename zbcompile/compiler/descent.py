@@ -1,13 +1,13 @@
-"""The descent to stages whose step is shortest: cuts are moved and stages recompute more or less as long as that gains,
-and then again from neighbours of the best."""
+"""The descent to a layout whose step is shortest: cuts are moved and stages recompute more or less as long as that
+gains, and then again from neighbours of the best."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
 from random import Random
-from typing import NamedTuple
 
 from zbcompile.passes.compile_options import Policy
+from zbcompile.program.choice import Layout
 
 GAIN = 1e-3  # smaller gains are not worth stages that differ, which are compiled one by one
 RESTARTS = 6
@@ -17,30 +17,24 @@ LOOKED = 3  # of which so many at most are looked at
 Score = tuple[float, float]  # bytes beyond the limit on the fullest rank, then the time of the step
 
 
-class Stages(NamedTuple):
-    """Where a line is cut, and what each stage recomputes: nothing here if that is not to be chosen."""
-
-    edges: tuple[int, ...]
-    recompute: tuple[Policy, ...] = ()
-
-
 @dataclass
 class Descent:
-    """Moves cuts between `places` and stages between `corners` until no move gains, or it is `over`.
+    """Moves cuts between `places` and stages between `corners` until no move gains, or it is `over`. With corners, a
+    layout says of each stage what it recomputes.
 
-    `look` finds the score of stages; `bound`, if it is given, says quickly what no score of them can be below, and only
+    `look` finds the score of a layout; `bound`, if it is given, says quickly what no score of it can be below, and only
     what promises most is looked at.
     """
 
     places: Sequence[int]
-    look: Callable[[Stages], Score]
+    look: Callable[[Layout], Score]
     over: Callable[[], bool]
-    bound: Callable[[Stages], Score] | None = None
+    bound: Callable[[Layout], Score] | None = None
     corners: Sequence[Policy] = ()
     rounds: int = 1  # from far moves to near ones
     random: Random = field(default_factory=lambda: Random(0))
 
-    def run(self, start: Stages) -> Stages:
+    def run(self, start: Layout) -> Layout:
         best = self._down(start)
         for _ in range(RESTARTS):
             if self.over():
@@ -49,21 +43,21 @@ class Descent:
             best = found if is_better(found[0], best[0]) else best
         return best[1]
 
-    def _down(self, stages: Stages) -> tuple[Score, Stages]:
-        score = self.look(stages)
-        for step in self.rounds * steps_of(stages.edges, len(self.places)):
-            while (moved := self._gain(score, stages, step)) is not None:
-                score, stages = moved
-        return score, stages
+    def _down(self, layout: Layout) -> tuple[Score, Layout]:
+        score = self.look(layout)
+        for step in self.rounds * steps_of(layout.edges, len(self.places)):
+            while (moved := self._gain(score, layout, step)) is not None:
+                score, layout = moved
+        return score, layout
 
-    def _gain(self, score: Score, stages: Stages, step: int) -> tuple[Score, Stages] | None:
+    def _gain(self, score: Score, layout: Layout, step: int) -> tuple[Score, Layout] | None:
         """Of the moves of so many places some that gains, if any does."""
-        for moved in self._promising(score, self._moves(stages, step)):
+        for moved in self._promising(score, self._moves(layout, step)):
             if is_better(found := self.look(moved), score):
                 return found, moved
         return None
 
-    def _promising(self, score: Score, moves: Sequence[Stages]) -> Iterator[Stages]:
+    def _promising(self, score: Score, moves: Sequence[Layout]) -> Iterator[Layout]:
         """The moves, in any order or, if there are bounds, of some at a time the best."""
         for first in range(0, len(moves), BOUNDED if self.bound else 1):
             if self.over():
@@ -75,23 +69,23 @@ class Descent:
             promising = sorted((each for each in some if is_better(each[0], score)), key=lambda each: each[0])
             yield from (moved for _, moved in promising[:LOOKED])
 
-    def _moves(self, stages: Stages, step: int) -> list[Stages]:
-        cuts = [self.places.index(edge) for edge in stages.edges]
-        found = [Stages(self._edges(moved), stages.recompute) for moved in moves_of(cuts, len(self.places), step)]
-        for stage, now in enumerate(stages.recompute):
+    def _moves(self, layout: Layout, step: int) -> list[Layout]:
+        cuts = [self.places.index(edge) for edge in layout.edges]
+        found = [replace(layout, edges=self._edges(moved)) for moved in moves_of(cuts, len(self.places), step)]
+        policies = layout.recompute if self.corners and isinstance(layout.recompute, tuple) else ()
+        for stage, now in enumerate(policies):
             for corner in self.corners:
                 if corner != now:
-                    other = *stages.recompute[:stage], corner, *stages.recompute[stage + 1 :]
-                    found.append(Stages(stages.edges, other))
+                    found.append(replace(layout, recompute=(*policies[:stage], corner, *policies[stage + 1 :])))
         self.random.shuffle(found)
         return found
 
-    def _shaken(self, stages: Stages) -> Stages:
+    def _shaken(self, layout: Layout) -> Layout:
         """Every cut somewhere near where it was."""
-        cuts, count = [self.places.index(edge) for edge in stages.edges], len(self.places)
+        cuts, count = [self.places.index(edge) for edge in layout.edges], len(self.places)
         reach = max(1, count // (2 * len(cuts) + 2))
         moved = sorted({min(max(0, cut + self.random.randint(-reach, reach)), count - 1) for cut in cuts})
-        return stages._replace(edges=self._edges(moved)) if len(moved) == len(cuts) else stages
+        return replace(layout, edges=self._edges(moved)) if len(moved) == len(cuts) else layout
 
     def _edges(self, cuts: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.places[cut] for cut in cuts)

@@ -37,9 +37,9 @@ STYLE = ".zb .best { fill: #2b8cd0 } .zb .other { fill: #999 } .zb .front { fill
 def plan_table(rows: Sequence[Row], shown: int, title: str = "", every: bool = False) -> Table:
     """The best rows, the fastest of each division of the ranks, and the fastest others up to `shown`, none of them much
     slower than the first; or `every` row. A star marks the Pareto front of rate and memory."""
-    fastest = {(row.tensor, row.ranks): row for row in reversed(rows)}
+    fastest = {row.mesh: row for row in reversed(rows)}
     meant = [row for row in rows if row.rate >= rows[0].rate / SLOW]
-    kept = [r for i, r in enumerate(meant) if r.best or i < shown or fastest[r.tensor, r.ranks] is r]
+    kept = [r for i, r in enumerate(meant) if r.best or i < shown or fastest[r.mesh] is r]
     kept, left = (list(rows), 0) if every else (kept, len(rows) - len(meant))
     takes, are = ("row takes", "is") if left == 1 else ("rows take", "are")
     note = f"{left} {takes} more than {SLOW:g} times as long as the fastest and {are} left out; --all shows every row."
@@ -51,17 +51,17 @@ def _unit(rows: Sequence[Row]) -> str:
 
 
 def _figures(row: Row, rate: str) -> list[Figure]:
-    layout = row.layout
+    layout = row.choice.layout
     return [
         Figure("best", "*" if row.best else ""),
         *(Figure(name, size) for name, size in zip(DIMENSIONS, row.mesh, strict=True)),
         Figure("placement", layout.placement),
         Figure("m", layout.microbatches),
-        Figure("recompute", _written(layout.choices.recompute)),
-        Figure("vocab", str(layout.choices.vocab)),
+        Figure("recompute", _written(layout.recompute)),
+        Figure("vocab", str(layout.vocab)),
         Figure("step", row.seconds, "s", "step"),
         Figure(rate, row.rate, "1/s"),
-        Figure("bubble", layout.bubble, "share", "step"),
+        Figure("bubble", row.choice.bubble, "share", "step"),
         Figure("peak memory", row.peak, "B", "rank"),
     ]
 
@@ -99,7 +99,7 @@ def to_picture(rows: Sequence[Row]) -> str:
 def _name(row: Row) -> str:
     """What tells a row from its neighbours: how the ranks are divided, the placement, the microbatches."""
     divided = " ".join(f"{name}{size}" for name, size in zip(DIMENSIONS, row.mesh, strict=True) if size > 1)
-    return f"{divided} {row.layout.placement} m{row.layout.microbatches}".strip()
+    return f"{divided} {row.choice.layout.placement} m{row.choice.layout.microbatches}".strip()
 
 
 def _ticks(most: float, pixels: float) -> list[tuple[float, float]]:
@@ -205,7 +205,7 @@ def _tokens(microbatch: Microbatch, rows: int) -> int:
 
 def _command(request: PlanRequest, row: Row) -> str:
     """A program holds one pipeline of whole matrices; ranks that share them compile their parts themselves."""
-    layout, (replicas, tensor, ranks) = row.layout, row.mesh
+    layout, (replicas, tensor, ranks) = row.choice.layout, row.mesh
     kept = [name for name in options_of(Choices) if name in request.given and name not in ("recompute", "vocab")]
     flags = [f"{flag_of(name)} {_written(request.given[name])}".rstrip() for name in kept]
     begin = f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --ranks {ranks}"
@@ -215,8 +215,8 @@ def _command(request: PlanRequest, row: Row) -> str:
         begin, end = f"{begin} --replicas {replicas} --tensor {tensor}", "--data FILE.py:NAME --steps N"
     parts = [
         f"{begin} --schedule auto --microbatches {layout.microbatches}",
-        f"--chunks {layout.found.schedule.placement.chunks}",
-        f"--recompute {_written(layout.choices.recompute)} --vocab {layout.choices.vocab}",
+        f"--chunks {layout.parsed.chunks}",
+        f"--recompute {_written(layout.recompute)} --vocab {layout.vocab}",
         *flags,
         end,
     ]

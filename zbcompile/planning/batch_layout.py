@@ -9,9 +9,9 @@ from zbcompile.model.batch import Batch, Microbatch, Microbatches, require_divis
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.options import Options, is_searched
 from zbcompile.planning.choose_schedule import counts_for, fit_to_batch, fit_to_count
-from zbcompile.planning.layout_search import LayoutSearch
+from zbcompile.planning.layout_trials import LayoutTrials
 from zbcompile.program_cache.orders import order_at
-from zbcompile.program_cache.programs import Programs, Searched
+from zbcompile.program_cache.programs import Programs
 from zbcompile.progress import LONG, Progress
 
 
@@ -66,12 +66,11 @@ class BatchLayout:
         what = "searching the layout"
         with compiled.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
             draw = partial(compiled.drawn, leads=True)
-            task = self._model, self._options, compiled.ranks, draw, compiled.measured, compiled.make
+            task = self._model, self._options, compiled.ranks, draw, compiled.measured, compiled.make, microbatch
             with readable(self._model):
-                found = LayoutSearch(*task).run(microbatch, compiled.schedule, counts)
-        assert found.program is not None
-        compiled.schedule, compiled.decided = found.program.schedule, found.decision.choices
-        compiled.searched = Searched(found.drawn, found.program)
+                drawn, program = LayoutTrials(*task).run(compiled.schedule, counts)
+        compiled.schedule, compiled.decided = program.schedule, program.choices
+        compiled.searched = drawn, program
 
 
 def _count_for(batch: Batch, usual: int, rows: int | None) -> int:

@@ -8,9 +8,9 @@ from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.hardware.hardware import Connection
-from zbcompile.planning.layout_question import Layout, Question, rounded
-from zbcompile.planning.layouts import find_layouts
+from zbcompile.planning.layouts import LayoutSearch, rounded
 from zbcompile.planning.planner import Priced
+from zbcompile.program.choice import Choice
 from zbcompile.schedules import ScheduleError
 
 SLOW = 3.0  # times longer than the fastest: what holds little because almost nothing runs side by side
@@ -18,27 +18,24 @@ SLOW = 3.0  # times longer than the fastest: what holds little because almost no
 
 @dataclass(frozen=True)
 class Row:
-    """One way to use the ranks: `replicas` of a pipeline of `ranks` times `tensor` ranks that share every matrix, laid
-    out so, with `rows` of the batch per step, of so many `tokens` each. `exchange` is by how many seconds the sum of
-    the gradients over the replicas prolongs the step. `best`: nothing is faster that takes less memory."""
+    """One way to use the ranks, with `rows` of the batch per step, of so many `tokens` each. `exchange` is by how many
+    seconds the sum of the gradients over the replicas prolongs the step. `best`: nothing is faster that takes less
+    memory."""
 
-    replicas: int
-    ranks: int
-    layout: Layout
+    choice: Choice
     rows: int
     tokens: int = 1
-    tensor: int = 1
     exchange: float = 0.0
     best: bool = False
 
     @property
     def mesh(self) -> tuple[int, int, int]:
         """The ranks along "dp", "tp" and "pp"."""
-        return self.replicas, self.tensor, self.ranks
+        return self.choice.layout.replicas, self.choice.layout.tensor, self.choice.layout.ranks
 
     @property
     def seconds(self) -> float:
-        return self.layout.seconds + self.exchange
+        return self.choice.seconds + self.exchange
 
     @property
     def rate(self) -> float:
@@ -48,7 +45,7 @@ class Row:
     @property
     def peak(self) -> float:
         """Bytes on the fullest rank."""
-        return max(self.layout.peak)
+        return max(self.choice.peak)
 
 
 @dataclass(frozen=True)
@@ -89,11 +86,11 @@ def factorisations(
         ring = hardware.collective(replicas, size * step.tensor) if hardware else None
         announce(f"dp={replicas}, {beside}pp={size}")
         try:
-            question = _question(step, priced.costs(size), choices, replicas, size, batch)
-            for layout in find_layouts(question, seconds / len(sizes), announce):
-                exchange = _exchange(layout, question.lines[layout.choices.vocab], replicas, ring)
-                rows = question.microbatches * step.rows * replicas
-                found.append(Row(replicas, size, layout, rows, step.tokens, step.tensor, exchange))
+            search = _search(step, priced.costs(size), choices, replicas, size, batch)
+            for choice in search.run(seconds / len(sizes), announce):
+                exchange = _exchange(choice, search, replicas, ring)
+                choice = replace(choice, layout=replace(choice.layout, replicas=replicas, tensor=step.tensor))
+                found.append(Row(choice, search.microbatches * step.rows * replicas, step.tokens, exchange))
         except (PartitionError, ScheduleError) as error:
             first, *more = str(error).split("; ")[0].splitlines()  # of several reasons one, with what is missing
             impossible.append(f"{beside}pp={size}: {first}{''.join(f': {each.strip()}' for each in more[:1])}")
@@ -110,32 +107,30 @@ def on_mesh(choices: Choices, tensor: int) -> Choices:
     return replace(choices, hardware=replace(hardware, within=within, exchange=exchange))
 
 
-def _question(
+def _search(
     step: Captured,
     costs: Mapping[Barriers, LinePrices],
     choices: Choices,
     replicas: int,
     ranks: int,
     batch: int | None,
-) -> Question:
-    """What is asked of a pipeline of `ranks`, each replica with its share of the batch."""
+) -> LayoutSearch:
+    """The search for a pipeline of `ranks`, each replica with its share of the batch."""
     own = 4 * ranks * step.rows if batch is None else batch // replicas
     if batch is not None and (batch % replicas or own % step.rows):
         raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {step.rows} rows")
     counts = tuple(n for n in range(max(1, ranks), 8 * ranks + 1) if own % n == 0) if batch is not None else ()
-    return Question(costs, ranks, own // step.rows, choices, counts, brief=True)
+    return LayoutSearch(costs, ranks, own // step.rows, choices, counts, brief=True)
 
 
-def _exchange(layout: Layout, costs: LinePrices, replicas: int, ring: Connection | None) -> float:
+def _exchange(choice: Choice, search: LayoutSearch, replicas: int, ring: Connection | None) -> float:
     """By how many seconds sums of gradients end after the last pass: each rank's begins behind its own last one. A ring
     passes each byte on twice."""
-    timeline = layout.found.simulation
-    placement = timeline.schedule.placement
     if replicas == 1 or ring is None:
         return 0.0
-    steps, share = 2 * (replicas - 1), 1 / replicas
-    sums = [steps * (ring.latency + share * size / ring.bandwidth) for size in costs.gradients(layout.edges, placement)]
-    ends = [max(rank, default=0.0) for rank in timeline.run.end]
+    layout, ends = choice.layout, [max(rank, default=0.0) for rank in search.timeline(choice).run.end]
+    sizes = search.lines[layout.vocab].gradients(layout.edges, layout.parsed)
+    sums = [2 * (replicas - 1) * (ring.latency + size / replicas / ring.bandwidth) for size in sizes]
     return max(0.0, max(map(sum, zip(ends, sums, strict=True))) - max(ends))
 
 

@@ -1,21 +1,30 @@
 """Layouts: every sensible way to place, cut and order a captured step on some ranks, priced without compiling it."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
-from itertools import product
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
 from math import inf
+from typing import TypeVar
 
-from zbcompile.compiler.cut_planning import first_microbatches, places_of, stages_for_makespan
-from zbcompile.compiler.descent import Descent, Score, Stages
-from zbcompile.passes.compile_options import Choices, Recompute
+from zbcompile.compiler.cut_planning import first_microbatches, layout_for_makespan, places_of
+from zbcompile.compiler.descent import Descent, Score
+from zbcompile.compiler.prices import LinePrices
+from zbcompile.compiler.vocabulary_sharding import WORTH
+from zbcompile.passes.compile_options import Barriers, Choices, Policy, Recompute
 from zbcompile.passes.errors import PartitionError
-from zbcompile.planning.layout_question import Layout, Question
-from zbcompile.planning.search_cache import cached_search
+from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
+from zbcompile.passes.partition.named_cuts import edges_named
+from zbcompile.passes.partition.search import Limits, choose_edges
+from zbcompile.planning.search_cache import best_name_of, cached_search
+from zbcompile.program.choice import Choice, Layout
 from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound, simulate
 from zbcompile.schedules.execution.memory import with_messages
+from zbcompile.schedules.searching.problem import ROUNDING
 
+CORNERS: tuple[Policy, ...] = ("hints", 0.5, "full")
+PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 GLANCE = 100  # moves for a first look at a layout; names and rules of preference say most of it
 MANY = 100  # stages x microbatches, from which on a move takes so long that there are fewer,
 HUGE = 2000  # and from which on there are none
@@ -26,128 +35,296 @@ ROUNDS = 2  # from far moves of cuts to near ones
 IMPOSSIBLE = (inf, inf)
 SEARCHED = 2  # of which so many get the rest of the time
 
+Result = TypeVar("Result")
 
-def find_layouts(
-    question: Question, seconds: float, announce: Callable[[str], None] = lambda text: None
-) -> list[Layout]:
-    """All layouts that fit, the fastest first. Raises PartitionError if none does: it says on which rank, and how much
-    is missing."""
-    question.require_room()
-    reasons: list[str] = []
-    looked: list[Layout] = []
 
-    def look(placement: str, microbatches: int, choices: Choices) -> Layout | None:
-        announce(f"placement {placement}, {microbatches} microbatches")
-        try:
-            looked.append(_glance(question, placement, microbatches, choices))
-        except (PartitionError, ScheduleError) as error:
-            reasons.append(str(error))
+def rounded(seconds: float) -> float:
+    """To nine digits: sums that differ in their last ones are equal, so that memory decides.
+
+    >>> rounded(0.1 + 0.2) == rounded(0.3)
+    True
+    """
+    return float(f"{seconds:.9g}")
+
+
+def is_partial(choice: Choice) -> bool:
+    """Whether only the first microbatches were ordered."""
+    return choice.order.microbatches < choice.layout.microbatches
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutSearch:
+    """The search for a layout: `lines`, by `vocab=`, are the prices of microbatches as they come if the batch has
+    `microbatches` of them, `counts` the other numbers that it can be split into; the `ranks`, what the user has chosen
+    already, and `chunks` if given. `brief`: of large steps only the first microbatches are ordered and simulated, and
+    the rest follows at the same pace."""
+
+    lines: Mapping[Barriers, LinePrices]
+    ranks: int
+    microbatches: int
+    choices: Choices
+    counts: tuple[int, ...] = ()
+    chunks: int | None = None
+    brief: bool = False
+    _took: dict[Layout, float] = field(default_factory=dict, init=False)  # seconds of the glance at each layout
+    _edges: dict[object, list[int] | None] = field(default_factory=dict, init=False)  # cuts that were computed
+
+    def run(self, seconds: float, announce: Callable[[str], None] = lambda text: None) -> list[Choice]:
+        """All layouts that fit, the fastest first. Raises PartitionError if none does: it says on which rank, and how
+        much is missing."""
+        self._require_room()
+        looked = self._looked_at(announce)
+        several = not is_partial(_fastest(looked)[0])  # a score of cuts of a large step takes a while
+        finalists, until = _fastest(looked, FINALISTS if several else 1), time.monotonic() + MOVING * seconds
+        for number, choice in enumerate(finalists):
+            announce(f"cuts of {choice.layout}")
+            finalists[number] = self._recut(choice, (until - time.monotonic()) / (len(finalists) - number))
+        each = (1 - MOVING) * seconds / SEARCHED
+        finalists = [self._searched(choice, each) for choice in _fastest(finalists, SEARCHED)]
+        known = {str(choice.layout) for choice in finalists}
+        return _fastest([*finalists, *(choice for choice in looked if str(choice.layout) not in known)])
+
+    def lay_out(self, layout: Layout, seconds: float | None = None) -> Choice:
+        """The layout with an order found within so many seconds, or at a glance. Raises PartitionError or ScheduleError
+        if it does not fit."""
+        costs, count, limits = self._task(layout)
+        size = costs.stages * layout.microbatches
+        moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)
+        task = costs, self.ranks, count, limits, layout.placement, layout.barriers, seconds or PATIENCE, moves
+        found = cached_search(*task, keep=self.choices.balance != "measured")
+        self._took[layout], whole = found.seconds, found.objective
+        if count < layout.microbatches:
+            whole += (layout.microbatches - count) * _pace(found.simulation)
+        prices, how = self.lines[layout.vocab], (self._rows(layout), layout.recompute)
+        return Choice(
+            layout,
+            found.schedule,
+            found.origin,
+            float(whole),
+            float(found.bound),
+            resident=prices.always_held(found.schedule.placement, layout.edges, how[0]),
+            peak=prices.most_held(found.schedule, layout.edges, *how),
+            bubble=1 - found.simulation.work * layout.microbatches / count / whole if whole else 0.0,
+            basis="the graphs of distinct blocks",
+            best_name=best_name_of(found),
+        )
+
+    def timeline(self, choice: Choice) -> Timeline:
+        """The step of a choice; of a brief one, its first microbatches."""
+        return simulate(choice.order, self._task(choice.layout)[0])
+
+    def _looked_at(self, announce: Callable[[str], None]) -> list[Choice]:
+        """Every layout that is worth a glance, and fits."""
+        reasons: list[str] = []
+        looked: list[Choice] = []
+
+        def look(layout: Layout) -> Choice | None:
+            announce(f"placement {layout.placement}, {layout.microbatches} microbatches")
+            try:
+                looked.append(self._at_sight(layout, self.lay_out))
+            except (PartitionError, ScheduleError) as error:
+                reasons.append(str(error))
+                return None
+            return looked[-1]
+
+        for vocab, placement in product(self._shardings, self.placements):
+            if self.brief and vocab != "off" and placement not in (_leading(looked) or self.placements):
+                continue
+            asked = [self.layout(placement, each, vocab) for each in self.recomputations]
+            bounds = [self._bound(each) for each in asked] if len(asked) > 1 else [0.0]
+            choice = None
+            for layout, least in sorted(zip(asked, bounds, strict=True), key=lambda each: each[1]):
+                if choice is None or least < choice.seconds:
+                    choice = look(layout) or choice
+        for choice in _fastest(looked, SEARCHED):
+            if choice.layout.vocab == 1 and 2 in self.lines:
+                look(replace(choice.layout, vocab=2))
+        for choice in _fastest(looked, SEARCHED):
+            for count in self.counts:
+                other = replace(choice.layout, microbatches=count)
+                if count != self.microbatches and (not self.brief or self._bound(other) < choice.seconds):
+                    look(other)
+        if not looked:
+            raise PartitionError("no layout fits: " + "; ".join(dict.fromkeys(reasons)))
+        return looked
+
+    @property
+    def placements(self) -> tuple[str, ...]:
+        """The placements that there are cuts for. Raises PartitionError for named cuts that fit none."""
+        if self.ranks == 1 and self.chunks is None:
+            return ("linear",)
+        usual = PLACEMENTS if self.chunks in (None, 1, 2, 4) else (f"looped:{self.chunks}",)
+        parsed = {name: Placement.parse(name, self.ranks) for name in usual}
+        stages = None if isinstance(self.choices.balance, str) else len(self.choices.balance) + 1
+        found = [n for n, p in parsed.items() if self.chunks in (None, p.chunks) and stages in (None, p.stages)]
+        if not found:
+            raise PartitionError(
+                f"balance= names the cuts of {stages} stages, which no placement has on {self.ranks} ranks; expected "
+                f"{' or '.join(map(str, sorted({p.stages - 1 for p in parsed.values()})))} cuts."
+            )
+        return tuple(found)
+
+    @property
+    def corners(self) -> tuple[Policy, ...]:
+        """What each stage may recompute: under a limit of memory something or all, unless something else was asked."""
+        return CORNERS if self.choices.memory is not None and self.choices.recompute == "hints" else ()
+
+    @property
+    def recomputations(self) -> tuple[Recompute, ...]:
+        """What all stages recompute at first sight: as asked for, or everything if that is a corner."""
+        return (self.choices.recompute, "full") if self.corners else (self.choices.recompute,)
+
+    @property
+    def _shardings(self) -> tuple[Barriers, ...]:
+        """What the output layer may be at first sight; two barriers are tried where one is best."""
+        return tuple(vocab for vocab in self.lines if vocab != 2 or len(self.lines) == 1)
+
+    def layout(self, placement: str, recompute: Recompute | None = None, vocab: Barriers = "off") -> Layout:
+        """For the microbatches as they come, before the line is cut."""
+        return Layout(placement, self.ranks, self.microbatches, (), recompute or self.choices.recompute, vocab)
+
+    def _require_room(self) -> None:
+        """Raise PartitionError if what the ranks hold all the time is more than they have together."""
+        room, least = self.choices.memory, min(map(self._held, self.lines.values())) / self.ranks
+        if room is not None and least > room:
+            raise PartitionError(
+                f"no layout fits: rank 0 holds {least:,.0f} bytes of parameters, gradients and optimizer state if all "
+                f"{self.ranks} ranks hold equally much, {least - room:,.0f} more than memory={room:.15g}"
+            )
+
+    def _held(self, prices: LinePrices) -> float:
+        """By all ranks together."""
+        return prices.resident((), Placement("linear", 1, 1))[0] + (self.ranks - 1) * prices.shard_bytes
+
+    def equal_cuts(self, layout: Layout) -> list[int] | None:
+        """The cuts that `balance=` names, else those into equal parts."""
+        prices, parsed, balance = self.lines[layout.vocab], layout.parsed, self.choices.balance
+        if not isinstance(balance, str):
+            return edges_named(prices.line, balance, parsed.stages)
+        key = "equal", layout.placement, id(prices.line)
+        if key not in self._edges:
+            ranks_of = [parsed.rank(stage) for stage in range(parsed.stages)]
+            totals = [0.0, *accumulate(prices.loads)]
+            self._edges[key] = choose_edges(prices.line, totals, ranks_of, Limits(self.choices.boundary_bytes))
+        return self._edges[key]
+
+    def lean_cuts(self, layout: Layout) -> list[int] | None:
+        """The cuts whose fullest rank holds least with one microbatch; None if there are none, or others are named."""
+        if not isinstance(self.choices.balance, str):
             return None
-        return looked[-1]
+        prices, parsed = self.lines[layout.vocab], layout.parsed
+        recompute = layout.recompute == "full"  # of all stages: there are no cuts yet
+        key = "lean", layout.placement, id(prices.line), recompute
+        if key not in self._edges:
+            totals = prices.held_before(recompute)
+            ranks_of = [parsed.rank(stage) for stage in range(parsed.stages)]
+            edges = [0, *places_of(prices.line, self.choices.boundary_bytes), len(prices.line.nodes)]
+            best = best_cuts(Row(totals, ranks_of, heaviest_piece(totals, edges)), edges)
+            self._edges[key] = best and best[1]
+        return self._edges[key]
 
-    for vocab, placement in product(question.shardings, question.placements):
-        if question.brief and vocab != "off" and placement not in (_leading(looked) or question.placements):
-            continue
-        asked, count = [replace(choices, vocab=vocab) for choices in question.recomputations], question.microbatches
-        bounds = [_bound(question, placement, each, count) for each in asked] if len(asked) > 1 else [0.0]
-        layout = None
-        for choices, least in sorted(zip(asked, bounds, strict=True), key=lambda each: each[1]):
-            if layout is None or least < layout.seconds:
-                layout = look(placement, question.microbatches, choices) or layout
-    for layout in _fastest(looked, SEARCHED):
-        if layout.choices.vocab == 1 and 2 in question.lines:
-            look(layout.placement, layout.microbatches, replace(layout.choices, vocab=2))
-    for layout in _fastest(looked, SEARCHED):
-        for count in question.counts:
-            if count != question.microbatches and _may_gain(question, layout, count):
-                look(layout.placement, count, layout.choices)
-    if not looked:
-        raise PartitionError("no layout fits: " + "; ".join(dict.fromkeys(reasons)))
-    several = not _is_partial(_fastest(looked)[0])  # a score of cuts of a large step takes a while
-    finalists, until = _fastest(looked, FINALISTS if several else 1), time.monotonic() + MOVING * seconds
-    for number, layout in enumerate(finalists):
-        announce(f"cuts of {layout}")
-        finalists[number] = _recut(question, layout, (until - time.monotonic()) / (len(finalists) - number))
-    each = (1 - MOVING) * seconds / SEARCHED
-    finalists = [_searched(question, layout, each) for layout in _fastest(finalists, SEARCHED)]
-    others = [layout for layout in looked if str(layout) not in set(map(str, finalists))]
-    return _fastest([*finalists, *others])
+    def _at_sight(self, layout: Layout, take: Callable[[Layout], Result]) -> Result:
+        """What `take` says of equal cuts or, if they hold too much, of those that hold least; errors as of `take`."""
+        failed: Exception | None = None
+        for cuts in (self.equal_cuts, self.lean_cuts):
+            try:
+                if (edges := cuts(layout)) is not None:
+                    return take(replace(layout, edges=tuple(edges)))
+            except (PartitionError, ScheduleError) as error:
+                failed = error
+        assert failed is not None, "there are equal cuts, or an error"
+        raise failed
+
+    def _bound(self, layout: Layout) -> float:
+        """What no order is shorter than, with the cuts of a glance, within the limit of memory; infinite if none
+        fits."""
+        with suppress(PartitionError, ScheduleError):
+            return self._at_sight(layout, self._bound_of)
+        return inf
+
+    def _bound_of(self, layout: Layout) -> float:
+        """The same with these cuts; errors as of `lay_out`."""
+        costs, count, limits = self._task(layout)
+        least = bound(costs, self.ranks, count, layout.placement, limits, barriers=layout.barriers)
+        return float(least + (layout.microbatches - count) * _busiest(costs, layout.parsed))
+
+    def _task(self, layout: Layout) -> tuple[Costs, int, list[float] | None]:
+        """Costs, microbatches and limits of a search: of many microbatches, if that is to be brief, two a rank."""
+        prices, parsed, limits = self.lines[layout.vocab], layout.parsed, None
+        how = self._rows(layout), layout.recompute
+        if self.choices.memory is not None:
+            held = prices.held_by_any_order(parsed, layout.edges, *how)
+            limits = list(_room(self.choices.memory, held, layout.placement))
+        costs, count = with_messages(prices.costs(layout.edges, *how), parsed), layout.microbatches
+        if self.brief and costs.stages * count > HUGE:
+            count = min(count, 2 * self.ranks)
+        return costs, count, limits
+
+    def _rows(self, layout: Layout) -> float:
+        """The rows of a microbatch, of those as they come."""
+        return self.microbatches / layout.microbatches
+
+    def _recut(self, choice: Choice, seconds: float) -> Choice:
+        """The layout with its cuts moved, if they are not given, and with what each stage recomputes, if that is free,
+        to where the step gets shortest: of large steps in the order that was found, of others with an order for all
+        layouts that are looked at."""
+        start, until = choice.layout, time.monotonic() + seconds
+        prices, corners = self.lines[start.vocab], self.corners
+        if corners:
+            policies = map(start.within(self.choices).recompute_of, range(len(start.edges) + 1))
+            start = replace(start, recompute=tuple(policies))
+        looked = {start: choice}
+
+        def least(layout: Layout) -> Score:
+            with suppress(PartitionError, ScheduleError):
+                return 0.0, self._bound_of(layout)
+            return IMPOSSIBLE
+
+        def look(layout: Layout) -> Score:
+            with suppress(PartitionError, ScheduleError):
+                if layout not in looked:
+                    looked[layout] = self.lay_out(layout)
+                return 0.0, looked[layout].seconds
+            return IMPOSSIBLE
+
+        limit, free = self.choices.boundary_bytes, isinstance(self.choices.balance, str)
+        places = places_of(prices.line, limit) if free else []
+        if choice.order.stages * start.microbatches <= HUGE:
+            places = sorted({*places, *start.edges})
+            Descent(places, look, lambda: time.monotonic() >= until, least, corners, ROUNDS).run(start)
+        elif start.microbatches == self.microbatches and places:
+            look(layout_for_makespan(prices, start, choice.order, self.choices.memory, limit, corners))
+        return _fastest(looked.values(), 1)[0]
+
+    def _searched(self, choice: Choice, seconds: float) -> Choice:
+        """The layout with a better order, if the time suffices to look at more than the glance did."""
+        proven = choice.seconds <= choice.bound * ROUNDING
+        if is_partial(choice) or self._took[choice.layout] > seconds or proven:
+            return choice
+        return self.lay_out(choice.layout, seconds)
 
 
-def _leading(layouts: Sequence[Layout]) -> list[str]:
+def _fastest(choices: Iterable[Choice], count: int | None = None) -> list[Choice]:
+    """By seconds (what a sharded output layer gains must be worth it), then bytes."""
+
+    def rank(choice: Choice) -> tuple[float, float]:
+        return rounded(choice.seconds / (1 if choice.layout.vocab == "off" else WORTH)), max(choice.peak)
+
+    return sorted(choices, key=rank)[:count]
+
+
+def _leading(choices: Iterable[Choice]) -> list[str]:
     """The placements that are fastest with the output layer whole, if enough of them fit."""
-    found = list(dict.fromkeys(each.placement for each in _fastest(layouts) if each.choices.vocab == "off"))
+    found = list(dict.fromkeys(each.layout.placement for each in _fastest(choices) if each.layout.vocab == "off"))
     return found[:SEARCHED] if len(found) >= SEARCHED else []
 
 
-def _fastest(layouts: Iterable[Layout], count: int | None = None) -> list[Layout]:
-    return sorted(layouts, key=lambda layout: layout.rank)[:count]
-
-
-def _may_gain(question: Question, layout: Layout, microbatches: int) -> bool:
-    """Whether another number of microbatches is worth a look; one that is not brief may also come close."""
-    least = _bound(question, layout.placement, layout.choices, microbatches) if question.brief else 0.0
-    return least < layout.seconds
-
-
-def _bound(question: Question, placement: str, choices: Choices, microbatches: int) -> float:
-    """What no order is shorter than, with the cuts of a glance, within the limit of memory; infinite if none fits."""
-    for cuts in (question.cuts, question.lean_cuts):
-        with suppress(PartitionError, ScheduleError):
-            if (edges := cuts(placement, choices)) is not None:
-                return _bound_of(question, placement, edges, microbatches, choices)
-    return inf
-
-
-def _bound_of(question: Question, placement: str, edges: Sequence[int], microbatches: int, choices: Choices) -> float:
-    """The same with these cuts; errors as of `lay_out`."""
-    task = costs, ranks, count, name, _ = _task(question, placement, edges, microbatches, choices)
-    least = bound(*task, barriers=barriers_of(choices))
-    return float(least + (microbatches - count) * _busiest(costs, ranks, name))
-
-
-def _busiest(costs: Costs, ranks: int, placement: str) -> float:
+def _busiest(costs: Costs, placement: Placement) -> float:
     """Seconds that the busiest rank works on a microbatch."""
-    work, parsed = [0.0] * ranks, Placement.parse(placement, ranks)
+    work = [0.0] * placement.ranks
     for stage, passes in enumerate(zip(costs.forward, costs.backward, costs.weight, strict=True)):
-        work[parsed.rank(stage)] += sum(passes)
+        work[placement.rank(stage)] += sum(passes)
     return max(work)
-
-
-def _glance(question: Question, name: str, microbatches: int, choices: Choices) -> Layout:
-    """A layout with cuts into equal parts; if that holds too much, with those that hold least."""
-    try:
-        return lay_out(question, name, question.cuts(name, choices), microbatches, choices)
-    except (ScheduleError, PartitionError):
-        edges = question.lean_cuts(name, choices) if isinstance(choices.balance, str) else None
-        if edges is None:
-            raise
-        return lay_out(question, name, edges, microbatches, choices)
-
-
-def lay_out(
-    question: Question,
-    placement: str,
-    edges: Sequence[int],
-    microbatches: int,
-    choices: Choices,
-    seconds: float | None = None,
-) -> Layout:
-    """The layout with these cuts, its order found within so many seconds, or at a glance. Raises PartitionError or
-    ScheduleError if it does not fit."""
-    costs, ranks, count, name, limits = _task(question, placement, edges, microbatches, choices)
-    size = costs.stages * microbatches
-    moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)
-    barriers, seconds = barriers_of(choices), seconds or PATIENCE
-    keep = choices.balance != "measured"
-    found = cached_search(costs, ranks, count, limits, name, barriers, seconds, moves, keep)
-    whole = (
-        found.objective + (microbatches - count) * _pace(found.simulation) if count < microbatches else found.objective
-    )
-    line, how = question.costs(choices), _how(question, microbatches, choices)
-    peak = line.most_held(found.schedule, edges, *how)
-    resident = line.always_held(found.schedule.placement, edges, how[0])
-    return Layout(placement, microbatches, choices, tuple(edges), resident, peak, found, float(whole))
 
 
 def _pace(timeline: Timeline) -> float:
@@ -155,30 +332,6 @@ def _pace(timeline: Timeline) -> float:
     count = timeline.schedule.microbatches
     half = simulate(first_microbatches(timeline.schedule, count // 2), timeline.costs)
     return max(timeline.work / count, (timeline.makespan - half.makespan) / (count - count // 2))
-
-
-def _task(
-    question: Question, placement: str, edges: Sequence[int], microbatches: int, choices: Choices
-) -> tuple[Costs, int, int, str, list[float] | None]:
-    """What `search` and `bound` are asked: of many microbatches, if that is to be brief, two for each rank."""
-    line, how = question.costs(choices), _how(question, microbatches, choices)
-    parsed, limits = Placement.parse(placement, question.ranks), None
-    if choices.memory is not None:
-        limits = list(_room(choices.memory, line.held_by_any_order(parsed, edges, *how), placement))
-    costs, count = with_messages(line.costs(edges, *how), parsed), microbatches
-    if question.brief and costs.stages * count > HUGE:
-        count = min(count, 2 * question.ranks)
-    return costs, question.ranks, count, placement, limits
-
-
-def barriers_of(choices: Choices) -> int:
-    """Between the last stage's forward and its backward, if the output layer is sharded."""
-    return choices.vocab if isinstance(choices.vocab, int) else 1
-
-
-def _how(question: Question, microbatches: int, choices: Choices) -> tuple[float, Recompute]:
-    """The rows of a microbatch, of those as they come, and what is recomputed."""
-    return question.microbatches / microbatches, choices.recompute
 
 
 def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[float]:
@@ -190,51 +343,3 @@ def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[
                 f"{held:,.0f} bytes on rank {rank}, {held - memory:,.0f} more than memory={memory:.15g}"
             )
         yield memory - held
-
-
-def _recut(question: Question, layout: Layout, seconds: float) -> Layout:
-    """The layout with its cuts moved, if they are not given, and with what each stage recomputes, if that is free, to
-    where the step gets shortest: of large steps in the order that was found, of others with an order for all stages
-    that are looked at."""
-    choices, until = layout.choices, time.monotonic() + seconds
-    line, placement, count = question.costs(choices), layout.placement, layout.microbatches
-    start = Stages(layout.edges)
-    if corners := question.corners:
-        start = Stages(layout.edges, tuple(map(choices.recompute_of, range(len(layout.edges) + 1))))
-    found = {start: layout}
-
-    def choices_of(stages: Stages) -> Choices:
-        return replace(choices, recompute=stages.recompute) if stages.recompute else choices
-
-    def least(stages: Stages) -> Score:
-        with suppress(PartitionError, ScheduleError):
-            return 0.0, _bound_of(question, placement, stages.edges, count, choices_of(stages))
-        return IMPOSSIBLE
-
-    def look(stages: Stages) -> Score:
-        with suppress(PartitionError, ScheduleError):
-            if stages not in found:
-                found[stages] = lay_out(question, placement, stages.edges, count, choices_of(stages))
-            return 0.0, found[stages].seconds
-        return IMPOSSIBLE
-
-    places = places_of(line.line, choices.boundary_bytes) if isinstance(choices.balance, str) else []
-    if layout.schedule.stages * count <= HUGE:
-        places = sorted({*places, *layout.edges})
-        Descent(places, look, lambda: time.monotonic() >= until, least, corners, ROUNDS).run(start)
-    elif count == question.microbatches and places:
-        limits = choices.memory, choices.boundary_bytes, corners
-        look(stages_for_makespan(line, start, layout.schedule, *limits))
-    return _fastest(found.values(), 1)[0]
-
-
-def _is_partial(layout: Layout) -> bool:
-    """Whether only the first microbatches were ordered."""
-    return layout.found.schedule.microbatches < layout.microbatches
-
-
-def _searched(question: Question, layout: Layout, seconds: float) -> Layout:
-    """The layout with a better order, if the time suffices to look at more than the glance did."""
-    if _is_partial(layout) or layout.found.seconds > seconds or layout.found.proven:
-        return layout
-    return lay_out(question, layout.placement, layout.edges, layout.microbatches, layout.choices, seconds)

@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import add
+from typing import Any
 
 from torch.fx import Node
 
@@ -17,13 +18,12 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.passes.vocabulary.shard_program import even_bounds
-from zbcompile.planning.layout_question import Layout, Question
-from zbcompile.planning.layouts import find_layouts
-from zbcompile.planning.search_cache import NEAR, cached_search
+from zbcompile.planning.layouts import LayoutSearch
+from zbcompile.planning.search_cache import NEAR, best_name_of, cached_search
 from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
 from zbcompile.prediction.predict import hardware_of, predicted_costs, with_memory
 from zbcompile.prediction.rank_memory import running_bytes
-from zbcompile.program.chosen_plan import ChosenPlan
+from zbcompile.program.choice import Choice, Layout
 from zbcompile.program.program import Program
 from zbcompile.schedules import Found, Schedule
 from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
@@ -33,21 +33,6 @@ SHARE = 0.5  # of the time for the search, spent on layouts; the rest finds the 
 LAYOUTS = 6  # that can be tried on the ranks, or compiled in turn until one fits
 CLOSE = 1.25  # how much longer than the best one the steps of those are that are tried, by prediction
 NAMES = 4  # named schedules that can be tried on the ranks
-
-
-@dataclass(frozen=True)
-class Decision:
-    """What was decided before compiling: the schedule with its cuts (`edges`, in nodes of the line) and choices, the
-    bytes that each rank holds all the time and at most, the seconds of the step, and the other layouts."""
-
-    layout: str
-    schedule: Schedule
-    choices: Choices
-    edges: tuple[int, ...]
-    resident: tuple[float, ...]
-    peak: tuple[float, ...]
-    seconds: float
-    others: tuple[tuple[str, float], ...]
 
 
 def decide(
@@ -60,7 +45,7 @@ def decide(
     measured: Mapping[str, float],
     link: Connection | None = None,
     announce: Callable[[str], None] = lambda text: None,
-) -> list[Decision]:
+) -> list[Choice]:
     """Lay out the captured step, which has a microbatch of `provisional`, within `budget` seconds of search: the
     fastest layout, and behind it others: on other placements, with other numbers of microbatches or recomputation, or
     where only one of two shards the output layer.
@@ -69,30 +54,24 @@ def decide(
     `measured` the times of operations for `balance="measured"`, `link` what connects two ranks if the hardware does not
     say it. Raises PartitionError if nothing fits.
     """
-    costs = Priced(drawn, choices, measured, link).costs(provisional.ranks)
-    question = Question(costs, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
-    layouts = find_layouts(question, SHARE * budget, announce)
-    kinds = {_kind(each): each for each in reversed(layouts)}
-    return [_decision(each, layouts) for each in sorted(kinds.values(), key=layouts.index)[:LAYOUTS]]
+    lines = Priced(drawn, choices, measured, link).costs(provisional.ranks)
+    search = LayoutSearch(lines, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
+    found = search.run(SHARE * budget, announce)
+    kinds = {_kind(each.layout): each for each in reversed(found)}
+    best = sorted(kinds.values(), key=found.index)[:LAYOUTS]
+    return [
+        replace(
+            each,
+            nominal=each.seconds,
+            others=tuple((str(other.layout), other.seconds) for other in found if other is not each),
+        )
+        for each in best
+    ]
 
 
 def _kind(layout: Layout) -> tuple[str, int, bool, object]:
-    choices = layout.choices
-    recompute = "by stage" if isinstance(choices.recompute, tuple) else choices.recompute
-    return layout.placement, layout.microbatches, choices.vocab == "off", recompute
-
-
-def _decision(layout: Layout, layouts: Sequence[Layout]) -> Decision:
-    return Decision(
-        layout=str(layout),
-        schedule=layout.schedule,
-        choices=layout.choices,
-        edges=layout.edges,
-        resident=layout.resident,
-        peak=layout.peak,
-        seconds=layout.seconds,
-        others=tuple((str(other), other.seconds) for other in layouts if other is not layout),
-    )
+    recompute = "by stage" if isinstance(layout.recompute, tuple) else layout.recompute
+    return layout.placement, layout.microbatches, layout.vocab == "off", recompute
 
 
 @dataclass(frozen=True, eq=False)
@@ -175,36 +154,33 @@ def pass_seconds(program: Program) -> dict[str, float]:
 
 def order_by_graphs(
     program: Program,
-    decision: Decision,
+    choice: Choice,
     budget: float,
     measured: Mapping[str, float] | None = None,
     link: Connection | None = None,
-) -> list[tuple[Schedule, ChosenPlan]]:
-    """The order for the costs of the compiled graphs, by what `pass_seconds` and the `link` measured or, without, by
-    their FLOPs, and the plan to keep with the program; behind it the named schedules
-    that come close."""
+) -> list[Choice]:
+    """The layout with the order for the costs of the compiled graphs, by what `pass_seconds` and the `link` measured
+    or, without, by their FLOPs; behind it with the named schedules that come close."""
     costs, basis = predicted_costs(program), f"FLOPs and bytes on {hardware_of(program)}"
     if measured:
         costs, basis = with_memory(measured_costs(program, measured), program), "passes measured on this device"
         if link is not None:
             costs, basis = replace(costs, comm=link.latency, bandwidth=link.bandwidth), "passes and messages measured"
-    schedule, memory = program.schedule, decision.choices.memory
+    schedule, memory = program.schedule, program.choices.memory
     costs, room = with_messages(costs, schedule.placement), None
     if memory is not None:
-        held = map(add, decision.resident, most_beside(schedule.placement, costs, running_bytes(program)))
+        held = map(add, choice.resident, most_beside(schedule.placement, costs, running_bytes(program)))
         room = [max(0.0, memory - each) for each in held]
     barriers = program.vocabulary.barriers if program.vocabulary else 1
     task = costs, schedule.ranks, schedule.microbatches, room, str(schedule.placement), barriers
     found = cached_search(*task, (1 - SHARE) * budget, keep=not measured)
-    names = {name: seconds for (name, _), seconds in found.names.items()}
-    best = min(names.items(), key=lambda each: each[1], default=None)
-    plan = ChosenPlan(
-        *(decision.layout, found.origin, float(found.objective), float(found.bound), basis, best),
-        *(decision.seconds, decision.others),
-    )
-    orders = [(found.schedule, plan)]
-    orders += [(order, replace(plan, origin=order.name, seconds=takes)) for takes, order in _names_near(found)]
-    return [(replace(order, lookups=schedule.lookups), of_it) for order, of_it in orders]
+    figures: dict[str, Any] = {"bound": float(found.bound), "basis": basis, "best_name": best_name_of(found)}
+    orders = [(float(found.objective), found.origin, found.schedule)]
+    orders += [(seconds, order.name, order) for seconds, order in _names_near(found)]
+    return [
+        replace(choice, **figures, seconds=seconds, origin=origin, order=replace(order, lookups=schedule.lookups))
+        for seconds, origin, order in orders
+    ]
 
 
 def _names_near(found: Found) -> list[tuple[float, Schedule]]:
@@ -216,6 +192,6 @@ def _names_near(found: Found) -> list[tuple[float, Schedule]]:
     return sorted(other.values(), key=lambda each: each[0])[:NAMES]
 
 
-def reordered(program: Program, schedule: Schedule, plan: ChosenPlan) -> Program:
-    """The program with another order of the same passes."""
-    return replace(in_order(program, schedule), plan=plan)
+def reordered(program: Program, choice: Choice) -> Program:
+    """The program with the order that was chosen for its passes."""
+    return replace(in_order(program, choice.order), plan=choice)

@@ -51,6 +51,12 @@ def cached_search(
     return found
 
 
+def best_name_of(found: Found) -> tuple[str, float] | None:
+    """The named schedule that comes nearest, with what it takes; None if none fits."""
+    names = {name: seconds for (name, _), seconds in found.names.items()}
+    return min(names.items(), key=lambda each: each[1], default=None)
+
+
 def _written(found: Found) -> bytes:
     figures = [found.bound, found.objective, found.origin, found.moves, found.seconds]
     tables = [[*name, value] for name, value in found.names.items()], list(found.placements.items())

@@ -2,7 +2,7 @@
 
 Passes that are timed one by one say little about caches that the rest of the step empties, about links that are slow
 while both ends compute, and about the loop between the passes. A few whole steps say it. What is tried is chosen in
-`layout_search.py`.
+`layout_trials.py`.
 """
 
 import time

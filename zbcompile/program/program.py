@@ -22,7 +22,7 @@ from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.values.premises import Premises
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
-from zbcompile.program.chosen_plan import ChosenPlan
+from zbcompile.program.choice import Choice
 from zbcompile.program.output import Output
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
@@ -67,7 +67,7 @@ class Program:
     returned: Output | None = None
     premises: Premises = field(default_factory=Premises, repr=False, compare=False)
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
-    plan: ChosenPlan | None = field(default=None, compare=False)
+    plan: Choice | None = field(default=None, compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
     unproven: Mapping[str, frozenset[str]] | None = field(default=None, repr=False, compare=False)
 

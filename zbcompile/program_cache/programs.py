@@ -48,15 +48,6 @@ from zbcompile.runtime.stage_plan import rebind
 from zbcompile.runtime.step_agreement import StepAgreement
 from zbcompile.schedules import Schedule
 
-
-@dataclass(frozen=True)
-class Searched:
-    """The first step as a search has compiled it."""
-
-    drawn: Drawn
-    program: Program
-
-
 Graphs = tuple[BoundGraphs, ...]
 
 
@@ -84,7 +75,7 @@ class Programs(BoundPrograms):
         super().__init__(model, options, ranks)
         self.schedule, self.saved = schedule, saved
         self.decided: Choices | None = None  # by a search
-        self.searched: Searched | None = None  # until it is an executable
+        self.searched: tuple[Drawn, Program] | None = None  # the first step, from a search
         self.cache = ProgramCache(ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns beside its loss, of KINDS
         self.agreement = StepAgreement(ranks, options.compare_batches)
@@ -240,7 +231,7 @@ class Programs(BoundPrograms):
         self, microbatches: Sequence[Microbatch], known: Sequence[Entry], new: int | None, change: str
     ) -> tuple[Guards | None, list[Standing], Graphs]:
         microbatch = microbatches[new or 0]
-        drawn = self.searched.drawn if self.searched else self.drawn(microbatch, leads=new is not None)
+        drawn = self.searched[0] if self.searched else self.drawn(microbatch, leads=new is not None)
         guards = drawn.captured.guards
         standing = Standing(drawn.captured.premises, {"model": self._model, "loss": self._options.loss})
         asked = [each.guards for each in known if each.guards]
@@ -290,7 +281,7 @@ class Programs(BoundPrograms):
     def _make_program(self, microbatch: Microbatch, drawn: Drawn) -> Program:
         searched, self.searched = self.searched, None
         if searched is not None:
-            program = searched.program
+            _, program = searched
             notice = str(program.plan)  # it has weighed what could be done about uneven stages
         else:
             program = self.make(microbatch, drawn, self.schedule, self.decided or self._options.choices)

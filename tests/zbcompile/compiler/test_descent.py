@@ -6,12 +6,17 @@ from itertools import accumulate, pairwise, product
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from zbcompile.compiler.descent import GAIN, Descent, Score, Stages
-from zbcompile.passes.compile_options import Policy
+from zbcompile.compiler.descent import GAIN, Descent, Score
+from zbcompile.passes.compile_options import Choices, Policy, Recompute
+from zbcompile.program.choice import Layout
 from zbcompile.schedules import Costs, ScheduleError, bound, search
 
 RANKS, MICROBATCHES = 3, 6
 IMPOSSIBLE = (float("inf"), float("inf"))
+
+
+def at(edges: tuple[int, ...], recompute: Recompute = "off") -> Layout:
+    return Layout("linear", RANKS, MICROBATCHES, edges, recompute)
 
 
 class Layers:
@@ -20,31 +25,31 @@ class Layers:
     def __init__(self, times: list[int], limit: float | None = None) -> None:
         self.times, self.limit, self.looked = times, limit, 0
 
-    def task(self, stages: Stages) -> tuple[Costs, int, int]:
-        totals, ends = [0, *accumulate(self.times)], [0, *stages.edges, len(self.times)]
+    def task(self, layout: Layout) -> tuple[Costs, int, int]:
+        totals, ends = [0, *accumulate(self.times)], [0, *layout.edges, len(self.times)]
         times = tuple(totals[b] - totals[a] for a, b in pairwise(ends))
         kept = tuple(b - a for a, b in pairwise(ends))
         return Costs(times, times, times, activation=kept), RANKS, MICROBATCHES
 
-    def bound(self, stages: Stages) -> Score:
+    def bound(self, layout: Layout) -> Score:
         try:
-            return 0, bound(*self.task(stages), "linear", self.limit)
+            return 0, bound(*self.task(layout), "linear", self.limit)
         except ScheduleError:
             return IMPOSSIBLE
 
-    def look(self, stages: Stages) -> Score:
+    def look(self, layout: Layout) -> Score:
         self.looked += 1
         try:
-            return 0, search(*self.task(stages), self.limit, ["linear"], moves=0, seconds=60).objective
+            return 0, search(*self.task(layout), self.limit, ["linear"], moves=0, seconds=60).objective
         except ScheduleError:
             return IMPOSSIBLE
 
     def seconds(self, *edges: int) -> float:
-        return self.look(Stages(edges))[1]
+        return self.look(at(edges))[1]
 
     def moved(self, *edges: int, over: bool = False) -> tuple[int, ...]:
         places = range(1, len(self.times))
-        return Descent(places, self.look, lambda: over, self.bound, rounds=2).run(Stages(edges)).edges
+        return Descent(places, self.look, lambda: over, self.bound, rounds=2).run(at(edges)).edges
 
 
 def test_less_memory_wants_other_shares() -> None:
@@ -80,21 +85,22 @@ AGAIN, KEPT = {"off": 0, 0.5: 0.4, "full": 1}, {"off": 1, 0.5: 0.5, "full": 0.2}
 def test_what_stages_recompute_is_what_brute_force_finds(limit: float, times: tuple[int, ...]) -> None:
     """3 ranks, 5 microbatches: of all corners of all stages, each with the order that is found for it, the shortest."""
 
-    def seconds(stages: Stages) -> float:
-        backward = tuple(t * (1 + AGAIN[each]) for t, each in zip(times, stages.recompute, strict=True))
-        kept = tuple(t * KEPT[each] for t, each in zip(times, stages.recompute, strict=True))
+    def seconds(layout: Layout) -> float:
+        policies = [Choices(recompute=layout.recompute).recompute_of(stage) for stage in range(3)]
+        backward = tuple(t * (1 + AGAIN[each]) for t, each in zip(times, policies, strict=True))
+        kept = tuple(t * KEPT[each] for t, each in zip(times, policies, strict=True))
         costs = Costs(times, backward, times, activation=kept, residue=(0.1,) * 3)
         try:
             return search(costs, 3, 5, limit, ["linear"], moves=600, seconds=600).objective
         except ScheduleError:
             return float("inf")
 
-    def look(stages: Stages) -> Score:
-        found = cached(stages)
+    def look(layout: Layout) -> Score:
+        found = cached(layout)
         return (0, found) if found < float("inf") else IMPOSSIBLE
 
     cached = cache(seconds)
-    best = min(cached(Stages((), corners)) for corners in product(CORNERS, repeat=3))
-    chosen = Descent([1], look, lambda: False, corners=CORNERS).run(Stages((), ("full",) * 3))
+    best = min(cached(at((), corners)) for corners in product(CORNERS, repeat=3))
+    chosen = Descent([1], look, lambda: False, corners=CORNERS).run(at((), ("full",) * 3))
     assert cached(chosen) <= best * (1 + GAIN)
-    assert best < cached(Stages((), ("full",) * 3))
+    assert best < cached(at((), ("full",) * 3))

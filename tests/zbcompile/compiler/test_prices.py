@@ -13,8 +13,7 @@ from targets import gpt, llama
 from tests.support.mesh_targets import layers
 from zbcompile.compiler.compile_example import Inspected, compile_example, one_microbatch
 from zbcompile.compiler.compile_model import compile_drawn, draw_step
-from zbcompile.compiler.cut_planning import score_of, stages_for_makespan
-from zbcompile.compiler.descent import Stages
+from zbcompile.compiler.cut_planning import layout_for_makespan, layout_of, score_of
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.passes.compile_options import Choices, Policy
@@ -126,11 +125,12 @@ def test_shares_of_operations_add_up(compiled: Inspected) -> None:
 @pytest.mark.slow
 def test_cuts_for_the_step_are_no_worse_and_hold_the_limit(compiled: Inspected) -> None:
     prices, edges = line_prices(compiled)
-    schedule, start = build("zb-v", 2, 4), Stages(tuple(edges))
-    moved = stages_for_makespan(prices, start, schedule).edges
-    assert score_of(prices, moved, schedule, None) <= score_of(prices, edges, schedule, None)
-    least = 0.9 * score_of(prices, edges, schedule, 0)[0]
-    assert score_of(prices, stages_for_makespan(prices, start, schedule, least).edges, schedule, least)[0] == 0
+    schedule = build("zb-v", 2, 4)
+    start = layout_of(schedule, edges, prices.choices)
+    moved = layout_for_makespan(prices, start, schedule)
+    assert score_of(prices, moved, schedule, None) <= score_of(prices, start, schedule, None)
+    least = 0.9 * score_of(prices, start, schedule, 0)[0]
+    assert score_of(prices, layout_for_makespan(prices, start, schedule, least), schedule, least)[0] == 0
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
@@ -15,6 +14,8 @@ from zbcompile.inspection.plan_command import main, plan_table
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.factorisations import Captured, Row, factorisations, on_mesh, ranked
+from zbcompile.program.choice import Choice, Layout
+from zbcompile.schedules import build
 from zbcompile.tables import to_text
 
 TARGET, TARGETS = "examples/targets.py:gpt", "tests.support.mesh_targets"
@@ -154,9 +155,8 @@ def test_collectives_have_latency_and_links_of_their_own() -> None:
 
 
 def row(seconds: float, peak: float, ranks: int = 1) -> Row:
-    choices = SimpleNamespace(recompute="off", vocab="off")
-    shown = {"placement": "linear", "microbatches": 4, "choices": choices, "bubble": 0.0}
-    return Row(1, ranks, SimpleNamespace(seconds=seconds, peak=(peak,), **shown), 1)  # type: ignore[arg-type]
+    order = build("1f1b", 1, 4)
+    return Row(Choice(Layout("linear", ranks, 4), order, "1f1b", seconds, seconds, (0.0,), (peak,), 0.0, "costs"), 1)
 
 
 def test_rows_that_nobody_means_are_left_out() -> None:
@@ -192,4 +192,4 @@ def test_replicas_sum_their_gradients(name: str) -> None:
     size = sum(parameter.nbytes for parameter in model.parameters())
     expected = 2 * (link.latency + size / 2 / link.bandwidth)
     assert [row.exchange for row in rows] == pytest.approx([expected] * len(rows))
-    assert all(row.seconds == row.layout.seconds + row.exchange for row in rows)
+    assert all(row.seconds == row.choice.seconds + row.exchange for row in rows)

@@ -1,0 +1,231 @@
+"""The layout that `schedule="auto"` decides on, alike on all ranks: by prediction and, among those that come close, by
+steps on trial."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from torch import nn
+
+from zbcompile.compiler.compile_model import Drawn, targets_of, whole_of
+from zbcompile.distributed.agreement import agreed_seconds, from_first, gathered, together
+from zbcompile.distributed.link_speed import measure_link
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.model.batch import Microbatch
+from zbcompile.options import Options
+from zbcompile.passes import gpu
+from zbcompile.passes.errors import CaptureError, CompileError
+from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.planning.choose_schedule import fit_to_count
+from zbcompile.planning.planner import CLOSE, decide, order_by_graphs, pass_seconds, reordered
+from zbcompile.planning.trial_steps import Trial
+from zbcompile.program.choice import Choice
+from zbcompile.program.program import Program
+from zbcompile.schedules import Schedule, ScheduleError
+
+
+@dataclass(frozen=True, eq=False)
+class LayoutTrials:
+    """The search for a layout of `model`, for a batch whose part `microbatch` gives for any number of parts. `draw`
+    captures the step of a microbatch, `measure` times the operations of a line, `make` compiles a choice."""
+
+    model: nn.Module
+    options: Options
+    ranks: Ranks
+    draw: Callable[[Microbatch], Drawn]
+    measure: Callable[[Drawn], dict[str, float]]
+    make: Callable[..., Program]
+    microbatch: Callable[[int], Microbatch]
+    _drawn: dict[int, Drawn] = field(default_factory=dict, init=False)
+    _refused: dict[int, Exception] = field(default_factory=dict, init=False)
+
+    def run(self, provisional: Schedule, counts: Sequence[int]) -> tuple[Drawn, Program]:
+        """The captured step and its program, for one of `counts` or for the number of microbatches of `provisional`.
+        Raises CaptureError if the step cannot be captured."""
+        line, found = self._laid_out(provisional, counts)
+        failed: ScheduleError | None = None
+        for some in self._in_turn(found):
+            alike = [choice for choice in some if _are_alike(self._find(choice.layout.microbatches), line)]
+            try:
+                if alike:
+                    chosen = self._on_trial(alike) if self._tries else self._compiled(alike[0], 1)[0]
+                    break
+            except ScheduleError as error:  # the graphs hold more than was estimated: on to what is slower
+                failed = failed or error
+        else:
+            assert failed is not None, "the first layout is like itself"
+            raise failed
+        if self._refused:
+            least = min(self._refused)
+            why = str(self._refused[least]).removesuffix(".")
+            self._say(f"auto does not split this batch into {least} microbatches, or more: {why}")
+        assert chosen.plan is not None
+        return self._step_of(chosen.plan), chosen
+
+    def _find(self, count: int) -> Drawn | None:
+        """The step as it is captured for one of so many microbatches. The model may refuse small ones: a batch norm
+        needs two rows. None if every rank raises CaptureError, so that no rank takes that number; raises what `draw`
+        raises if only some do, or if it fails in another way."""
+        if count not in self._drawn and count not in self._refused:
+            try:
+                self._drawn[count] = self.draw(self.microbatch(count))
+            except Exception as error:  # what is known to all is raised on all, but need not be a CaptureError on all
+                if error is not self.ranks.watch.known or not all(
+                    gathered(self.ranks, isinstance(error, CaptureError))
+                ):
+                    raise
+                self._refused[count] = error
+        return self._drawn.get(count)
+
+    def _step_of(self, choice: Choice) -> Drawn:
+        drawn = self._drawn[choice.layout.microbatches]
+        return whole_of(drawn) if choice.layout.vocab == "off" else drawn
+
+    def _laid_out(self, provisional: Schedule, counts: Sequence[int]) -> tuple[Drawn, list[Choice]]:
+        """The captured step that the fastest layout is for, and the layouts, the fastest first."""
+        provisional, begun, counts = self._begun(provisional, counts)
+        found = self._decided(begun, provisional, counts)
+        while (line := self._find(found[0].layout.microbatches)) is None:
+            counts = [count for count in counts if count < found[0].layout.microbatches]
+            found = self._decided(begun, provisional, counts)
+        if not _are_alike(line, begun):  # other rows, other operations
+            found = self._decided(line, found[0].order, ())
+        return line, found
+
+    def _begun(self, provisional: Schedule, counts: Sequence[int]) -> tuple[Schedule, Drawn, Sequence[int]]:
+        """The number of microbatches to begin with (the usual one or, if the model refuses its microbatches, the
+        smallest), its captured step, and the numbers that may be chosen beside it."""
+        usual = provisional.microbatches
+        if (drawn := self._find(usual)) is not None:
+            return provisional, drawn, counts
+        fewer = [count for count in counts if count < usual]
+        least = min(fewer, default=usual)
+        if (drawn := self._find(least)) is None:
+            raise self.ranks.watch.known_to_all(self._refused[usual])
+        return fit_to_count(provisional, self.options, least), drawn, fewer
+
+    def _in_turn(self, found: Sequence[Choice]) -> list[list[Choice]]:
+        """The fastest by prediction, if steps can be tried here with those that come close to it; then each other."""
+        fits = [c for c in found if not self._tries or c is found[0] or max(c.peak) <= self._room]
+        close = [c for c in fits if self._tries and c.seconds <= CLOSE * found[0].seconds] or fits[:1]
+        return [close, *([c] for c in fits if c not in close)]
+
+    def _decided(self, drawn: Drawn, schedule: Schedule, counts: Sequence[int]) -> list[Choice]:
+        """The first rank decides for all."""
+        options, whole = self.options, whole_of(drawn)
+        settings = counts, options.chunks, options.search_seconds, self.measure(whole), self._link
+        return from_first(
+            *(self.ranks, "searching the layout"), lambda: decide(drawn, schedule, options.choices, *settings)
+        )
+
+    @cached_property
+    def _tries(self) -> bool:
+        """Whether steps run here as they will later: in one process ranks take turns."""
+        return self.ranks.group is not None and self.ranks.count > 1 and self.options.hardware is None
+
+    @cached_property
+    def _room(self) -> float:
+        """Bytes that every rank has; without a limit of memory nobody has asked whether a layout fits."""
+        if not gpu.is_gpu(self.ranks.device):
+            return float("inf")
+        return float(min(gathered(self.ranks, gpu.free_memory(self.ranks.device))))
+
+    @cached_property
+    def _link(self) -> Connection | None:
+        """What connects the first two ranks of a pipeline on CPUs, as they measure it."""
+        group, ranks = self.ranks.group, self.ranks
+        if group is None or ranks.count < 2 or ranks.device.type != "cpu":
+            return None
+        with ranks.watch.position.waiting("measuring the messages"):
+            return Connection(*gathered(ranks, measure_link(group, ranks.device))[0])
+
+    def _compiled(self, choice: Choice, of: int) -> list[Program]:
+        """In the order that is best for its graphs, as all ranks measure them at once, and in others that come close;
+        the first rank searches, in its part of the time. Raises ScheduleError, on every rank, if none fits."""
+        layout, ranks = choice.layout, self.ranks
+        task = self.microbatch(layout.microbatches), self._step_of(choice), choice.order
+        program = self.make(*task, layout.within(self.options.choices), layout.edges)
+        measured = agreed_seconds(ranks, together(ranks, "measuring", lambda: pass_seconds(program)))
+
+        def search() -> list[Choice] | ScheduleError:
+            try:
+                return order_by_graphs(program, choice, self.options.search_seconds / of, measured, self._link)
+            except ScheduleError as error:  # no order fits: every rank is to raise the same
+                return error
+
+        orders = from_first(ranks, "searching the order", search)
+        if isinstance(orders, ScheduleError):
+            raise ranks.watch.known_to_all(orders)
+        return [reordered(program, each) for each in orders]
+
+    def _on_trial(self, finalists: Sequence[Choice]) -> Program:
+        """The fastest by steps on trial: the layouts, each in the order found for it, then the best of them in that and
+        other orders."""
+        clock, tried = TrialTime(self.ranks, self.options.search_seconds), list[Program]()
+        for number, choice in enumerate(finalists):
+            if tried and not clock.allows_another():
+                self._say(f"search_seconds leaves no time to try {len(finalists) - number} more of the best layouts")
+                break
+            try:
+                orders = self._compiled(choice, len(finalists))
+                microbatch = self.microbatch(choice.layout.microbatches)
+                trial = Trial(orders[0], microbatch, self.model, self.options, self.ranks)
+                tried += self._timed(trial, orders[:1])
+            except CompileError:
+                if not tried:
+                    raise
+            except ScheduleError:  # it holds more than was estimated
+                if number == len(finalists) - 1 and not tried:
+                    raise
+            else:
+                if tried[-1] is min(tried, key=_seconds):
+                    best = tried[-1], trial, orders
+        among, trial, orders = [best[0]], *best[1:]
+        if len(orders) > 1 and clock.allows_another():
+            among = self._timed(trial, orders)
+            tried = [*(each for each in tried if each is not best[0]), *among]
+        chosen = min(among, key=_seconds)
+        others = sorted((each for each in tried if each is not chosen), key=_seconds)
+        plans = [each.plan for each in (chosen, *others) if each.plan is not None]
+        return replace(chosen, plan=replace(plans[0], tried=tuple(each.tried[0] for each in plans)))
+
+    def _timed(self, trial: Trial, orders: Sequence[Program]) -> list[Program]:
+        """Steps in several orders of the same graphs; the plan of each program says what they took."""
+        plans = [order.plan for order in orders if order.plan is not None]
+        with self.ranks.watch.position.turn_to(f"steps on trial: {'; '.join(plan.way for plan in plans)}"):
+            found = trial.times(orders)
+        for plan, times in zip(plans, found, strict=True):
+            self._say(f"on trial a step takes {times}: {plan.way}")
+        timed = [replace(plan, tried=((plan.way, *times),)) for plan, times in zip(plans, found, strict=True)]
+        return [replace(order, plan=plan) for order, plan in zip(orders, timed, strict=True)]
+
+    def _say(self, text: str) -> None:
+        if self.ranks.is_first:
+            print(f"zbcompile: {text}.")
+
+
+@dataclass
+class TrialTime:
+    """Allows trials as long as the next one, if it takes as long as the last, ends within `limit` seconds. The first
+    rank's time counts."""
+
+    ranks: Ranks
+    limit: float
+    began: float = field(default_factory=time.monotonic)
+    mark: float = field(default_factory=time.monotonic)
+
+    def allows_another(self) -> bool:
+        """To be asked after every trial."""
+        last, self.mark = self.mark, time.monotonic()
+        return gathered(self.ranks, self.mark - self.began + self.mark - last <= self.limit)[0]
+
+
+def _seconds(program: Program) -> float:
+    """The median of its steps on trial."""
+    return program.plan.tried[0][1] if program.plan else 0.0
+
+
+def _are_alike(one: Drawn | None, other: Drawn) -> bool:
+    """Whether the steps can be cut at the same places."""
+    return one is other or (one is not None and targets_of(one.line) == targets_of(other.line))
