@@ -20,11 +20,8 @@ from zbcompile.schedules.ir.files import load, save
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, parts
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build
-from zbcompile.schedules.searching.certificate import certify
 from zbcompile.schedules.searching.hunt import Found
 from zbcompile.schedules.searching.order_search import search
-from zbcompile.schedules.searching.problem import Problem
-from zbcompile.schedules.searching.question import problems_of
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 from zbcompile.schedules.visualization.step_tables import rank_table, slack_table, step_table
 from zbcompile.schedules.visualization.text import format_timeline, summary
@@ -36,7 +33,6 @@ INTERLACED = "interlaced"  # no name of `build`: it needs vocabulary layers to i
 FILES = (".csv", ".json", ".txt")
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 CUT = 4  # stages per rank of a model to be searched for without a costs file
-ROUNDED = 1e-3  # share up to which the solver's whole numbers are no difference
 EXAMPLES = """examples:
   python -m zbcompile.schedules list
   python -m zbcompile.schedules show zb-v --ranks 4 --microbatches 8
@@ -46,7 +42,7 @@ EXAMPLES = """examples:
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --ranks 8 --microbatches 24 --costs costs.json
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --picture compared.svg
   python -m zbcompile.schedules compare 1f1b interlaced --barriers 1
-  python -m zbcompile.schedules search --ranks 4 --microbatches 8 --costs costs.json --memory 40GiB --certify
+  python -m zbcompile.schedules search --ranks 4 --microbatches 8 --costs costs.json --memory 40GiB
   python -m zbcompile.schedules formula zb-h1 --ranks 4 --microbatches 8
 
 A costs file is a JSON object with a list per stage, e.g. {"forward": [1, 1], "backward": [1, 1], "weight": [1, 1],
@@ -141,7 +137,6 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add("--noise", type=float, metavar="X", help="judge by the ninth of ten steps whose passes spread by this share")
     add("--late", type=float, default=0.0, metavar="X", help="with --noise: messages are late by this share on average")
     add("--barriers", type=int, choices=(1, 2), default=1, help="of vocabulary passes, if the costs have them")
-    add("--certify", action="store_true", help="let OR-Tools confirm or improve it (small cases)")
 
 
 def _sizes(text: str) -> float | list[float]:
@@ -258,9 +253,6 @@ def _search(options: argparse.Namespace) -> None:
     given = (costs, options.ranks, options.microbatches, options.memory, options.placements, not options.no_barrier)
     found = search(*given, options.seconds, options.moves, options.seed, noise, options.barriers)
     print(f"{found}\n\n{_placement_table(found)}")
-    if options.certify:
-        (problem,) = problems_of(*given[:4], (found.schedule.placement,), given[5], options.barriers)
-        found = _certified(found, problem, options.seconds)
     step, buffers = found.simulation, check(lower(found.schedule)).receive_buffers or ()
     print(f"\n{grid(rank_table(step, receive_buffers=buffers).rows)}\n\n{to_text([slack_table(step)])}", end="")
     limits = options.memory if isinstance(options.memory, Sequence) else [options.memory] * options.ranks
@@ -276,23 +268,6 @@ def _placement_table(found: Found) -> str:
         rows.append((str(placement), least, value, best, names.get(best)))
     heads = ("placement", "bound", "searched", "best name", "takes")
     return grid([[*map(Figure, heads, row)] for row in rows])
-
-
-def _certified(found: Found, problem: Problem, seconds: float) -> Found:
-    """The order, or a shorter one of the solver; prints what the solver says about this placement."""
-    if found.simulation.noise is not None:
-        raise ScheduleError("a certificate knows the costs as they are; leave out --noise")
-    proof = certify(problem, problem.words(found.schedule), seconds)
-    better = None if proof.words is None else found.improved(problem, proof.words, "CP-SAT")
-    where = f"\nCP-SAT on placement {problem.placement}"
-    if better is not None and better.objective < found.objective * (1 - ROUNDED):
-        print(f"{where}: a shorter order, {better.objective:.6g}")
-        found = better
-    if found.objective <= proof.bound * (1 + ROUNDED):
-        print(f"{where}: confirmed, no order there is shorter than {proof.bound:.6g} (to {ROUNDED:.1%})")
-    else:
-        print(f"{where}: not decided in {seconds:g} s; no order there is shorter than {proof.bound:.6g}")
-    return found
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -81,13 +81,13 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), target.flatten())
 
 
-def _example(layers: int, heads: int, width: int, length: int, rows: int) -> zbcompile.Example:
+def example_of(layers: int, heads: int, width: int, length: int, rows: int) -> zbcompile.Example:
     tokens = torch.zeros(rows, length, dtype=torch.int64)
     return zbcompile.Example(PublishedGPT(layers, heads, width, length).half(), (tokens,), loss=loss, target=tokens)
 
 
 def _published(name: str) -> zbcompile.Example:
-    return _example(*PUBLISHED[name][:3], 1024, PUBLISHED[name].rows)
+    return example_of(*PUBLISHED[name][:3], 1024, PUBLISHED[name].rows)
 
 
 def gpt_1_5b() -> zbcompile.Example:
@@ -157,7 +157,7 @@ def main() -> None:
 def _predicted(p: Published, hardware: str) -> Costs:
     """The costs of every stage."""
     with fake_models():
-        example = _example(p.layers, p.heads, p.width, 1024, p.rows)
+        example = example_of(p.layers, p.heads, p.width, 1024, p.rows)
     each = (p.layers + 2) // p.ranks
     cuts = tuple(f"layers.{n}" for n in accumulate([each - 1, *[each] * (p.ranks - 2)]))
     choices = Choices(balance=cuts, accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware))

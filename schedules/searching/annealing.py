@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 from zbcompile.schedules.execution.noise import Draw, Noise
 from zbcompile.schedules.searching.clock import Clock, Move, Order
 from zbcompile.schedules.searching.problem import Problem, Words
+from zbcompile.schedules.searching.starting_orders import MANY
 
 HOT, COLD = 0.3, 0.005  # temperatures at the start and at the end, in mean passes
-MILD, MANY = 0.05, 1500  # where to start above so many passes: there is no time to recover from much disorder
+MILD = 0.05  # where to start above MANY passes: there is no time to recover from much disorder
 HUGE, LATE = 20_000, 200  # above so many passes only the last so many of the critical path: little follows from them
 CRITICAL = 0.85  # share of moves that shift a pass of the critical path
 EVENNESS = 0.01  # how much the mean end of all ranks counts beside the objective: it leads across plateaus

@@ -9,32 +9,32 @@ from typing import NamedTuple
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.searching.annealing import HUGE, MANY, Annealer, draws_of
-from zbcompile.schedules.searching.justification import Justifier
+from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
+from zbcompile.schedules.searching.justification import Justifier, turned_around
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.problem import Problem, Words
 from zbcompile.schedules.searching.search_budget import Budget, Progress
-from zbcompile.schedules.searching.starting_orders import RULES, Seed, dispatched, named_seeds, one_by_one
+from zbcompile.schedules.searching.starting_orders import HEURISTIC, MANY, named_orders, one_by_one
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
 LEVELS = 6  # of memory, for a frontier
+ONE_BY_ONE = "one microbatch after the other"
 STARTS = 4  # orders of a placement to turn around
 TURN = 6  # so many times what preparing for turns takes, the first one does
 
 
 class Effort(NamedTuple):
-    """How the budget is spent on steps of up to so many passes."""
+    """What is done on steps of up to so many passes, again and again with more moves."""
 
     passes: float
-    turns: Sequence[tuple[int, float]]  # placements whose orders are turned around, share of the budget
-    rounds: Sequence[tuple[int, float, float]]  # orders that are annealed, share of the budget, warmth
+    turns: Sequence[tuple[int, float]]  # placements whose orders are turned around, share of the moves
+    rounds: Sequence[tuple[int, float, float]]  # orders that are annealed, share of the moves, warmth
 
 
-TURNS = ((8, 0.15), (2, 0.2))
+FIRST, GROWTH = 2000, 4  # moves of the first effort, and how many times as many each further one has
 EFFORTS = (
-    Effort(MANY, TURNS, ((8, 0.15, 1.0), (3, 0.2, 0.7), (1, 0.15, 1.0), (1, 0.15, 0.3))),
-    Effort(HUGE, TURNS, ((3, 0.2, 1.0), (1, 0.45, 0.7))),
+    Effort(HUGE, ((3, 0.1), (1, 0.25)), ((2, 0.3, 1.0), (1, 0.35, 0.5))),
     Effort(math.inf, ((2, 0.4), (1, 0.5)), ((1, 0.1, 0.7),)),  # there a move gains next to nothing
 )
 
@@ -78,12 +78,6 @@ class Found:
     named: tuple[tuple[float, Schedule], ...] = field(default=(), repr=False, compare=False)
     frontier: tuple[tuple[Timeline, Schedule], ...] = field(default=(), repr=False, compare=False)
 
-    def improved(self, problem: Problem, words: Words, origin: str) -> "Found":
-        """The same with another order."""
-        simulation = simulate(problem.schedule(words), problem.costs, self.simulation.noise)
-        objective = simulation.quantile(problem.barrier)
-        return replace(self, schedule=simulation.schedule, simulation=simulation, objective=objective, origin=origin)
-
     @property
     def gap(self) -> float:
         return self.objective / self.bound - 1 if self.bound else 0.0
@@ -116,36 +110,37 @@ class Hunt:
         self.pool: list[Candidate] = []
         self.names: dict[tuple[str, str], float] = {}
         self.named: dict[Problem, list[tuple[float, Schedule]]] = {}
-        self.moves = 0
         self.progress = Progress()
 
     def run(self) -> None:
         for problem in self.problems:
-            self._take(problem, Seed("one microbatch after the other", one_by_one(problem)))
-            if len(problem.time) > HUGE and (found := dispatched(problem, RULES[0])) is not None:
-                self._take(problem, found)  # there names take seconds, and few fit into little memory
-            for seed in named_seeds(problem, self.budget.seconds):
-                self._take(problem, seed)
-                if self.budget.over:
+            lean = one_by_one(problem)
+            self._take(problem, ONE_BY_ONE, lean)
+            large = len(problem.time) > HUGE  # there names take seconds, and few fit into little memory
+            if large:
+                self._turn_around(problem, lean)
+            for named in named_orders(problem, self.budget.seconds):
+                self._take(problem, *named)
+                if self.budget.late:
                     break
-        for number, rule in enumerate(RULES):
-            if self.budget.seeds_spent(number):
-                break
-            for problem in [] if self.budget.over else self._open():
-                if (found := dispatched(problem, rule)) is not None:
-                    self._take(problem, found)
-        if self.budget.moves == 0:
-            return
+            if not large and not self.budget.late:
+                self._turn_around(problem, lean)
         largest = max(len(problem.time) for problem in self.problems)
         effort = next(effort for effort in EFFORTS if largest <= effort.passes)
-        for keep, share in effort.turns:
-            problems = list(dict.fromkeys(c.problem for c in self._ranked()))[:keep]
-            for problem in problems:
-                self._justify(problem, share / len(problems))
-        for keep, share, warmth in effort.rounds:
-            chosen = self._chosen(keep)
-            for candidate in chosen:
-                self._improve(candidate, share / len(chosen), warmth)
+        moves = FIRST
+        while self._open() and not self.budget.over:
+            before = self.budget.made
+            for keep, share in effort.turns:
+                problems = list(dict.fromkeys(c.problem for c in self._ranked()))[:keep]
+                for problem in problems:
+                    self._justify(problem, moves * share / len(problems))
+            for keep, share, warmth in effort.rounds:
+                chosen = self._chosen(keep)
+                for candidate in chosen:
+                    self._improve(candidate, moves * share / len(chosen), warmth)
+            if self.budget.made == before:
+                break
+            moves *= GROWTH
 
     def run_within_less(self, budget: Budget) -> None:
         """Search again within amounts of memory that are smaller and smaller, down to that of one microbatch after the
@@ -159,8 +154,12 @@ class Hunt:
                 break
             hunt = Hunt(list(fitting), budget.part(1 / left, 0.5 / LEVELS), self.seed, self.noise)
             hunt.run()
-            self.moves += hunt.moves
+            self.budget.made += hunt.budget.made
             self.pool += [replace(each, problem=fitting[each.problem]) for each in hunt.pool]
+
+    def _turn_around(self, problem: Problem, lean: Words) -> None:
+        if problem in self._open() and (words := turned_around(problem, lean)) is not None:
+            self._take(problem, f"{ONE_BY_ONE}, turned around", words)
 
     def _open(self) -> list[Problem]:
         """The problems whose bound is not met."""
@@ -171,18 +170,19 @@ class Hunt:
         """What cannot be improved on; under noise nothing is known of it."""
         return self.bounds[problem] * EXACT if self.noise is None else 0.0
 
-    def _take(self, problem: Problem, seed: Seed) -> None:
+    def _take(self, problem: Problem, origin: str, words: Words, named: Schedule | None = None) -> None:
+        """One more candidate; of a named schedule, which may have pairs, also what it is with these opened."""
         if self.pool:
             self.progress.show(min(c.value for c in self.pool), min(self.bounds.values()), self.budget.spent)
-        for schedule in (seed.schedule, None):
+        for schedule in (named, None):
             if schedule is None or problem.costs.overlap or problem.costs.pairs:  # else a pair opened is no longer
-                timeline = simulate(schedule or problem.schedule(seed.words), problem.costs, self.noise)
+                timeline = simulate(schedule or problem.schedule(words), problem.costs, self.noise)
                 value = timeline.quantile(problem.barrier)
-                self.pool.append(Candidate(problem, value, seed.origin, seed.words, schedule))
-                if seed.schedule is not None:
-                    key = seed.origin, str(problem.placement)
+                self.pool.append(Candidate(problem, value, origin, words, schedule))
+                if named is not None:
+                    key = origin, str(problem.placement)
                     self.names[key] = min(value, self.names.get(key, value))
-                    self.named.setdefault(problem, []).append((value, seed.schedule))
+                    self.named.setdefault(problem, []).append((value, named))
 
     def _chosen(self, count: int) -> list[Candidate]:
         """The best candidates of open problems, each with another order, half of them the best of their placement."""
@@ -192,33 +192,35 @@ class Hunt:
         return list(dict.fromkeys((*leaders[: count // 2], *distinct)))[:count]
 
     def _ranked(self) -> list[Candidate]:
-        """The candidates of open problems, each with another order, the best first."""
+        """The candidates of open problems, each with another order, the best first. What a search with less time has
+        not got is left as it is: it would lead more time elsewhere."""
         open_ = self._open()
-        ranked = sorted((c for c in self.pool if c.problem in open_), key=lambda c: c.value)
+        always = (c for c in self.pool if c.origin not in HEURISTIC or len(c.problem.time) <= MANY)
+        ranked = sorted((c for c in always if c.problem in open_), key=lambda c: c.value)
         return list({(c.value, c.problem): c for c in reversed(ranked)}.values())[::-1]
 
-    def _justify(self, problem: Problem, share: float) -> None:
+    def _justify(self, problem: Problem, moves: float) -> None:
         starts = [c for c in self._ranked() if c.problem is problem][:STARTS]
         if not starts or self.budget.over:
             return
         begun = self.budget.spent
-        justifier = Justifier(problem, [c.words for c in starts], starts[0].value, self.seed + self.moves)
-        done = self.budget.slice(share, TURN * (self.budget.spent - begun))
+        justifier = Justifier(problem, [c.words for c in starts], starts[0].value, self.seed + self.budget.made)
+        done = self.budget.slice(moves, TURN * (self.budget.spent - begun))
         try:
-            self.moves += justifier.run(self._shown(done), self._target(problem))
+            self.budget.made += justifier.run(self._shown(done), self._target(problem))
         finally:
             if justifier.best_words is not None:
                 origin = f"{starts[0].origin}, turned around"
-                self._take(problem, Seed(origin, justifier.best_words))
+                self._take(problem, origin, justifier.best_words)
 
-    def _improve(self, candidate: Candidate, share: float, warmth: float) -> None:
+    def _improve(self, candidate: Candidate, moves: float, warmth: float) -> None:
         problem = candidate.problem
         if self.budget.over:
             return
         quantile = self.noise.quantile if self.noise else 1
-        annealer = Annealer(problem, candidate.words, self.draws[problem], quantile, self.seed + self.moves)
+        annealer = Annealer(problem, candidate.words, self.draws[problem], quantile, self.seed + self.budget.made)
         try:
-            self.moves += annealer.run(self._shown(self.budget.slice(share)), self._target(problem), warmth)
+            self.budget.made += annealer.run(self._shown(self.budget.slice(moves)), self._target(problem), warmth)
         finally:
             if annealer.best < candidate.value:
                 words = annealer.best_words
@@ -257,7 +259,7 @@ class Hunt:
             bound = objective
         on = {p: min(c.value for c in self.pool if c.problem is p) for p in {c.problem: None for c in self.pool}}
         placements = {str(p.placement): (self.bounds[p], value) for p, value in on.items()}
-        made = best.origin, self.moves, self.budget.spent
+        made = best.origin, self.budget.made, self.budget.spent
         named = tuple(sorted(self.named.get(problem, ()), key=lambda each: each[0]))
         curve = tuple(self._frontier()) if frontier else ()
         return Found(simulation.schedule, simulation, bound, objective, *made, self.names, placements, named, curve)

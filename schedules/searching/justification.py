@@ -16,10 +16,19 @@ from zbcompile.schedules.searching.dispatcher import Direction, Dispatched
 from zbcompile.schedules.searching.problem import Problem, Words
 
 PATIENCE = (0, 0.3, 0.5, 0.8, 1)
+FIRST_PATIENCE = 0.5  # of the first turn
 NOISE = (0, 0.1, 0.5, 1, 2, 4)  # on priorities, in mean passes
 FORGIVEN = 0.1  # how much longer, in mean passes on average, an order to go on from may be
 STALE = 25  # turns without gain until another order is started from
-WORTH = 50  # a pair of turns takes as long as a move for each so many passes
+WORTH = 100  # a pair of turns takes as long as so many moves, whatever the size of the step
+
+
+def turned_around(problem: Problem, words: Words) -> Words | None:
+    """What one turn backward and one forward make of an order; None if memory leads nowhere."""
+    clock = Clock(Order(problem, words), *draws_of(problem, None)[0])
+    turned = Direction(problem, backward=True).dispatch([-end for end in clock.end], FIRST_PATIENCE)
+    again = turned and Direction(problem, backward=False).dispatch([-end for end in turned.end], FIRST_PATIENCE)
+    return again.words if again else None
 
 
 class Justifier:
@@ -35,13 +44,13 @@ class Justifier:
 
     def run(self, progress: Callable[[int], float], target: float) -> int:
         """Turn until `progress(moves)` is 1 or the objective is `target`; returns how many moves that was worth."""
-        turns, each = 0, max(1, len(self.problem.time) // WORTH)
-        while self.best > target and progress(turns * each) < 1:
+        turns = 0
+        while self.best > target and progress(turns * WORTH) < 1:
             turns += 1
             self._turn()
             if self.stale > STALE:
                 self._restart(self.started + 1)
-        return turns * each
+        return turns * WORTH
 
     def _restart(self, number: int) -> None:
         """Go on from the next of the orders; behind the last of them from the best that was found."""

@@ -1,10 +1,9 @@
 """How long a search takes, and the line that says how far it is."""
 
+import math
 import sys
 import time
 from collections.abc import Callable
-
-SEEDS = 0.2  # share of the seconds for orders to start from
 
 
 class Progress:
@@ -25,45 +24,40 @@ class Progress:
 
 
 class Budget:
-    """So many seconds from now on, and so many moves (`None`: as many as fit)."""
+    """So many seconds from now on, and so many moves (`None`: as many as fit). Seconds only end a search: what it does
+    until then follows from the moves that it has made."""
 
-    def __init__(self, seconds: float, moves: int | None) -> None:
-        self.start, self.seconds, self.moves = time.monotonic(), seconds, moves
-        self.used = 0.0  # share
+    def __init__(self, seconds: float, moves: float | None) -> None:
+        self.start, self.seconds = time.monotonic(), seconds
+        self.moves, self.made = math.inf if moves is None else moves, 0
 
     def part(self, of_seconds: float, of_moves: float) -> "Budget":
         """A share of the seconds that are left, from now on, and of the moves."""
-        moves = None if self.moves is None else int(self.moves * of_moves)
-        return Budget(max(0.0, self.seconds - self.spent) * of_seconds, moves)
+        return Budget(max(0.0, self.seconds - self.spent) * of_seconds, self.moves * of_moves)
 
     @property
     def spent(self) -> float:
         return time.monotonic() - self.start
 
-    def seeds_spent(self, tried: int) -> bool:
-        """Whether so many rules are enough; a rule is worth some hundred moves."""
-        return self.spent > SEEDS * self.seconds or (self.moves is not None and tried * 100 > self.moves)
+    @property
+    def late(self) -> bool:
+        return self.spent >= self.seconds
 
     @property
     def over(self) -> bool:
-        return self.spent >= self.seconds
+        return self.late or self.made >= self.moves
 
-    def slice(self, share: float, each: float = 0.0) -> Callable[[int], float]:
-        """How much of a share of what is left for moves is done, by the moves made. It is asked before each round of
-        them, and ends what another round would carry beyond the seconds; the first one takes about `each`."""
-        begin = before = self.spent
-        if not self.used:
-            self.rest = max(0.0, self.seconds - begin)
-        self.used += share
-        until = self.seconds - self.rest * (1 - min(1, self.used))
-        moves = None if self.moves is None else max(1, round(self.moves * share))
+    def slice(self, moves: float, each: float = 0.0) -> Callable[[int], float]:
+        """How much of so many further moves is done, by the moves made. It is asked before each round of them, and ends
+        what another round would carry beyond the seconds; the first one takes about `each`."""
+        before, begun = self.spent, self.made
 
         def done(made: int) -> float:
             nonlocal before, each
             now = self.spent
             before, each = now, now - before if made else each
-            if now >= until or now + each > self.seconds:
+            if now >= self.seconds or now + each > self.seconds or begun + made >= self.moves:
                 return 1.0
-            return (now - begin) / (until - begin) if moves is None else made / moves
+            return made / max(1, moves)
 
         return done

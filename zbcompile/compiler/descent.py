@@ -81,11 +81,15 @@ class Descent:
         return found
 
     def _shaken(self, layout: Layout) -> Layout:
-        """Every cut somewhere near where it was."""
+        """Every cut somewhere near where it was, and half of the stages with any corner."""
         cuts, count = [self.places.index(edge) for edge in layout.edges], len(self.places)
         reach = max(1, count // (2 * len(cuts) + 2))
         moved = sorted({min(max(0, cut + self.random.randint(-reach, reach)), count - 1) for cut in cuts})
-        return replace(layout, edges=self._edges(moved)) if len(moved) == len(cuts) else layout
+        edges = self._edges(moved) if len(moved) == len(cuts) else layout.edges
+        recompute = layout.recompute
+        if self.corners and isinstance(recompute, tuple):
+            recompute = tuple(self.random.choice((each, self.random.choice(self.corners))) for each in recompute)
+        return replace(layout, edges=edges, recompute=recompute)
 
     def _edges(self, cuts: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.places[cut] for cut in cuts)

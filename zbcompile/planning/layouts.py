@@ -25,7 +25,7 @@ from zbcompile.schedules.searching.problem import ROUNDING
 
 CORNERS: tuple[Policy, ...] = ("hints", 0.5, "full")
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
-GLANCE = 100  # moves for a first look at a layout; names and rules of preference say most of it
+GLANCE = 100  # moves for a first look at a layout; the orders to start from say most of it
 MANY = 100  # stages x microbatches, from which on a move takes so long that there are fewer,
 HUGE = 2000  # and from which on there are none
 PATIENCE = 600.0  # seconds that a glance may take; what counts are its moves, on a busy machine too

@@ -1,0 +1,93 @@
+"""What recomputation chosen for each stage gains: the GPTs of the zero bubble paper (`published_gpts.py`) on A100s,
+simulated, with a share of the memory that 1F1B needs for activations without recomputation.
+
+    PYTHONPATH=examples python examples/benchmarks/recompute_stages.py [NAME ...] --memory .6 .4 --seconds 20
+
+Each line is the step that `schedule="auto"` predicts: everything recomputed, the best of several budgets that are one
+share of the bytes for all stages, and what the search chooses for each stage. Cuts and orders are searched for each,
+equally long.
+"""
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from tabulate import tabulate
+
+import zbcompile
+from benchmarks.published_gpts import PUBLISHED, Published, example_of
+from zbcompile.cli.fake_models import fake_models
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.compile_model import draw_step
+from zbcompile.passes.compile_options import Choices, Recompute
+from zbcompile.passes.errors import PartitionError
+from zbcompile.planning.layouts import LayoutSearch
+from zbcompile.planning.planner import Priced
+from zbcompile.program.choice import Choice
+from zbcompile.schedules import build
+
+BUDGETS = (0.75, 0.5, 0.25)
+
+
+def search_of(published: Published, hardware: str, chunks: int | None) -> LayoutSearch:
+    choices = Choices(accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware))
+    with fake_models():
+        example = example_of(*published[:3], 1024, published.rows)
+    drawn = draw_step(example.model, one_microbatch(example), example.loss, choices)
+    lines = Priced(drawn, choices, {}).costs(published.ranks)
+    return LayoutSearch(lines, published.ranks, published.microbatches, choices, chunks=chunks)
+
+
+def limit(search: LayoutSearch, share: float) -> int:
+    """Bytes of a rank: what it always holds and what a pass needs, and a share of the activations of 1F1B."""
+    prices, layout = search.lines["off"], search.layout("linear", "off")
+    edges = search.equal_cuts(layout) or []
+    always = max(prices.held_by_any_order(layout.parsed, edges, recompute="off"))
+    whole = max(prices.most_held(build("1f1b", search.ranks, search.microbatches), edges, recompute="off"))
+    return round(always + share * max(0.0, whole - always))
+
+
+def found(search: LayoutSearch, memory: int, recompute: Recompute, seconds: float) -> Choice | None:
+    choices = replace(search.choices, memory=memory, recompute=recompute)
+    try:
+        return replace(search, choices=choices).run(seconds)[0]
+    except PartitionError:
+        return None
+
+
+def rows(name: str, options: argparse.Namespace) -> Iterator[list[object]]:
+    search = search_of(PUBLISHED[name], options.hardware, options.chunks or None)
+    for share in options.memory:
+        memory = limit(search, share)
+        full = found(search, memory, "full", options.seconds)
+        budgets = [each for b in BUDGETS if (each := found(search, memory, b, options.seconds)) is not None]
+        each = found(search, memory, "hints", options.seconds)
+        assert full is not None, "everything recomputed fits into these shares"
+        assert each is not None, "so does what may recompute everything"
+        one = min(budgets, key=lambda choice: choice.seconds, default=full)
+        times = [1e3 * choice.seconds for choice in (full, one, each)]
+        assert max(each.peak) <= memory
+        gains = [1 - times[2] / time for time in times[:2]]
+        yield [name, share, *times, *gains, str(each.layout)]
+
+
+HEADERS = ("model", "memory", "full ms", "one budget ms", "each stage ms", "gain", "gain", "chosen")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", default=list(PUBLISHED), metavar="NAME", help=", ".join(PUBLISHED))
+    parser.add_argument("--hardware", default="a100-80g")
+    parser.add_argument("--memory", type=float, nargs="+", default=[0.6, 0.4], help="default: .6 .4")
+    parser.add_argument("--chunks", type=int, default=1, help="stages a rank; 0: any number (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=20, help="for each search (default: %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in options.names:
+        formats = ("", ".1f", ".0f", ".0f", ".0f", ".1%", ".1%", "")
+        print(tabulate(rows(name, options), HEADERS, floatfmt=formats), flush=True)
+
+
+if __name__ == "__main__":
+    main()
