@@ -52,6 +52,7 @@ class ValueWriter:
 
 
 LISTED = 1 << 14  # so many parts of a tensor need not be listed
+REPEATS = 64  # the order of a difference, or the size of a combination, at most
 WORK = 1 << 15  # operations on shapes to read a graph, beside WORK_PER_NODE; an LSTM takes a dozen per layer and step
 WORK_PER_NODE = 64
 
@@ -157,18 +158,21 @@ def _require_branches(node: Node, question: Any, one: Any, other: Any, operands:
 
 _SPLITS = ("split", "unsafe_split", "split_copy")
 _CHUNKS = ("chunk", "unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit")
+_REPEATED = ("diff", "combinations")
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru")
 
 
 def require_listed(operation: Any, args: Any, kwargs: Any, listed: int) -> None:
-    """Refuse to cut a tensor into more parts than are listed, before they are made, and recurrent layers without
-    parameters of their own."""
+    """Refuse to cut a tensor into more parts than are listed, before they are made, recurrent layers without
+    parameters of their own, and differences of a high order."""
     tensor, given, dim = args[0] if args else None, [*args[1:], *kwargs.values()], kwargs.get("dim", 0)
     name = str(operation).partition(".")[2].partition(".")[0]
     if name in _RECURRENT:
         parameters = max((len(each) for each in given if isinstance(each, tuple | list)), default=0)
         if any(each > parameters for each in given if type(each) is int):
             raise ValueError(f"it has more layers than its {parameters} parameters")
+    if name in _REPEATED and any(type(each) is int and each > REPEATS for each in given):
+        raise ValueError(f"it goes through its tensor more than {REPEATS} times")
     if not isinstance(tensor, torch.Tensor) or not all(isinstance(each, int) for each in given):
         return
     if name in _CHUNKS:

@@ -3,6 +3,7 @@ manifest is not a program, so a half-written one is never mistaken for a complet
 compared with its hash, and nothing in it is executed."""
 
 import hashlib
+import re
 import shutil
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -106,13 +107,19 @@ def _prepare(program: Program, directory: Path, leads: bool) -> None:
         shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
 
 
+_FILES = f"({re.escape(MANIFEST)}|{re.escape(SCHEDULE)})"
+_OURS = re.compile(rf"{_FILES}|\.{_FILES}\.partial|rank-\d{{4,}}|{ANSWERS}\d+|{'|'.join(FORWARDS)}")
+
+
 def program_in(directory: Path) -> list[Path]:
     """The files of the program in `directory`, none if it is new. Raises PipelineError if no program can go there."""
     if directory.exists() and not directory.is_dir():
         raise PipelineError(f"{directory} is a file; expected a directory, or a path that does not exist yet.")
     held = sorted(directory.iterdir()) if directory.exists() else []
     for path in held:
-        if not path.name.lstrip(".").startswith((MANIFEST, SCHEDULE, "rank-", ANSWERS, *FORWARDS)):
+        if path.name in FORWARDS or path.name.startswith(ANSWERS):
+            program_in(path)
+        if path.is_symlink() or not _OURS.fullmatch(path.name):
             raise PipelineError(
                 f"{directory} holds other files ({path.name}); expected a new directory, or one that holds a program, "
                 "which is replaced."

@@ -142,6 +142,7 @@ ENDLESS = [
     (STEPS, "aten.rnn_tanh.input", [LAST, LAST, [LAST, LAST], False, 1, 0.0, False, False, False]),
     (LAYERS, "aten.lstm.input", [LAST, [LAST, LAST], [LAST, LAST], False, 10**9, 0.0, False, False, False]),
     ((8,), "aten.combinations.default", [LAST, 10**6]),
+    ((10**9,), "aten.diff.default", [LAST, 10**8]),
 ]
 
 

@@ -452,9 +452,14 @@ def test_a_directory_with_other_files_is_left_alone(saved: Callable[[Case], Path
     shutil.copytree(saved(SMALL), tmp_path / "program")
     pipe = compiled(SMALL)
     pipe.program.save(tmp_path / "program")  # a program is replaced
-    (tmp_path / "program" / "notes.txt").write_text("mine")
-    with pytest.raises(zbcompile.PipelineError, match=r"holds other files \(notes.txt\)"):
-        pipe.program.save(tmp_path / "program")
+    for name in ("notes.txt", "evaluation", "rank-notes", "manifest.json.mine", "eval/notes.txt"):
+        mine = tmp_path / "program" / name
+        mine.parent.mkdir(exist_ok=True)
+        mine.write_text("mine")
+        with pytest.raises(zbcompile.PipelineError, match=rf"holds other files \({mine.name}\)"):
+            pipe.program.save(tmp_path / "program")
+        assert mine.read_text() == "mine"
+        mine.unlink()
 
 
 class Tables(nn.Module):
