@@ -36,7 +36,18 @@ ORDER = {
         *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (
-        *("version", "__init__", "untrusted_text", "errors", "amounts", "tables", "env", "tracebacks", "json_text"),
+        *(
+            "version",
+            "__init__",
+            "untrusted_text",
+            "field_check",
+            "errors",
+            "amounts",
+            "tables",
+            "env",
+            "tracebacks",
+            "json_text",
+        ),
         *("safe_files", "torch_private", "progress"),
         *(
             "model",
@@ -58,6 +69,7 @@ ORDER = {
 OTHERS = {"schedules": set(), "passes": set(), "zbcompile": {"passes", "schedules"}}  # which folders each may import
 FOR_ALL = {  # import nothing of the library but each other
     *("zbcompile.version", "zbcompile.untrusted_text", "zbcompile.progress", "zbcompile.amounts", "zbcompile.tables"),
+    "zbcompile.field_check",
 }
 MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several rooms have
 

@@ -3,11 +3,13 @@
     torchrun --nproc-per-node 2 -m zbcompile.calibrate --output machine.toml
     python examples/benchmarks/predicted_passes.py machine.toml
     python examples/benchmarks/predicted_passes.py machine.toml resnet --operations
+    python examples/benchmarks/predicted_passes.py machine.toml --beside without-products.toml
     python examples/benchmarks/predicted_passes.py machine.toml --step
 
 F, B, W and BW of two stages of a GPT, a Llama, a Mixtral and a ResNet, in float32 on one thread. All passes take turns,
 and the fastest run of each counts, by the CPU time of the thread: on a loaded machine too that is the pass itself. With
-`--operations` the time of each kind of operation is shown instead, over all passes, timed inside of the graphs.
+`--operations` the time of each kind of operation is shown instead, over all passes, timed inside of the graphs. What
+other files, `--beside`, predict is compared with the same measured times.
 
 With `--step` two processes train the same models over gloo. A step is measured from its first start on either rank to
 its last end, by the clock on the wall: only on a machine that does nothing else is that the step itself. The fastest
@@ -85,6 +87,7 @@ def main() -> None:
     parser.add_argument("hardware", metavar="FILE.toml")
     parser.add_argument("names", nargs="*", default=["gpt", "llama", "mixtral", "resnet"])
     parser.add_argument("--operations", action="store_true", help="the operations that differ most")
+    parser.add_argument("--beside", nargs="+", default=[], metavar="FILE.toml", help="how far other files are off")
     parser.add_argument("--step", action="store_true", help="steps of two processes instead of passes")
     parser.add_argument("--rounds", type=int, default=20, help="of all passes, or steps (default: %(default)s)")
     chosen = parser.parse_args()
@@ -102,7 +105,7 @@ def main() -> None:
             _show_operations(name, list(_pieces(name).values()), hardware)
     else:
         found = {(name, *key): piece for name in chosen.names for key, piece in _pieces(name).items()}
-        _passes(found, hardware, chosen.rounds)
+        _passes(found, hardware, chosen.rounds, chosen.beside)
 
 
 def _pieces(name: str) -> dict[tuple[int, str], Piece]:
@@ -112,7 +115,9 @@ def _pieces(name: str) -> dict[tuple[int, str], Piece]:
     return {(stage.stage, op): piece for stage in program.stages for op, piece in stage.pieces.items()}
 
 
-def _passes(pieces: dict[tuple[str, int, str], Piece], hardware: zbcompile.Hardware, rounds: int) -> None:
+def _passes(
+    pieces: dict[tuple[str, int, str], Piece], hardware: zbcompile.Hardware, rounds: int, beside: Sequence[str]
+) -> None:
     runs = {key: (boxed(piece.module), _values(piece)) for key, piece in pieces.items()}
     measured = dict.fromkeys(runs, math.inf)
     with torch.no_grad():
@@ -123,6 +128,10 @@ def _passes(pieces: dict[tuple[str, int, str], Piece], hardware: zbcompile.Hardw
                 measured[key] = min(measured[key], time.thread_time() - began)
     pairs = {key: (seconds_of(piece.module, hardware), measured[key]) for key, piece in pieces.items()}
     _show(("model", "stage", "pass", "predicted ms", "measured ms", "off by"), pairs)
+    for file in beside:
+        other = zbcompile.Hardware.find(file)
+        errors = sorted(abs(seconds_of(piece.module, other) / measured[key] - 1) for key, piece in pieces.items())
+        print(f"{file}: median {median(errors):.1%}, largest {errors[-1]:.1%}")
 
 
 def _values(piece: Piece) -> list[Any]:

@@ -1,43 +1,16 @@
 """What the figures of a profile may be. All are checked when it is made: a wrong one would be a wrong prediction."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from reprlib import repr as short
 from typing import Any
 
+from zbcompile.field_check import TEXT, Field
 from zbcompile.passes.torch_names import NAMED
 
 SMALLEST, LARGEST = 1e-15, 1e24  # of a positive figure: beyond these, times overflow or have no digits left
 BETWEEN = f"from {SMALLEST:g} to {LARGEST:g}"
 KINDS = ("product", "convolution", "convolution_backward")  # of measured products
-
-
-@dataclass(frozen=True)
-class Figure:
-    """What holds of a value, in words too; `each` is for what is in a table or a list."""
-
-    holds: Callable[[Any], bool]
-    expected: str
-    each: "Figure | None" = None
-
-    def or_none(self) -> "Figure":
-        return Figure(lambda value: value is None or self.holds(value), self.expected, self.each)
-
-
-def wrong_figure(figures: Mapping[str, Figure], given: Mapping[str, Any]) -> str | None:
-    """The first of `given` that cannot be: where, received, expected."""
-    found = (each for name, value in given.items() for each in _wrong(name, value, figures[name]))
-    return next(found, None)
-
-
-def _wrong(where: str, value: Any, figure: Figure) -> Iterator[str]:
-    if not figure.holds(value):
-        yield f"{where}={short(value)}; expected {figure.expected}."
-    elif figure.each is not None and value is not None:
-        for name, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-            yield from _wrong(f"{where}.{name}" if name != "" else f'{where}.""', item, figure.each)
 
 
 def _number(value: Any) -> bool:
@@ -86,27 +59,26 @@ def _table(holds: Callable[[str], bool] = lambda name: True, least: int = 0) -> 
     )
 
 
-TEXT = Figure(lambda value: isinstance(value, str), "a string")
-SWITCH = Figure(lambda value: isinstance(value, bool), "true or false")
-POSITIVE = Figure(_positive, f"a number above 0, {BETWEEN}")
-AMOUNT = Figure(lambda value: _number(value) and value >= 0, f"a number, 0 or more, up to {LARGEST:g}")
-SHARE = Figure(lambda value: _positive(value) and value <= 1, "a share above 0, of at most 1")
-COUNT = Figure(_count, "a whole number above 0")
-TILES = Figure(_tiles, "pairs of whole numbers above 0, the largest tile first")
-CONNECTION = Figure(_connection, f"latency (seconds, 0 or more) and bandwidth (bytes per second, above 0), {BETWEEN}")
-PEAKS = Figure(
+SWITCH = Field(lambda value: isinstance(value, bool), "true or false")
+POSITIVE = Field(_positive, f"a number above 0, {BETWEEN}")
+AMOUNT = Field(lambda value: _number(value) and value >= 0, f"a number, 0 or more, up to {LARGEST:g}")
+SHARE = Field(lambda value: _positive(value) and value <= 1, "a share above 0, of at most 1")
+COUNT = Field(_count, "a whole number above 0")
+TILES = Field(_tiles, "pairs of whole numbers above 0, the largest tile first")
+CONNECTION = Field(_connection, f"latency (seconds, 0 or more) and bandwidth (bytes per second, above 0), {BETWEEN}")
+PEAKS = Field(
     _table(NAMED["dtype"].__contains__, 1),
     'a table from dtypes, such as "bfloat16", to FLOP per second',
     POSITIVE,
 )
-PRODUCTS = Figure(
+PRODUCTS = Field(
     _table(KINDS.__contains__),
     f"a table with any of {', '.join(KINDS)}",
-    Figure(_products, "rows of [batch, m, n, k, seconds], whole numbers and seconds above 0"),
+    Field(_products, "rows of [batch, m, n, k, seconds], whole numbers and seconds above 0"),
 )
-OPERATIONS = Figure(
+OPERATIONS = Field(
     _table(),
     "a table by the names of operators",
-    Figure(_curve, "at least one [bytes, seconds], both above 0, by rising bytes"),
+    Field(_curve, "at least one [bytes, seconds], both above 0, by rising bytes"),
 )
-SOURCES = Figure(_table(), "a table of strings", TEXT)
+SOURCES = Field(_table(), "a table of strings", TEXT)

@@ -11,9 +11,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from zbcompile.field_check import TEXT, wrong_field, wrong_names
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.hardware import figures
-from zbcompile.passes.hardware.figures import wrong_figure
 from zbcompile.untrusted_text import read_text
 
 LARGEST = 1 << 18  # bytes of a file of figures
@@ -95,7 +95,7 @@ class Hardware:
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        wrong = wrong_figure(FIGURES, vars(self))
+        wrong = wrong_field(FIGURES, vars(self))
         if wrong is not None:
             raise CompileError(wrong)
         for name in _CONNECTIONS:
@@ -138,11 +138,9 @@ class Hardware:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Hardware":
         """As `to_dict` gives it. Raises CompileError for an unknown or missing name, or a figure that cannot be."""
-        unknown, missing = sorted(data.keys() - FIGURES), sorted({"name", "peak", "bandwidth"} - data.keys())
-        if unknown or missing:
-            what = [f"unknown {', '.join(map(str, unknown)):.200}"] * bool(unknown)
-            what += [f"missing {', '.join(missing)}"] * bool(missing)
-            raise CompileError(f"{'; '.join(what)}. Expected some of {', '.join(FIGURES)}.")
+        wrong = wrong_names(FIGURES, {"name", "peak", "bandwidth"}, data)
+        if wrong is not None:
+            raise CompileError(wrong)
         return cls(**data)
 
     def to_dict(self) -> dict[str, Any]:
@@ -183,7 +181,7 @@ class Hardware:
 
 _CONNECTIONS = ("within", "between", "exchange")
 FIGURES = {
-    "name": figures.TEXT,
+    "name": TEXT,
     "peak": figures.PEAKS,
     "bandwidth": figures.POSITIVE,
     "memory": figures.POSITIVE.or_none(),

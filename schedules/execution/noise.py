@@ -3,9 +3,9 @@
 import random
 from dataclasses import dataclass
 
+from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import Action
-from zbcompile.schedules.ir.placement import is_amount
 
 
 @dataclass(frozen=True)

@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import require_finished
 from zbcompile.schedules.execution.event_loop import run
 from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
 from zbcompile.schedules.generators.task import Generator, Task
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement, is_amount, require_count
+from zbcompile.schedules.ir.placement import Placement, require_count
 from zbcompile.schedules.ir.schedule import Schedule
 
 

@@ -5,10 +5,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, NamedTuple
 
+from zbcompile.field_check import AMOUNT, NUMBER, TEXT, Field, is_amount, wrong_field, wrong_names
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMPUTE, B, F, W
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.placement import is_amount
 from zbcompile.untrusted_text import parse_json
 
 
@@ -103,31 +103,9 @@ class Costs:
             if len(values) != stages:
                 counts = f"`{name}` has {len(values)} entries, `forward` has {stages}"
                 raise ScheduleError(f"costs: {counts}; give one per stage")
-            for stage, value in enumerate(values):
-                if not is_amount(value):
-                    _require_amount(f"{name}[{stage}]", value)
-        for name in ("comm", "overlap", "barrier", "cast", "stats", "exchanges"):
-            _require_amount(name, 0 if getattr(self, name) is None else getattr(self, name))
-        if self.overlap > 1:
-            raise ScheduleError(f"costs: `overlap` is {self.overlap}; expected a share from 0 to 1")
-        self._require_kinds()
-        for link in self.links:
-            _require_amount(f"latency of link {link.source}->{link.destination}", link.latency)
-        for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
-            if bandwidth is not None and not (is_amount(bandwidth) and bandwidth > 0):
-                expected = "a positive number, or none to ignore sizes"
-                raise ScheduleError(f"costs: a bandwidth is {bandwidth!r:.80}; expected {expected}")
-        for pair in self.pairs:
-            _require_amount(f"time of pair (F{pair.forward_stage}|BW{pair.backward_stage})", pair.time)
-
-    def _require_kinds(self) -> None:
-        """Ranks and stages are whole numbers, units strings."""
-        places = [each for named in (*self.links, *self.pairs) for each in named[:2]]
-        units = self.time_unit, self.memory_unit
-        wrong = [each for each in places if type(each) is not int] + [each for each in units if type(each) is not str]
-        if wrong:
-            what = "a whole number for a rank or a stage, and a string for a unit"
-            raise ScheduleError(f"costs: received {wrong[0]!r:.80}; expected {what}")
+        wrong = wrong_field(_FIELDS, vars(self))
+        if wrong is not None:
+            raise ScheduleError(f"costs: {wrong}")
 
     @classmethod
     def uniform(
@@ -272,12 +250,9 @@ class Costs:
         known = [f.name for f in fields(cls)]
         if not isinstance(data, Mapping):
             raise ScheduleError(f"costs: received {type(data).__name__}; expected an object with {', '.join(known)}")
-        unknown = sorted(set(data) - set(known))
-        missing = sorted({"forward", "backward", "weight"} - set(data))
-        if unknown or missing:
-            what = [f"unknown {', '.join(unknown):.200}"] * bool(unknown)
-            what += [f"missing {', '.join(missing)}"] * bool(missing)
-            raise ScheduleError(f"costs: {'; '.join(what)}; expected {', '.join(known)}")
+        wrong = wrong_names(known, {"forward", "backward", "weight"}, data)
+        if wrong is not None:
+            raise ScheduleError(f"costs: {wrong}")
         for name in (*PER_STAGE, "links", "pairs"):
             if not isinstance(data.get(name, []), Sequence):
                 raise ScheduleError(f"costs: `{name}` is {data[name]!r:.80}; expected a list")
@@ -290,9 +265,28 @@ class Costs:
 PER_STAGE = tuple(field.name for field in fields(Costs) if field.type == tuple[float, ...])
 
 
-def _require_amount(where: str, value: float) -> None:
-    if not is_amount(value):
-        raise ScheduleError(f"costs: {where} is {value!r:.80}; expected a finite number that is not negative")
+_EVERY = Field(lambda values: True, "one time per stage", AMOUNT)
+_BANDWIDTH = Field(
+    lambda value: value is None or (is_amount(value) and value > 0), "a positive number, or none to ignore sizes"
+)
+_LINK = Field(
+    lambda link: all(map(NUMBER.holds, link[:2])) and is_amount(link.latency) and _BANDWIDTH.holds(link.bandwidth),
+    f"ranks, which are whole numbers, a latency, {AMOUNT.expected}, and a bandwidth, {_BANDWIDTH.expected}",
+)
+_PAIR = Field(
+    lambda pair: all(map(NUMBER.holds, pair[:2])) and is_amount(pair.time),
+    f"stages, which are whole numbers, and a time, {AMOUNT.expected}",
+)
+_FIELDS = {
+    **dict.fromkeys(PER_STAGE, _EVERY),
+    **dict.fromkeys(("comm", "barrier", "exchanges"), AMOUNT),
+    **dict.fromkeys(("cast", "stats"), AMOUNT.or_none()),
+    **dict.fromkeys(("time_unit", "memory_unit"), TEXT),
+    "bandwidth": _BANDWIDTH,
+    "overlap": Field(lambda value: is_amount(value) and value <= 1, "a share from 0 to 1"),
+    "links": Field(lambda links: True, "links", _LINK),
+    "pairs": Field(lambda pairs: True, "pairs", _PAIR),
+}
 
 
 def _of_shards(values: tuple[float, ...], stages: int) -> tuple[float, ...]:

@@ -1,6 +1,5 @@
 """Which rank owns which stage."""
 
-import math
 import re
 import sys
 from collections import Counter
@@ -21,14 +20,6 @@ def require_count(what: str, value: Any) -> None:
 
 
 KINDS = {"linear": (1,), "looped": ANY, "v": ANY[1:], "dual": (1,), "map": ANY}
-
-
-def is_amount(value: Any) -> bool:
-    """Whether `value` is a number, finite and not negative; True and False are none."""
-    try:
-        return not isinstance(value, bool) and value >= 0 and math.isfinite(value)
-    except (TypeError, OverflowError):
-        return False
 
 
 @dataclass(frozen=True)

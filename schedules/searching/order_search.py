@@ -2,10 +2,11 @@
 
 from collections.abc import Callable, Sequence
 
+from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.noise import Noise, as_noise
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement, is_amount
+from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.searching.hunt import Found, Hunt
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.question import problems_of

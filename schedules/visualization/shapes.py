@@ -5,6 +5,8 @@ from xml.sax.saxutils import escape, quoteattr
 
 from zbcompile.schedules.visualization.looks import DARK, STYLE, in_the_dark
 
+NAMESPACE = "http://www.w3.org/2000/svg"  # of files; pages need none
+
 
 def shape(tag: str, kind: str = "", text: str = "", title: str = "", **attributes: float | str) -> str:
     """One element; `kind` is its class, `title` its text on hover. An underscore in a name stands for a hyphen.
@@ -22,14 +24,14 @@ def shape(tag: str, kind: str = "", text: str = "", title: str = "", **attribute
 def window(width: float, height: float, left: float = 0, top: float = 0, more: str = "") -> str:
     """The beginning of an `svg` element that shows that part of a drawing."""
     size = f'width="{width:g}" height="{height:g}" viewBox="{left:g} {top:g} {width:g} {height:g}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size} class="zb"{more}>'
+    return f'<svg {size} class="zb"{more}>'
 
 
 def picture(width: float, height: float, shapes: Iterable[str], style: str = "") -> str:
     """A file of its own, which shrinks to a window, or a page, that is narrower; light and dark as its reader."""
     return "\n".join(
         (
-            window(width, height, more=' style="max-width: 100%; height: auto"'),
+            window(width, height, more=f' xmlns="{NAMESPACE}" style="max-width: 100%; height: auto"'),
             f"<style>{STYLE}{style}{in_the_dark(*DARK)}</style>",
             shape("rect", "paper", width=width, height=height),
             *shapes,

@@ -63,7 +63,7 @@ def test_fractions_stay_exact() -> None:
     ("make", "message"),
     [
         (lambda: Costs((1, 2), (1,), (1, 2)), "`backward` has 1 entries, `forward` has 2"),
-        (lambda: Costs.uniform(2, forward=-1), r"forward\[0\] is -1"),
+        (lambda: Costs.uniform(2, forward=-1), r"forward\[0\]=-1; expected a finite number, 0 or more"),
         (lambda: Costs.uniform(2, forward=float("nan")), "finite"),
         (lambda: Costs.uniform(2, overlap=2), "share from 0 to 1"),
         (lambda: Costs.uniform(0), "`forward` is empty"),

@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from zbcompile import schedules, untrusted_text
+from zbcompile import field_check, schedules, untrusted_text
 from zbcompile.schedules.ir.kinds import KINDS
 
 TABLE = "ir/kinds.py"
@@ -72,6 +72,7 @@ def test_one_entry_adds_a_kind_of_action(tmp_path: Path) -> None:
     package = tmp_path / "zbcompile"
     shutil.copytree(Path(schedules.__file__).parent, package / "schedules")
     (package / "__init__.py").write_text("", encoding="utf-8")
+    shutil.copy(field_check.__file__, package)
     shutil.copy(untrusted_text.__file__, package)
     table = (package / "schedules" / TABLE).read_text(encoding="utf-8")
     assert table.count(BEFORE) == 1

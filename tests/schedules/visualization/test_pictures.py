@@ -94,8 +94,8 @@ def test_messages_and_the_critical_path_are_drawn_on_demand() -> None:
 def test_html_is_self_contained_and_has_a_row_per_rank() -> None:
     page = to_html(timeline())
     assert page.count("<tr>") == 1 + 4 + 1
-    assert "http://www.w3.org/2000/svg" in page
-    assert all(reference not in page for reference in ("src=", "href=", "@import", "https://"))
+    assert "<svg" in page
+    assert all(reference not in page for reference in ("src=", "href=", "@import", "http"))
 
 
 def test_chrome_trace_has_every_step_idle_interval_and_memory_change() -> None:
