@@ -10,10 +10,11 @@ from zbcompile.api.optimizers import Optimizers
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, is_distributed
+from zbcompile.model.held_elsewhere import state_in_process
 from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
 from zbcompile.program_cache.programs import Programs
-from zbcompile.program_cache.state_dict import load_state, owned_parameters, share_state, stream_state
+from zbcompile.program_cache.state_dict import stream_state
 
 
 class ModelState:
@@ -44,13 +45,15 @@ class ModelState:
         self._arrive()
         self._compiled.given_out = True
         found = {**self._compiled.parameters, **self._parts.parameters}
-        return iter([(name, found[name]) for name in self._own_names()])
+        return iter([(name, found[name]) for name in self._compiled.own_names])
 
     def share(self) -> dict[str, Any]:
         """This process's part of eager's state dict."""
         self._arrive()
-        own = share_state(self._model, self._ranks, self.program, self._compiled.shards)
-        return self._parts.shown(own, self.program.model.names)
+        own, names, group = self._compiled.own_state(), self.program.model.names, self._ranks.group
+        if self._compiled.shards is not None and group is not None:
+            own = self._compiled.shards.sharded_state(own, names, group)  # the rows are DTensors
+        return self._parts.shown(own, names)
 
     def whole(self, frozen: bool) -> dict[str, Any]:
         """Eager's state dict, on every rank; with or without what is `frozen`."""
@@ -65,10 +68,18 @@ class ModelState:
             yield found
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Copy this process's share out of eager's state dict; strict over the whole model."""
+        """Copy this process's share out of eager's state dict, in place.
+
+        Strict over the whole model: raises PipelineError, before anything is copied, for keys that it lacks or has in
+        addition, and for tensors of another shape.
+        """
         self._arrive()
-        state = self._parts.cut(state, self.program.model.names)
-        load_state(self._model, self._ranks, self.program.holders, state)
+        state, target = self._parts.cut(state, self.program.model.names), state_in_process(self._model)
+        _check_keys(target, state)
+        with torch.no_grad():
+            for key, value in self._compiled.own_state().items():
+                if isinstance(value, torch.Tensor):
+                    value.copy_(state[key])
         if self._compiled.shards is not None:
             self._compiled.shards.load(state)
         self.loaded(state)
@@ -97,7 +108,7 @@ class ModelState:
             rows = frozenset(compiled.shards.own) if compiled.shards else frozenset()
             held = compiled.parameters
             norm = total_norm(self.program, compiled.trained, rows, held, self._ranks, norm_type, error_if_nonfinite)
-        nn.utils.clip_grads_with_norm_([held[name] for name in self._own_names()], max_norm, norm)
+        nn.utils.clip_grads_with_norm_([held[name] for name in self._compiled.own_names], max_norm, norm)
         return norm
 
     def _arrive(self) -> None:
@@ -116,5 +127,17 @@ class ModelState:
         self._optimizers.arrive()
         return stream_state(self._model, self._ranks, self.program.holders, self._compiled.shards, frozen)
 
-    def _own_names(self) -> list[str]:
-        return [name for name, _ in owned_parameters(self._model, self._ranks, self.program.holders)]
+
+def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    missing, unexpected = sorted(set(target) - set(state)), sorted(set(state) - set(target))
+    if missing or unexpected:
+        raise PipelineError(
+            f"the state dict does not fit the model: missing {missing or 'nothing'}, unexpected "
+            f"{unexpected or 'nothing'}. load_state_dict takes the full dict, as model.state_dict() or "
+            "pipe.state_dict(full=True) makes it."
+        )
+    for key, value in target.items():
+        if isinstance(value, torch.Tensor) and value.shape != state[key].shape:
+            raise PipelineError(
+                f"{key} has shape {list(state[key].shape)} in the state dict and {list(value.shape)} in the model."
+            )

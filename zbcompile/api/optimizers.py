@@ -14,7 +14,6 @@ from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import Wanted
 from zbcompile.program_cache.programs import Programs
-from zbcompile.program_cache.state_dict import owned_parameters
 from zbcompile.runtime.slices import Slices
 
 
@@ -100,8 +99,7 @@ class Optimizers:
     def _trained(self) -> TrainedParameters:
         program, rows = self.compiled.program, self.compiled.shards
         assert program is not None
-        names = [name for name, _ in owned_parameters(self.model, self.ranks, program.holders)]
-        own = {name: self.compiled.parameters[name] for name in names}
+        own = {name: self.compiled.parameters[name] for name in self.compiled.own_names}
         return TrainedParameters(
             program=program,
             ranks=self.ranks,

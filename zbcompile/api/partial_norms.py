@@ -20,17 +20,15 @@ class PartialNorms:
 
     def __init__(self, compiled: Programs, parts: Parts) -> None:
         self._compiled, self._parts = compiled, parts
-        self._program: Program | None = None
+        self.program: Program | None = None  # whose parameters are marked
         self._noted: list[torch.Tensor] = []
 
     def note(self) -> None:
         """Mark the parameters, after they have got their places or others."""
-        program = self._compiled.program
-        if program is None or program is self._program:
-            return
         self.close()
         before_clipping(_refuse_parts)
-        self._program, self._noted = program, list(self._found(program))
+        self.program = self._compiled.program
+        self._noted = [] if self.program is None else list(self._found(self.program))
         for each in self._noted:
             setattr(each, _PARTIAL, getattr(each, _PARTIAL, 0) + 1)
 

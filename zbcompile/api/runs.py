@@ -76,7 +76,8 @@ class Runs:
         found = self.compiled.get(step, runs)
         self.parts.renew()
         self.optimizers.bind()
-        self.norms.note()
+        if self.norms.program is not self.compiled.program:
+            self.norms.note()
         return found
 
     def _named(
@@ -102,28 +103,7 @@ class Runs:
         executable = self.program_for(step, runs=True)
         compiled.require_values()
         compiled.withhold(executable.program)
-        tensors = self._input(step, outputs, index, scaler)
-        with self._named(step, executable, outputs, index):
-            try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make
-                with (
-                    torch.autocast(self.engine.ranks.device.type, enabled=False),
-                    compiled.void_if_it_fails(),
-                    self.optimizers.step(),
-                ):
-                    losses, made = self.engine.run(executable, tensors, compiled.parameters)
-            finally:
-                self.parts.give_gradients()
-            compiled.agreement.finish()
-            if not outputs:
-                return losses, None
-            if outputs == "last" and not executable.ends_on(self.engine.ranks.local):
-                return losses, None
-            return losses, joined_outputs(made, executable, step.rows, self.options.loss_reduction)
-
-    def _input(
-        self, step: Microbatches, outputs: bool | str, index: int, scaler: torch.amp.GradScaler | None
-    ) -> StepInput:
-        return StepInput(
+        given = StepInput(
             microbatches=step.tensors,
             index=index,
             seed=self.options.seed,
@@ -136,6 +116,22 @@ class Runs:
             outputs="last" if outputs == "last" else "all" if outputs else "",
             agreement=self.compiled.agreement,
         )
+        with self._named(step, executable, outputs, index):
+            try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make
+                with (
+                    torch.autocast(self.engine.ranks.device.type, enabled=False),
+                    compiled.void_if_it_fails(),
+                    self.optimizers.step(),
+                ):
+                    losses, made = self.engine.run(executable, given, compiled.parameters)
+            finally:
+                self.parts.give_gradients()
+            compiled.agreement.finish()
+            if not outputs:
+                return losses, None
+            if outputs == "last" and not executable.ends_on(self.engine.ranks.local):
+                return losses, None
+            return losses, joined_outputs(made, executable, step.rows, self.options.loss_reduction)
 
     def evaluate(
         self,

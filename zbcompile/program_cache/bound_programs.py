@@ -16,18 +16,19 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
-from zbcompile.model.held_elsewhere import is_held_elsewhere, release, withhold
+from zbcompile.model.held_elsewhere import is_held_elsewhere, release, state_in_process, withhold
 from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
 from zbcompile.options import Options
+from zbcompile.passes.capture.export import first_names
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import accumulators, global_hooks, have_hooks
 from zbcompile.profiling.nan_check import inspected
 from zbcompile.program.program import OF_A_PLACE, Program
-from zbcompile.program_cache.state_dict import own_state, stream_state
+from zbcompile.program_cache.state_dict import stream_state
 from zbcompile.runtime.data_parallel import sums_of
 from zbcompile.runtime.engine import BoundGraphs
 from zbcompile.runtime.stage_plan import prepare_stage
@@ -86,7 +87,7 @@ class BoundPrograms:
         """`hold` the first program, for the placements that it says, with the values of the first replica."""
         self.hold(program)
         require_matches(program.step.placements or {}, program.homes)
-        self._copy_first_replica(program)
+        self._copy_first_replica()
 
     def fill(self) -> None:
         """Do the loads that have waited; they are told whether a step is compiled, which optimizers wait for."""
@@ -161,6 +162,16 @@ class BoundPrograms:
         assert self.program is not None
         return bool(set(self.program.holders(name)) & set(self.ranks.local))
 
+    @property
+    def own_names(self) -> list[str]:
+        """The parameters of this process in eager's order, tied ones once under their first name."""
+        return [name for name, _ in self._model.named_parameters() if self.is_own(name)]
+
+    def own_state(self) -> dict[str, Any]:
+        """The part of eager's state dict whose tensors live in this process, tied parameters under every name."""
+        names = first_names(self._model)
+        return {key: value for key, value in state_in_process(self._model).items() if self.is_own(names.get(key, key))}
+
     def withhold(self, program: Program | None = None) -> None:
         """Let the model refuse to show what other ranks have newer values of (`zbcompile.model.held_elsewhere`): what a
         step of `program` trains or writes; without one all of it, since it was loaded."""
@@ -215,11 +226,10 @@ class BoundPrograms:
         parts = [f"{each} rank {mesh.index(each)}" for each in along(self.program.placement(name), SHARD)]
         return f"{name} (the part of {', '.join(parts)})" if parts else name
 
-    def _copy_first_replica(self, program: Program) -> None:
+    def _copy_first_replica(self) -> None:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
         with self.ranks.watch.position.waiting("the first replica's parameters"):
-            share = own_state(self._model, self.ranks, program.holders)
-            tensors = {**share, **(self.shards.own if self.shards else {})}.values()
+            tensors = {**self.own_state(), **(self.shards.own if self.shards else {})}.values()
             real = [value for value in tensors if isinstance(value, torch.Tensor) and not value.is_meta]
             broadcast(real, self.ranks.mesh.group("dp"))
 
@@ -281,7 +291,7 @@ class BoundPrograms:
         """The shards of the output layer; shapes that are compiled later use the same rows."""
         if program.vocabulary is None or self.shards is None:
             return None
-        group, device = self.ranks.collective_group(), self.ranks.device
         last = program.schedule.stages - 1
         ends = Ends(program.rank_of(0), program.rank_of(last), last)
-        return make_executable_shards(program.vocabulary, self.shards, ends, resident, device, group, passes)
+        group = self.ranks.collective_group()
+        return make_executable_shards(program.vocabulary, self.shards, ends, resident, group, passes)

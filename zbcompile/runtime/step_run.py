@@ -163,8 +163,10 @@ class StepRun:
     # For all ranks together
 
     def _gather_rows(self) -> None:
-        assert self.executable.first.vocabulary is not None
-        self.executable.first.vocabulary.begin_step(self._gradients(), self.program.tied)
+        vocabulary = self.executable.first.vocabulary
+        assert vocabulary is not None
+        assert vocabulary.group is not None
+        vocabulary.rows.gather_lookups(self._gradients(), self.program.tied, vocabulary.group)
 
     def _drain(self) -> None:
         for run in self.runs:
@@ -181,8 +183,9 @@ class StepRun:
             first = next((rank for rank in self.ranks.local if rank in holders), None)
             for total in totals if first is not None else ():
                 self._gradients(first)[name].fold(total)
-        if self.executable.first.vocabulary is not None and self.looks_up_rows:
-            self.executable.first.vocabulary.end_step(self._gradients(), self.program.tied)
+        vocabulary = self.executable.first.vocabulary
+        if vocabulary is not None and vocabulary.group is not None and self.looks_up_rows:
+            vocabulary.rows.share_lookups(self._gradients(), self.program.tied, vocabulary.group)
 
     def _gradients(self, rank: int | None = None) -> Gradients:
         return self._reduction(self.ranks.local[0] if rank is None else rank).gradients

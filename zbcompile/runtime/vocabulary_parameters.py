@@ -81,6 +81,12 @@ class VocabularyShards:
                 dist.broadcast(whole[low:high], group=group, group_src=rank)
         return whole
 
+    def gather_lookups(self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup) -> None:
+        """Gather all rows, as the optimizers have left them, on a rank that looks up a tied embedding."""
+        gradients.whole = {name: self.whole[name] for name in tied}
+        for name in self.own:
+            self.gathered(name, group)
+
     def share_lookups(self, gradients: Gradients, tied: Mapping[str, int], group: dist.ProcessGroup) -> None:
         """Add the gradient of a tied embedding, which the rank of its stage has, to the rows of every rank."""
         for name, source in sorted(tied.items()):
@@ -131,26 +137,13 @@ class VocabularyExecutable:
     program: VocabularyProgram
     shards: Mapping[int, Mapping[int, CompiledStage]]
     ends: Ends
-    device: torch.device
     group: dist.ProcessGroup | None
     rows: VocabularyShards
     stream: gpu.Stream | None
 
-    def begin_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
-        """Gather all rows, as the optimizers have left them, on a rank that looks up a tied embedding."""
-        if self.group is not None and tied:
-            gradients.whole = {name: self.rows.whole[name] for name in tied}
-            for name in self.rows.own:
-                self.rows.gathered(name, self.group)
-
-    def end_step(self, gradients: Gradients, tied: Mapping[str, int]) -> None:
-        """Give every rank the gradients of its rows of a tied embedding."""
-        if self.group is not None and tied:
-            self.rows.share_lookups(gradients, tied, self.group)
-
     def collectives(self, transport: Transport) -> Collectives:
         """The collectives of one step, which knows no shards yet."""
-        carrier = OverGroup(self.group, self.device, self.stream) if self.group else InProcess(len(self.shards))
+        carrier = OverGroup(self.group, self.rows.device, self.stream) if self.group else InProcess(len(self.shards))
         return Collectives(self.program, self.ends, carrier, transport)
 
 
@@ -159,12 +152,11 @@ def make_executable_shards(
     shards: VocabularyShards,
     ends: Ends,
     resident: Mapping[Slot, torch.Tensor],
-    device: torch.device,
     group: dist.ProcessGroup | None,
     passes: CompiledPasses,
 ) -> VocabularyExecutable:
     """Bind the graphs of this process's shards, as `passes` has them, to their rows."""
-    compiled = {}
+    compiled, device = {}, shards.device
     for rank in range(len(shards.bounds)) if shards.rank is None else [shards.rank]:
         own = {**resident, **{Slot("parameter", name): shards.rows(rank, name) for name in program.parameters}}
         stages = zip((SHARD, LOOKUPS), program.stages_of(rank), strict=False)
@@ -174,4 +166,4 @@ def make_executable_shards(
             shard = compiled[rank][SHARD]
             compiled[rank][SHARD] = replace(shard, calls={n: replace(c, loss=None) for n, c in shard.calls.items()})
     stream = gpu.new_stream(device) if group is not None and gpu.is_gpu(device) else None
-    return VocabularyExecutable(program, compiled, ends, device, group, shards, stream)
+    return VocabularyExecutable(program, compiled, ends, group, shards, stream)
