@@ -51,8 +51,9 @@ class Fault:
 
 SENT = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGTERM": signal.SIGTERM}
 PASSES = {f"exception in {name}": Order("raise", 0, name, 2) for name in "FBW"}
-PASSES |= {"endless F": Order("sleep", 0, "F", 2)}
+PASSES |= {name: Order("sleep", 0, "F", 2) for name in ("endless F", "SIGTERM to those who wait for F")}
 GONE_WITH_THE_STORE = {"launcher SIGKILL": ["launcher"], "machine SIGSTOP": ["launcher", "0"]}
+FROZEN_FROM_THE_START = "launcher SIGSTOP"
 OUTSIDE = ("exception between calls", "early end", "endless code between calls")
 ON_A_RANK = (*SENT, *PASSES, *OUTSIDE, "never arrives")
 ACTIVITIES = ("step", "eval", "compile", "save", "save in a thread", "load")
@@ -63,6 +64,7 @@ FAULTS = (
     *(Fault("SIGTERM", activity, victim) for activity in ("step", "eval", "save") for victim in (0, -1)),
     *(Fault(what, "step", victim) for what in (*PASSES, *OUTSIDE) for victim in (0, -1)),
     *(Fault("never arrives", "start", victim) for victim in (0, -1)),
+    Fault(FROZEN_FROM_THE_START, "start"),
     *(Fault("launcher SIGKILL", activity) for activity in ("step", "compile", "save")),
     *(Fault("machine SIGSTOP", activity) for activity in ("step", "compile", "save", "load")),
     *(Fault("SIGTERM to all", activity) for activity in ("step", "save")),
@@ -84,9 +86,10 @@ class Job:
         torch.set_num_threads(1)
         if self.fault.what == "never arrives" and self.rank == self.fault.rank(self.ranks):
             time.sleep(3600)
-        pipe = make("1f1b", self.timeout if self.fault.what == "never arrives" else PATIENCE)
+        pipe = make("1f1b", self.timeout if self.fault.activity == "start" else PATIENCE)
         pipe.step(rows(), target=rows())
-        pipe._watch.timeout = self.timeout  # type: ignore[union-attr]
+        if not self.fault.what.startswith("SIGTERM to those"):  # which end by that alone
+            pipe._watch.timeout = self.timeout  # type: ignore[union-attr]
         act = self._activity(pipe)
         for number in itertools.count():
             (self.folder / f"at-{self.rank}").write_text(str(number))
@@ -160,6 +163,8 @@ class Cell:
                 return lambda: keep_store(self.folder)
             wait_for((self.folder / "port").exists)
             port = (self.folder / "port").read_text()
+            if self.fault.what == FROZEN_FROM_THE_START:
+                os.kill(self.pids["launcher"], signal.SIGSTOP)
         else:
             port = str(free_port())
         host = "127.0.0.1" if self.machines is None else self.machines.address(0)
@@ -194,7 +199,7 @@ class Cell:
         while len(self.ended) < self.ranks and time.monotonic() < end and not self._only_frozen():
             self._reap(at)
             failed = any(self.codes.values())
-            if failed and not told and self.fault.what not in GONE_WITH_THE_STORE:
+            if failed and not told and self.fault.what not in (*GONE_WITH_THE_STORE, FROZEN_FROM_THE_START):
                 told = True
                 for rank in set(range(self.ranks)) - self.ended.keys():
                     os.kill(self.pids[str(rank)], signal.SIGTERM)
@@ -209,10 +214,14 @@ class Cell:
     def _break(self) -> float:
         """Break what is broken from outside, once all ranks are at work; when it was broken."""
         fault = self.fault
-        if fault.what == "never arrives":
+        if fault.activity == "start":
             return time.monotonic()
         if fault.what in (*PASSES, *OUTSIDE):
             wait_for((self.folder / "broken").exists)
+            waiting = set(range(self.ranks)) - {fault.rank(self.ranks)} if fault.what.startswith("SIGTERM") else ()
+            time.sleep(1.0 if waiting else 0.0)
+            for rank in waiting:
+                os.kill(self.pids[str(rank)], signal.SIGTERM)
             return time.monotonic()
         wait_for(lambda: all(self._at(rank) >= 3 for rank in range(self.ranks)))
         time.sleep(0.1)
@@ -275,9 +284,9 @@ class Cell:
     def blames(self, rank: int) -> bool:
         """Whether a rank named what was broken."""
         what, victim, said = self.fault.what, self.fault.rank(self.ranks), self.said(rank)
-        if what in GONE_WITH_THE_STORE:
+        if what in (*GONE_WITH_THE_STORE, FROZEN_FROM_THE_START):
             return "the launcher at" in said
-        if what == "SIGTERM to all":
+        if what.startswith("SIGTERM to"):
             return "SIGTERM" in said
         if what == "link cut":
             far = [other for other in range(self.ranks) if self.node(other) != self.node(rank)]
