@@ -2,7 +2,6 @@
 a pipeline train on the same batch, or they would compute a wrong gradient in silence."""
 
 import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 from torch import nn
 
 from zbcompile.distributed.agreement import Digests, gathered, unlike
+from zbcompile.distributed.equal_tensors import checksum
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.model.batch import Microbatches
 from zbcompile.torch_private import pytree
@@ -119,6 +119,5 @@ def _checksums(leaves: Sequence[Any]) -> list[Any]:
 
 def _of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Its form and the checksum of its bytes, 0 for a tensor without plain bytes."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided and not tensor.is_complex()
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8) if plain else torch.empty(0)
-    return str(tensor.dtype), tuple(tensor.shape), zlib.crc32(content.numpy().tobytes())
+    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
+    return str(tensor.dtype), tuple(tensor.shape), checksum(tensor) if plain else 0
