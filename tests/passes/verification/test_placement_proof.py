@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.support import dtensor_models
 from tests.support.faulty_models import FAULTS, case_of
+from tests.support.mutated_exchanges import Tally, all_cases, examine
 from tests.support.parallel_models import LENGTH, WIDTH, ContextParallel, TensorParallel
 from tests.support.proofs import Case, proof_of
 from zbcompile.passes.graph.source_location import source_line
@@ -72,3 +73,14 @@ def test_a_fault_is_refused_by_name_and_line(fault: str) -> None:
 @pytest.mark.parametrize("fault", {kind: fault for fault, (kind, *_) in FAULTS.items()}.values())
 def test_the_same_models_without_their_faults_are_proven(fault: str) -> None:
     require_proven(case_of(fault, right=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["tp-functions", "cp-ulysses"])
+def test_a_changed_exchange_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each collective of a model, forward and back, dropped, doubled and moved."""
+    monkeypatch.setattr(dtensor_models, "VOCABULARY", dtensor_models.VOCABULARY)  # which `all_cases` changes
+    tally = Tally()
+    examine(kind, all_cases()[kind], limit=100, tally=tally)
+    assert tally.changed
+    assert tally.missed == []
