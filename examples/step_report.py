@@ -5,10 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from tabulate import tabulate
-
 from zbcompile.program.step_record import StepRecord
 from zbcompile.schedules import Costs, Schedule, format_timeline, simulate
+from zbcompile.tables import Figure, grid
 
 COMPUTE = ("F", "B", "W", "BW")
 
@@ -63,21 +62,19 @@ def report(schedule: Schedule, early: Sequence[StepRecord], late: Sequence[StepR
         source = "each rank's own clock"
     rows = [
         [
-            rank,
-            _milliseconds(predicted.step),
-            _milliseconds(measured.step),
-            f"{predicted.bubble[rank]:.1%}",
-            f"{measured.bubble[rank]:.1%}",
-            f"{max(record.peak_activation_bytes[rank] for record in late) / 1e6:.2f} MB",
+            Figure("rank", rank),
+            Figure("step predicted", predicted.step, "s", "step"),
+            Figure("step measured", measured.step, "s", "step"),
+            Figure("bubble predicted", predicted.bubble[rank], "share"),
+            Figure("bubble measured", measured.bubble[rank], "share"),
+            Figure("peak waiting", max(record.peak_activation_bytes[rank] for record in late), "B"),
         ]
         for rank in range(schedule.ranks)
     ]
-    headers = ["rank", "step predicted", "measured", "bubble predicted", "measured", "peak waiting"]
     title = f"{schedule.name}: ranks {schedule.ranks}, stages {schedule.stages}, microbatches {schedule.microbatches}"
-    table = tabulate(rows, headers, colalign=["right"] * len(headers), disable_numparse=True)
     picture = format_timeline(simulate(schedule, in_milliseconds(measured_costs(late, schedule.stages))), width=110)
     legend = f"predicted: the simulator, with the action times of early steps\nmeasured: {source}"
-    return f"{title}\n{table}\n{legend}\n\nthe last steps' action times on the schedule, in ms:\n{picture}"
+    return f"{title}\n{grid(rows)}\n{legend}\n\nthe last steps' action times on the schedule, in ms:\n{picture}"
 
 
 def in_milliseconds(costs: Costs) -> Costs:

@@ -96,7 +96,7 @@ def test_metadata(metadata: Message) -> None:
     assert metadata["License-Expression"] == "Apache-2.0"
     assert "torch>=2.11" in metadata.get_all("Requires-Dist", [])  # no upper bound: installing never replaces torch
     required = [re.split(r"[<>=!~;\[ ]", line)[0] for line in metadata.get_all("Requires-Dist", [])]
-    assert {"torch", "sympy", "tabulate", "tqdm"} <= set(required)
+    assert {"torch", "sympy", "filelock", "tqdm"} <= set(required)
     assert "functorch" not in required  # it is the module inside torch; the package replaces it by an old one
 
 

@@ -2,10 +2,9 @@
 
 import argparse
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
-
-from tabulate import tabulate
+from typing import Any
 
 from zbcompile.cli.command_line import Command
 from zbcompile.errors import PipelineError
@@ -13,6 +12,7 @@ from zbcompile.persistence.checkpoint_directory import candidates, prune
 from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.persistence.saved_state import open_state
 from zbcompile.progress import Say
+from zbcompile.tables import Figure, grid
 
 
 def verify(path: Path) -> None:
@@ -32,7 +32,7 @@ def verify(path: Path) -> None:
 
 def print_list(path: Path) -> None:
     """A table of the checkpoints in a folder, from their records alone."""
-    print(tabulate(list(map(_row, reversed(_found(path)))), ["checkpoint", "step", "ranks", "tensors", "bytes", ""]))
+    print(grid([_row(each) for each in reversed(_found(path))]))
 
 
 def prune_folder(path: Path, keep: int) -> None:
@@ -56,12 +56,14 @@ def _found(path: Path) -> list[Path]:
     return found
 
 
-def _row(path: Path) -> tuple[object, ...]:
-    try:
-        saved = open_state(path)
-    except PipelineError:
-        return path.name, "", "", "", "", "damaged"
-    return path.name, saved.fields["step"], saved.fields["ranks"], len(saved.tensors), saved.bytes, ""
+def _row(path: Path) -> list[Figure]:
+    names, state = ("step", "ranks", "tensors"), "damaged"
+    counts: list[Any] = [None] * (len(names) + 1)
+    with suppress(PipelineError):
+        saved, state = open_state(path), "readable"
+        counts = [saved.fields["step"], saved.fields["ranks"], len(saved.tensors), saved.bytes]
+    figures = (Figure(name, count) for name, count in zip(names, counts, strict=False))
+    return [Figure("checkpoint", path.name), *figures, Figure("size", counts[-1], "B"), Figure("state", state)]
 
 
 def _is_whole(path: Path) -> bool:
