@@ -62,6 +62,9 @@ def test_what_fails_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cap
         "page.md:15: python -c 'raise SystemExit(3)'",
     ]
     assert "a snippet that is wrong" in capfd.readouterr().out
+    runner = page_runs.Runner(Path(sys.executable), wheel=True, limit=60, taste=60, only=r"python shown\.py")
+    runner.page("page.md")
+    assert (runner.ran, runner.failures) == (1, [])
 
 
 @pytest.mark.slow

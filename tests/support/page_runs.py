@@ -144,8 +144,9 @@ def _commands(block: str) -> Iterator[str]:
 class Runner:
     """Runs pages with one interpreter; `failures` has what went wrong so far."""
 
-    def __init__(self, interpreter: Path, wheel: bool, limit: float, taste: float) -> None:
+    def __init__(self, interpreter: Path, wheel: bool, limit: float, taste: float, only: str = "") -> None:
         self.interpreter, self.wheel, self.limit, self.taste = interpreter, wheel, limit, taste
+        self.only = re.compile(only)
         self.ran, self.failures = 0, list[str]()
 
     def page(self, page: str) -> None:
@@ -194,6 +195,8 @@ class Runner:
 
     def _run(self, command: list[str], folder: Path, title: str, taste: float | None = None) -> None:
         """A command that is only tasted may still run after `taste` seconds."""
+        if not self.only.search(title):
+            return
         began = time.monotonic()
         with tempfile.TemporaryFile("w+") as said:
             run = subprocess.Popen(
@@ -237,12 +240,14 @@ def main() -> int:
     parser.add_argument("--wheel", type=Path, metavar="PYTHON", help="an interpreter that has the wheel")
     parser.add_argument("--limit", type=float, default=300, help="seconds for each command (default: %(default)g)")
     parser.add_argument("--taste", type=float, default=20, help="seconds for each long one (default: %(default)g)")
+    parser.add_argument("--only", default="", metavar="REGEX", help="runs only what has this in its line of output")
     parser.add_argument("--list", action="store_true", help="run nothing")
     options = parser.parse_args()
     if options.list:
         listing(options.pages)
         return 0
-    runner = Runner(options.wheel or Path(sys.executable), options.wheel is not None, options.limit, options.taste)
+    interpreter, wheel = options.wheel or Path(sys.executable), options.wheel is not None
+    runner = Runner(interpreter, wheel, options.limit, options.taste, options.only)
     for page in options.pages:
         runner.page(page)
     print(f"{runner.ran} runs, {len(runner.failures)} failed", *runner.failures, sep="\n  ")
