@@ -16,7 +16,8 @@ SECTION = "## What is refused\n"
 
 def table() -> str:
     """The refusals as the page has them: what is found, with the names that it has there in italics, and the remedy."""
-    rows = (re.sub(r"{(\w+)}", r"*\1*", f"| {each.found} | {each.remedy} |") for each in Refusal)
+    texts = (f"| {each.found} | {each.remedy} |".replace("}{", "} {") for each in Refusal)  # Markdown reads no *a**b*
+    rows = (re.sub(r"{(\w+)}", r"*\1*", text) for text in texts)
     return "\n".join(["| what | remedy |", "|---|---|", *rows, ""])
 
 
