@@ -72,6 +72,7 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[list[object]]:
         yield [name, share, *times, *gains, str(each.layout)]
 
 
+FORMATS = ("", ".1f", ".0f", ".0f", ".0f", ".1%", ".1%", "")
 HEADERS = ("model", "memory", "full ms", "one budget ms", "each stage ms", "gain", "gain", "chosen")
 
 
@@ -85,8 +86,8 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     for name in options.names:
-        formats = ("", ".1f", ".0f", ".0f", ".0f", ".1%", ".1%", "")
-        print(tabulate(rows(name, options), HEADERS, floatfmt=formats), flush=True)
+        for row in rows(name, options):
+            print(tabulate([row], HEADERS, floatfmt=FORMATS), flush=True)
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound
 from zbcompile.schedules.execution.memory import with_messages
 from zbcompile.schedules.searching.problem import ROUNDING
 
-CORNERS: tuple[Policy, ...] = ("hints", 0.5, "full")
+CORNERS: tuple[Policy, ...] = ("hints", 0.75, 0.5, 0.25, "full")
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 GLANCE = 100  # moves for a first look at a layout; the orders to start from say most of it
 MANY = 100  # stages x microbatches, from which on a move takes so long that there are fewer,
@@ -171,8 +171,8 @@ class LayoutSearch:
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:
-        """What all stages recompute at first sight: as asked for, or everything if that is a corner."""
-        return (self.choices.recompute, "full") if self.corners else (self.choices.recompute,)
+        """What all stages recompute at first sight: as asked for, or each of the corners."""
+        return self.corners or (self.choices.recompute,)
 
     @property
     def _shardings(self) -> tuple[Barriers, ...]:
