@@ -119,6 +119,8 @@ class Hunt:
             large = len(problem.time) > HUGE  # there names take seconds, and few fit into little memory
             if large:
                 self._turn_around(problem, lean)
+                if self.budget.late:
+                    continue
             for named in named_orders(problem, self.budget.seconds):
                 self._take(problem, *named)
                 if self.budget.late:

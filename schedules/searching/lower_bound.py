@@ -142,7 +142,8 @@ def _area(problem: Problem, ways: _Ways, rank: int, passes: Sequence[int]) -> fl
         stay = _round_trip(problem, ways, stage, mine[0])
         area += len(mine) * (costs.activation[stage] * stay + costs.residue[stage] * costs.weight[stage])
     begin = min(ways.head[n] for n in passes)
-    return begin + area / limit + min(ways.tail[n] for n in passes) if limit else 0
+    known = limit and math.isfinite(area)  # times multiplied by bytes may be more than a float can be
+    return begin + area / limit + min(ways.tail[n] for n in passes) if known else 0
 
 
 def _round_trip(problem: Problem, ways: _Ways, stage: int, microbatch: int) -> float:

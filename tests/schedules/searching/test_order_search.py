@@ -178,6 +178,12 @@ def test_seconds_are_a_cap_of_names_that_take_long_too() -> None:
     assert found.objective < 1.1 * found.bound
 
 
+def test_bytes_times_seconds_beyond_a_float_bound_nothing() -> None:
+    costs = Costs((1e300, 1), (1, 1), (1, 1), activation=(1e300, 1))
+    found = search(costs, 2, 3, 2e300, ["linear"], moves=0)
+    assert found.bound <= found.objective * (1 + 1e-9)
+
+
 def test_limits_may_differ_by_rank() -> None:
     costs = Costs.uniform(3, activation=1000)
     found = search(costs, 3, 6, memory_limit=[3000, 2000, 1000], moves=300)
