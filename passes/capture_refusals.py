@@ -236,9 +236,9 @@ class Refusal(Enum):
         "the autograd.Function {function} has a {part} that cannot be traced ({line}: {error}).",
         "Write it with torch operations, or as a torch.library.custom_op.",
     )
-    CHANGED_FUNCTION = (
-        "the autograd.Function {function} {does} than when forward called it, since something around it has changed "
-        "meanwhile.",
+    FUNCTION_READS = (
+        "the autograd.Function {function} reads a tensor in its backward that it did not read when forward called it, "
+        "since something around it has changed meanwhile.",
         "Pass that as an argument.",
     )
     FUNCTION_STATISTICS = (

@@ -13,9 +13,9 @@ import torch
 from torch.fx import Graph, GraphModule, Interpreter, Node
 
 from zbcompile.passes.capture.autocast import is_autocasts
-from zbcompile.passes.capture.custom_functions import confirm_call, overwritten_by
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.functional_writes import separate_changing_buffers
+from zbcompile.passes.capture.opaque_calls import overwritten_by
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import copied, drop_unused_inputs, is_random, like, output_values, with_graph
@@ -193,7 +193,6 @@ class _Values(Interpreter):
             value = super().run_node(n)
         except Exception as error:  # torch.export accepts operations whose shape depends on the data
             raise not_inferred(n, error) from error
-        confirm_call(n.target, self.fetch_args_kwargs_from_env(n)[0])
         _refuse_overwritten(n)
         n.meta["differentiable"] = any(t.requires_grad for t in tensors_of(value))
         n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]

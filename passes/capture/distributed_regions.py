@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zbcompile.passes.capture.function_calls import A_TENSOR, Autocast, Operations
-from zbcompile.passes.capture.function_trial import autocast_on
+from zbcompile.passes.capture.opaque_calls import A_TENSOR, Autocast, OpaqueCall, OpaqueCalls, autocast_on, emitted
+from zbcompile.passes.capture.tape import Tape
 from zbcompile.passes.capture.torch_private import instead_of_module_call, is_traced, nowhere_traced
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, own_parameters, pytree
@@ -25,11 +25,11 @@ from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_function
 PART = "part_of"  # see `zbcompile.model.distributed_tensors`
 
 
-@dataclass(eq=False)
-class RegionCall:
-    """A call of `module`, but for its tensors. `before` are calls that hand it DTensors, each with the number of
-    its tensors; `tail` is what follows it if its result is a DTensor: the loss. `results` are fake tensors of what it
-    returns."""
+@dataclass(frozen=True)
+class _Region:
+    """A call of `module`, but for its tensors; `parts` says what its parameters are parts of. `before` are calls that
+    hand it DTensors, each with the number of its tensors; `tail` is what follows it if its result is a DTensor: the
+    loss."""
 
     module: nn.Module
     leaves: tuple[Any, ...]
@@ -37,14 +37,10 @@ class RegionCall:
     names: tuple[str, ...]
     parts: tuple[Any, ...]
     autocast: Autocast
-    before: tuple[tuple["RegionCall", int], ...]
-    tail: Callable[..., Any] | None = None
-    results: tuple[torch.Tensor, ...] = ()
-    name: str = ""
-    draws: bool = False
-    overwrites: tuple[int, ...] = ()
+    before: tuple[tuple[OpaqueCall, int], ...]
+    tail: Callable[..., Any] | None
 
-    def __call__(self, tensors: list[torch.Tensor]) -> Any:
+    def run(self, tensors: list[torch.Tensor]) -> Any:
         count = sum(leaf is A_TENSOR for leaf in self.leaves)
         given, end = iter(tensors[:count]), count + len(self.names)
         earlier = self._earlier(tensors[end:])
@@ -60,20 +56,24 @@ class RegionCall:
     def _earlier(self, tensors: list[torch.Tensor]) -> Iterator[Any]:
         """The DTensors that calls before this one hand on."""
         for call, count in self.before:
-            yield call(tensors[:count])
+            yield call.run(tensors[:count])
             tensors = tensors[count:]
 
-    @property
-    def key(self) -> Any:
-        return id(self)
+    def call(self, tensors: list[torch.Tensor]) -> tuple[OpaqueCall, Any]:
+        """The operator, and what the call returns, with fake tensors."""
+        tape = Tape({})
+        with nowhere_traced(), FakeTensorMode(allow_non_fake_inputs=True), tape:
+            result = self.run([like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors])
+        results = tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
+        title = type(self.module).__name__
+        return OpaqueCall(title, self.run, results, tape.random, form=self._form(results)), result
 
-    @property
-    def form(self) -> Any:
+    def _form(self, results: tuple[torch.Tensor, ...]) -> str:
         """Equal for calls of layers alike. What a module of several does may hang on more than shows."""
         if self.before or self.tail is not None or any(self.module.children()):
-            return self.key
+            return ""
         placements = [part and (part.whole.placements, part.whole.device_mesh) for part in self.parts]
-        return str((self.module, self.leaves, self.structure, self.autocast, placements, self.results))
+        return str((self.module, self.leaves, self.structure, self.autocast, placements, results))
 
 
 @dataclass
@@ -176,17 +176,14 @@ def _handed_on(entry: _Entry, siblings: list[_Entry], last: Any) -> list[nn.Modu
     return [entry.module] if known and leaves_well else None
 
 
-Emit = Callable[[RegionCall, list[torch.Tensor], Any], Any]
-
-
 @contextlib.contextmanager
-def modules_as_operators(regions: Regions, emit: Emit) -> Iterator[None]:
-    """Inside, calls of these modules are operators: `emit(call, tensors, result)` makes one."""
+def modules_as_operators(found: OpaqueCalls, regions: Regions) -> Iterator[None]:
+    """Inside, calls of these modules are operators, which `found` receives."""
 
     def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if id(module) not in regions or not is_traced():
             return original(module, *args, **kwargs)
-        return _emitted(module, regions[id(module)], emit, args, kwargs)
+        return _as_operator(found, module, regions[id(module)], args, kwargs)
 
     with instead_of_module_call(call) if regions else contextlib.nullcontext():
         yield
@@ -197,7 +194,7 @@ class Pending:
     """A DTensor that leaves a module: the call becomes one operator with what reads it. `again` emits the call."""
 
     again: Callable[..., Any]
-    call: RegionCall
+    call: OpaqueCall
     tensors: list[torch.Tensor]
 
     def finish(self, tail: Callable[..., Any], *rest: Any) -> Any:
@@ -205,10 +202,10 @@ class Pending:
         return self.again(tail, rest)
 
 
-def _emitted(
+def _as_operator(
+    found: OpaqueCalls,
     module: nn.Module,
     parts: dict[str, Any],
-    emit: Emit,
     args: Any,
     kwargs: Any,
     tail: Callable[..., Any] | None = None,
@@ -224,22 +221,14 @@ def _emitted(
     autocast = autocast_on(tensors[0].device.type)
     earlier = tuple((each.call, len(each.tensors)) for each in before)
     of_parts = tuple(parts[name] for name in held)
-    call = RegionCall(module, others, structure, tuple(held), of_parts, autocast, earlier, tail)
-    result = _tried(call, tensors)
+    region = _Region(module, others, structure, tuple(held), of_parts, autocast, earlier, tail)
+    call, result = region.call(tensors)
     if not _distributed_in(result):
-        return emit(call, tensors, result)
-    return Pending(partial(_emitted, module, parts, emit, args, kwargs), call, tensors)
+        return emitted(found, call, tensors, result)
+    return Pending(partial(_as_operator, found, module, parts, args, kwargs), call, tensors)
 
 
 def _stands_for(leaf: Any) -> Any:
     if isinstance(leaf, Pending):
         return Pending
     return A_TENSOR if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _tried(call: RegionCall, tensors: list[torch.Tensor]) -> Any:
-    with nowhere_traced(), FakeTensorMode(allow_non_fake_inputs=True), Operations() as operations:
-        result = call([like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors])
-    call.draws = operations.random
-    call.results = tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
-    return result

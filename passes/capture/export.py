@@ -18,10 +18,10 @@ from torch.fx import Graph, GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
 from zbcompile.passes.capture.distributed_regions import regions_of
-from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.guards import Guards, separate_guards
 from zbcompile.passes.capture.meta_device import as_if_on
 from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
+from zbcompile.passes.capture.opaque_calls import OpaqueCall
 from zbcompile.passes.capture.questions import Given, Questions
 from zbcompile.passes.capture.side_effects import Watch
 from zbcompile.passes.capture.torch_private import (
@@ -31,7 +31,7 @@ from zbcompile.passes.capture.torch_private import (
     unchecked_distributions,
     whole_regions,
 )
-from zbcompile.passes.capture.tracing_flags import EAGER, ways_to_trace
+from zbcompile.passes.capture.tracing_flags import ways_to_trace
 from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction, Read, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.capture_refusals import Refusal, explanation
@@ -63,7 +63,7 @@ class Captured:
     leaves, some of which may be `constant_leaves` (None, numbers). `dimensions` has the dimension of the
     mesh of each of its process groups, by this process's name of the group; `groups` these names by what the graph
     calls the groups once it is canonical (`zbcompile.passes.graph.process_groups`).
-    `functions` are the calls of autograd.Functions in the graph, which run only while these live. The graph is right
+    `functions` are the calls that the graph has as operators, which run only while these live. The graph is right
     only for microbatches that answer `guards` alike, if forward asked about the values of its inputs, and as long as
     the `premises` hold: what it read in Python.
     """
@@ -78,7 +78,7 @@ class Captured:
     constant_leaves: Mapping[str, Any]
     dimensions: Mapping[str, str] = field(default_factory=dict)
     groups: Mapping[str, str] = field(default_factory=dict)
-    functions: tuple[FunctionCall, ...] = ()
+    functions: tuple[OpaqueCall, ...] = ()
     guards: Guards | None = None
     premises: Premises = field(default_factory=Premises)
 
@@ -212,7 +212,7 @@ def not_exported(model: nn.Module, error: BaseException, shape_from_data: str = 
 
 def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
     """Export as in eager mode; in another way only if the model cannot be captured otherwise."""
-    asked: dict[str, str] = {}
+    asked: list[str] = []
     given = watch.questions.given
     error: Exception | None = None  # none in the end if all went well: its traceback would keep this frame alive
     for way in ways_to_trace(lambda: watch.questions.read_numbers, asked) if given is None else (given.way,):
@@ -233,11 +233,10 @@ def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> Exp
     else:
         assert error is not None
         raise error
-    if way.hides != EAGER and asked:
-        line = next(iter(asked.values()))
+    if not way.eager and asked:
         watch.warning(
-            f"forward asks torch whether it is being traced ({line}), and can be captured only if the answer is yes. "
-            "It may take a different path than in eager mode, with different last bits, even with exact=True."
+            f"forward asks torch whether it is being traced ({asked[0]}), and can be captured only if the answer is "
+            "yes. It may take a different path than in eager mode, with different last bits, even with exact=True."
         )
     return program
 

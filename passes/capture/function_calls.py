@@ -1,102 +1,94 @@
-"""A call of an autograd.Function, to be repeated with other tensors wherever a graph is traced or values are inferred.
+"""torch.autograd.Function inside a model: each call is one operator of the captured graph.
+
+Its forward runs once, where the model calls it, on fake tensors that nothing traces; what it did is on a tape, which
+every trace runs again. Its backward runs when the stage is traced, as in eager after forward, with the ctx of that
+forward and for gradients of the form that arrives; what it did is on a tape, too. Python code of the Function that is
+unlike when it runs again is thus no trouble.
+
+    with calls_as_operators(found, model, ignored):  # around torch.export.export
+        ...                                          # MyFunction.apply(x, 2.0) becomes function([x], "MyFunction#7")
+    captured.functions                               # keeps what is in `found` for as long as the graph
 
 Beside its arguments, a Function may read tensors that surround it: a module that it was given, a closure. Those are
-inputs of the operator too, and take the place of what the code finds. It may also add to `.grad` itself, as layers do
-that delay their weight gradients, or call `backward` inside its own; what was added becomes a gradient.
+inputs of the operator too. It may also add to `.grad` itself, as layers do that delay their weight gradients, or call
+`backward` inside its own; what was added becomes a gradient.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import CheckpointFunction
 
-from zbcompile.passes.capture.torch_private import is_fake_of, nowhere_traced
+from zbcompile.passes.capture.opaque_calls import OpaqueCall, OpaqueCalls, autocast_on, emitted
+from zbcompile.passes.capture.tape import Tape
+from zbcompile.passes.capture.torch_private import (
+    instead_of_function_apply,
+    is_fake_of,
+    is_traced,
+    nowhere_traced,
+    waiting_collectives,
+    written_so_far,
+)
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import draws
-from zbcompile.passes.graph.source_location import calling_line
+from zbcompile.passes.graph.fx import like
+from zbcompile.passes.graph.source_location import calling_line, failing_line
+from zbcompile.passes.graph.strides import is_dense, laid_out_like
 from zbcompile.passes.torch_private import (
-    FUNCTIONAL_COLLECTIVES,
-    UNSAFE_VIEW,
-    FakeTensor,
-    TorchDispatchMode,
-    fake_mode_of,
+    FakeTensorMode,
     functional_instead,
     pytree,
+    single_threaded_backward,
     tensor_tables,
 )
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
-_BATCH_NORMS = ("native_batch_norm.", "cudnn_batch_norm.", "miopen_batch_norm.", "_native_batch_norm_legit.")
-_EMPTY = torch.ops.aten.empty_strided.default
-Autocast = tuple[str, torch.dtype, bool, bool]  # device, dtype, enabled, cached
 
 
-class A_TENSOR:
-    """Stands for a tensor among the arguments of a call."""
+@contextlib.contextmanager
+def calls_as_operators(found: OpaqueCalls, model: nn.Module, ignored: Callable[[type], bool]) -> Iterator[None]:
+    """Inside, what torch.export traces of a Function's call is one operator. A call without gradients, or for arguments
+    that need none, is its forward alone, which is traced through like any other code; so are Functions that are
+    `ignored`."""
+
+    def apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if function is _Replayed:
+            return original(*args, **kwargs)
+        if not (is_traced() and torch.is_grad_enabled()) or ignored(function):
+            with Inside(lambda tensor: tensor) if is_traced() else contextlib.nullcontext():
+                return original(*args, **kwargs)
+        if function is CheckpointFunction:
+            return _checkpointed(*args)
+        if not _gets_gradients(args):  # traced through, since a result may share memory with an argument
+            with torch.no_grad(), Inside(lambda tensor: tensor):
+                return original(*args, **kwargs)
+        trial = _Trial(function, args, kwargs, model)
+        result = trial.run()
+        return emitted(found, trial.call(), [*trial.arguments, *trial.around], result)
+
+    with instead_of_function_apply(apply):
+        yield
 
 
-class Outside:
-    """The tensors that a Function reads without being given them, in the order in which they are first read.
-
-    While torch.export runs, the parameters of a model are others than before and afterwards, so that they are known by
-    their places.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
-        self._found: list[Tensor | tuple[dict[str, Tensor], str]] = []
-        self.tensors: list[Tensor] = []
-
-    def note(self, tensor: Tensor) -> None:
-        places = {id(known): (table, name) for table, name, known in tensor_tables(self.model)}
-        self.tensors.append(tensor)
-        self._found.append(places.get(id(tensor), tensor))
-
-    def now(self) -> list[Tensor]:
-        """What the code finds now."""
-        return [found if isinstance(found, Tensor) else found[0][found[1]] for found in self._found]
-
-    @property
-    def key(self) -> Hashable:
-        return tuple(map(id, self.tensors))
+def _gets_gradients(args: tuple[Any, ...]) -> bool:
+    """Whether autograd calls the backward of a Function: never for what is nested in an argument, or around it."""
+    return any(isinstance(value, Tensor) and value.requires_grad for value in args)
 
 
-_SAME = {UNSAFE_VIEW: torch.ops.aten.view.default}  # a matmul has either, as it is traced
-
-
-class Operations(TorchDispatchMode):
-    """Notes the operations that run inside with their numbers, and whether they draw random ones."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[str] = []
-        self.random = False
-        self.exchanges = False
-        self.statistics = False  # whether a batch norm has updated its own: its schema does not say so
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace != "prim" and func is not _EMPTY:  # those of "prim" are questions about a tensor
-            numbers = pytree.tree_map_only(Tensor, _in_words, (args, kwargs))
-            self.seen.append(f"{_SAME.get(func, func)} {numbers!r}")
-        self.random = self.random or draws(func, args, kwargs or {})
-        if func.__name__.startswith(_BATCH_NORMS):
-            self.statistics = self.statistics or (isinstance(args[3], Tensor) and bool(args[5]))
-        self.exchanges = self.exchanges or func.namespace in FUNCTIONAL_COLLECTIVES
-        return func(*args, **(kwargs or {}))
-
-
-def _in_words(tensor: Tensor) -> str:
-    """A tensor that Python has just made of numbers, as torch.tensor does, is not fake: it differs by these."""
-    if type(tensor) is not Tensor or tensor.is_meta or tensor.is_sparse:
-        return "tensor"
-    with nowhere_traced():
-        return f"{tensor.dtype} {tensor.tolist()}"
+def _checkpointed(run: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+    """`torch.utils.checkpoint` with re-entry: a region that the backward recomputes. As in eager, nothing inside gets a
+    gradient unless one of its inputs does."""
+    if not _gets_gradients(args):
+        with torch.no_grad():
+            return run(*args)
+    return torch.utils.checkpoint.checkpoint(run, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)
 
 
 def refuse_set_data(func: Any) -> None:
@@ -121,121 +113,212 @@ class Inside(TorchFunctionMode):
         return args[0].detach() if func == _DATA else functional_instead(func)(*args, **kwargs)
 
     def around(self, function: Any) -> Any:
-        """`function` with its backward inside, too: autograd calls that on its own."""
+        """`function` with its backward inside, too: autograd calls that on its own. What it leaves on ctx is forgotten,
+        so that it can run again."""
         name = "vjp" if function.backward is torch.autograd.Function.backward else "backward"
 
-        def backward(*given: Any) -> Any:
+        def backward(ctx: Any, *given: Any) -> Any:
+            before = dict(vars(ctx))
             with self, warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message=".*not a leaf Tensor is being accessed.*")
-                return getattr(function, name)(*given)
+                found = getattr(function, name)(ctx, *given)
+            vars(ctx).clear()
+            vars(ctx).update(before)
+            return found
 
         return type(function.__name__, (function,), {name: staticmethod(backward)})
 
 
-@dataclass(eq=False)
-class FunctionCall:
-    """All of a call of `function` but its tensors. `leaves` are its flattened arguments, A_TENSOR for each tensor.
+@dataclass(frozen=True)
+class _Backward:
+    """What a backward did with gradients of one form: `arriving` has their places, `leaving` those of the gradients of
+    all inputs of the operator."""
 
-    `kinds` describes those tensors, `tried_with` are fake ones like them, `operations` is what forward and backward did
-    with these, `draws` whether forward drew random numbers, and `deposits` numbers the tensors to whose `.grad` the
-    backward adds, `overwrites` the arguments that an exchange in forward writes into. `results` are fake tensors like
-    what it returns.
+    tape: Tape
+    arriving: list[int]
+    leaving: list[int | None]
+
+    @property
+    def read(self) -> set[int]:
+        return self.tape.read() | {place for place in self.leaving if place is not None}
+
+
+class _Trial:
+    """A call of a Function that a model makes, run where it stands; its autograd graph and its ctx stay.
+
+    `arguments` are its tensors, `around` those that it reads without being given them.
     """
 
-    function: type[torch.autograd.Function]
-    leaves: tuple[Any, ...]
-    structure: Any
-    autocast: Autocast
-    outside: Outside
-    kinds: tuple[Hashable, ...]
-    tried_with: tuple[Tensor, ...] = ()
-    operations: tuple[str, ...] = ()
-    draws: bool = False
-    deposits: tuple[int, ...] = ()
-    overwrites: tuple[int, ...] = ()
-    results: tuple[Tensor, ...] = ()
-    name: str = field(default="")
+    def __init__(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], model: nn.Module) -> None:
+        self.function, self.model, self.line = function, model, calling_line()
+        self.leaves, self.structure = pytree.tree_flatten((args, kwargs))
+        self.arguments = [leaf for leaf in self.leaves if isinstance(leaf, Tensor)]
+        self.around: list[Tensor] = []
+        self.fakes: list[Tensor] = []  # in the place of both
+        self.overwrites: tuple[int, ...] = ()
+        self.results: list[Tensor] = []
+        self._homes: dict[int, tuple[dict[str, Tensor], str]] = {}  # of the tensors around, by their number
+        self._versions: list[int] = []
+        self._backwards: dict[Any, _Backward] = {}
+        self._is_over = False
+        self._inside = Inside(self._replaced)
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
-        """What the Function returns for `tensors`: its arguments, then those it finds outside."""
-        count = len(self.kinds)
-        given = [tensor.clone() if i in self.overwrites else tensor for i, tensor in enumerate(tensors[:count])]
-        leaves = [*given, *(t.detach().requires_grad_(t.requires_grad) for t in tensors[count:])]
-        if self.deposits and any(tensor.requires_grad for tensor in given):
-            given = _collecting(given, tensors, leaves, self.deposits)
-        known = {id(tensor): leaf for tensor, leaf in zip(self.outside.now(), leaves[count:], strict=True)}
-        mode = next((fake_mode_of(tensor) for tensor in tensors if isinstance(tensor, FakeTensor)), None)
+    def run(self) -> Any:
+        """What the call returns, with fake tensors. Raises CaptureError for what would be lost: changes of its inputs,
+        random numbers in the backward, and whatever cannot be traced."""
+        with nowhere_traced(), FakeTensorMode(allow_non_fake_inputs=True) as self.mode, waiting_collectives():
+            self.fakes = [_fresh(tensor) for tensor in self.arguments]
+            self.forward = Tape({id(tensor): i for i, tensor in enumerate(self.fakes)})
+            self.inputs = list(range(len(self.fakes)))  # the places of all inputs of the operator
+            self._versions = [written_so_far(tensor) for tensor in self.fakes]
+            result = self._forward()
+        self.results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
+        self.places = [self.forward.place(tensor) for tensor in self.results]
+        self.tried = self.backward_of([result if result.requires_grad else None for result in self.results])
+        self.kept = sorted(self.tried.read.intersection(self.places))
+        self._backwards.clear()  # what the backward finds around it may change until forward is over
+        self._is_over = True
+        return result
 
-        def replace(tensor: Tensor) -> Tensor:
-            if mode is not None and id(tensor) not in known and not is_fake_of(tensor, mode):
-                raise self.changed("reads another tensor")
-            return known.get(id(tensor), tensor)
+    def call(self) -> OpaqueCall:
+        kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in self.fakes]
+        results = [(place, tensor.requires_grad) for place, tensor in zip(self.places, self.results, strict=True)]
+        backward = self.tried.tape.text, self.tried.arriving, self.tried.leaving
+        text = str((kinds, self.inputs, self.overwrites, self.forward.text, results, backward))
+        with nowhere_traced():
+            fakes = tuple(tensor.detach() for tensor in self.results)
+        name = self.function.__qualname__
+        return OpaqueCall(name, self.again, fakes, self.forward.random, self.overwrites, text)
 
-        return self.run(given, Inside(replace))
+    def again(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
+        """What the call returns for other tensors."""
+        with torch.autocast(self.fakes[0].device.type, enabled=False):  # the casts are on the tape
+            found: Any = _Replayed.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return found  # type: ignore[no-any-return]
 
-    def changed(self, what: str) -> CaptureError:
-        return Refusal.CHANGED_FUNCTION.error(function=self.function.__qualname__, does=what)
-
-    def run(self, given: list[Tensor], inside: Inside) -> Any:
-        tensors = iter(given)
-        leaves = [next(tensors) if leaf is A_TENSOR else leaf for leaf in self.leaves]
+    def _forward(self) -> Any:
+        fakes = iter(list(self.fakes))
+        leaves = [next(fakes) if isinstance(leaf, Tensor) else leaf for leaf in self.leaves]
         args, kwargs = pytree.tree_unflatten(leaves, self.structure)
-        with torch.autocast(*self.autocast), inside:
-            return inside.around(self.function).apply(*args, **kwargs)
+        autocast = autocast_on(self.fakes[0].device.type)
+        before = list(self._versions)
+        try:
+            with torch.autocast(*autocast), self.forward, self._inside:
+                result = self._explained("forward", lambda: self._inside.around(self.function).apply(*args, **kwargs))
+        finally:
+            now = [written_so_far(tensor) for tensor in self.fakes[: len(before)]]
+            self.overwrites = tuple(i for i, version in enumerate(now) if version != before[i])
+            if self.overwrites and not self.forward.exchanges:
+                raise self._refused(Refusal.FUNCTION_INPUT)
+            self._versions[: len(before)] = now
+        if self.forward.statistics:
+            raise self._refused(Refusal.FUNCTION_STATISTICS)
+        self._refuse_written()
+        return result
 
-    @property
-    def key(self) -> Hashable:
-        leaves = tuple((type(leaf), _by_value(leaf)) for leaf in self.leaves)
-        done = self.operations, self.draws, self.deposits
-        return self.function, leaves, self.structure, self.autocast, self.outside.key, self.kinds, done
+    def backward_of(self, gradients: Sequence[Tensor | None]) -> _Backward:
+        """What the backward does with gradients like these, one per result."""
+        kinds = tuple(None if g is None else (g.shape, g.stride(), g.dtype) for g in gradients)
+        if kinds not in self._backwards:
+            with nowhere_traced(), self.mode, waiting_collectives(), single_threaded_backward():
+                self._backwards[kinds] = self._backward([None if g is None else like(g) for g in gradients])
+        return self._backwards[kinds]
 
-    @property
-    def form(self) -> Hashable:
-        return self.name
+    def _backward(self, gradients: Sequence[Tensor | None]) -> _Backward:
+        pairs = [(r, g) for r, g in zip(self.results, gradients, strict=True) if g is not None and r.requires_grad]
+        tape = Tape(self.forward.places)
+        arriving = [tape.place(gradient) for _, gradient in pairs]
+        wanted = [tensor for tensor in self.fakes[: len(self.arguments)] if tensor.requires_grad]
+        found: list[Tensor | None] = [None] * len(wanted)
+        with tape, torch.autocast(self.fakes[0].device.type, enabled=False):
+            if pairs:
+                results, given = zip(*pairs, strict=True)
+                grad = torch.autograd.grad
+                found = self._explained("backward", lambda: grad(results, wanted, given, True, allow_unused=True))
+            by_argument = {id(tensor): gradient for tensor, gradient in zip(wanted, found, strict=True)}
+            leaving = [self._added_up(tensor, by_argument.get(id(tensor))) for tensor in self.fakes]
+        if tape.random:
+            raise self._refused(Refusal.FUNCTION_RANDOM)
+        self._refuse_written(Refusal.FUNCTION_INPUT_LATER)
+        return _Backward(tape, arriving, [None if gradient is None else tape.place(gradient) for gradient in leaving])
 
-    @property
-    def text(self) -> str:
-        """The same for equal calls of several captures; the name of a call that reads what no text stands for."""
-        plain = all(leaf is A_TENSOR or type(leaf) in _PLAIN for leaf in self.leaves)
-        return self.name if self.outside.tensors or not plain else repr((id(self.function), self.key))
+    def _added_up(self, tensor: Tensor, gradient: Tensor | None) -> Tensor | None:
+        """The gradient of an input, with what the backward has added to its `.grad`."""
+        if not tensor.is_leaf or tensor.grad is None:
+            return gradient
+        added, tensor.grad = tensor.grad, None
+        return added if gradient is None else gradient + added
+
+    def _refuse_written(self, of_arguments: Refusal | None = None) -> None:
+        """What is written into a replacement would not be written into what it stands for."""
+        written = [i for i, fake in enumerate(self.fakes) if written_so_far(fake) != self._versions[i]]
+        if of_arguments is not None and any(i < len(self.arguments) for i in written):
+            raise self._refused(of_arguments)
+        if any(i >= len(self.arguments) for i in written):
+            raise self._refused(Refusal.FUNCTION_AROUND)
+
+    def _explained(self, part: str, run: Callable[[], Any]) -> Any:
+        try:
+            return run()
+        except Exception as error:
+            reason = f"{type(error).__name__}: {next(iter(str(error).strip().splitlines()), '')}"
+            names = {"part": part, "line": failing_line(error), "error": reason}
+            raise self._refused(Refusal.UNTRACED_FUNCTION, **names) from error
+
+    def _refused(self, refusal: Refusal, **names: str) -> CaptureError:
+        name = f"{self.function.__module__}.{self.function.__qualname__}"
+        return refusal.error(function=f"{name} ({self.line})", **names)
+
+    def _replaced(self, tensor: Tensor) -> Tensor:
+        """A fake tensor for one from outside: not made by the trial. While torch.export runs, the parameters of a model
+        are others than afterwards, so that they are known by their places."""
+        if is_fake_of(tensor, self.mode):
+            return tensor
+        count = len(self.arguments)
+        now = [self._homes[i][0][self._homes[i][1]] if i in self._homes else each for i, each in enumerate(self.around)]
+        at = next((i for i, each in enumerate(now) if each is tensor), None)
+        if at is None and self._is_over:
+            raise self._refused(Refusal.FUNCTION_READS)
+        if at is None:
+            at = len(self.around)
+            homes = {id(known): (table, name) for table, name, known in tensor_tables(self.model)}
+            if id(tensor) in homes:
+                self._homes[at] = homes[id(tensor)]
+            with nowhere_traced(), self.mode:
+                self.fakes.append(like(tensor).requires_grad_(tensor.requires_grad))
+            self.around.append(tensor)
+            self._versions.append(written_so_far(self.fakes[-1]))
+            self.inputs.append(self.forward.place(self.fakes[-1]))
+        return self.fakes[count + at]
 
 
-_PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type(None))
-
-
-def _by_value(leaf: Any) -> Hashable:
-    """What tells arguments apart: numbers by their text (0.0 is not -0.0), what has no value of its own by identity."""
-    return repr(leaf) if type(leaf) in _PLAIN else id(leaf)
-
-
-def kinds_of(tensors: Sequence[Tensor]) -> tuple[Hashable, ...]:
-    return tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors)
-
-
-class _Collect(torch.autograd.Function):
-    """The identity of `x`, whose backward runs after all that uses its result: it then takes what has arrived in the
-    `.grad` of `leaves` for the gradients of `tensors`."""
+class _Replayed(torch.autograd.Function):
+    """What a trial has on its tapes, on other tensors."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, leaves: list[Tensor], *tensors: Tensor) -> Tensor:
-        ctx.leaves = leaves
-        return x.view_as(x)
+    def forward(ctx: Any, trial: _Trial, *tensors: Tensor) -> Any:
+        values = {}
+        for i, (place, tensor, fake) in enumerate(zip(trial.inputs, tensors, trial.fakes, strict=True)):
+            values[place] = tensor.clone() if i in trial.overwrites else laid_out_like(tensor, fake.stride())
+        trial.forward.run(values)
+        results = tuple(values[place] for place in trial.places)
+        ctx.trial, ctx.values = trial, {p: value for p, value in values.items() if p not in trial.places}
+        ctx.save_for_backward(*(values[place] for place in trial.kept))  # a result on ctx would keep itself
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(r for r, t in zip(results, trial.results, strict=True) if not t.requires_grad))
+        return results
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        found = [leaf.grad for leaf in ctx.leaves]
-        for leaf in ctx.leaves:
-            leaf.grad = None
-        return (*gradients, None, *found)
+        done = ctx.trial.backward_of(gradients)
+        values = ctx.values | dict(zip(ctx.trial.kept, ctx.saved_tensors, strict=True))
+        values |= zip(done.arriving, (gradient for gradient in gradients if gradient is not None), strict=True)
+        done.tape.run(values)
+        return None, *(None if place is None else values[place] for place in done.leaving)
 
 
-def _collecting(
-    given: list[Tensor], tensors: list[Tensor], leaves: list[Tensor], deposits: tuple[int, ...]
-) -> list[Tensor]:
-    """The arguments, one of them such that gradients follow what the backward adds to `.grad`."""
-    at = min((i for i, tensor in enumerate(given) if tensor.requires_grad), key=lambda i: i in deposits)
-    added_to = [leaves[i] for i in deposits]
-    start: Any = _Collect.apply(given[at], added_to, *(tensors[i] for i in deposits))  # type: ignore[no-untyped-call]
-    if at in deposits:
-        added_to[deposits.index(at)] = start
-    return [*given[:at], start, *given[at + 1 :]]
+def _fresh(tensor: Tensor) -> Tensor:
+    """A fake tensor like one that autograd knows, a result of something if that is one: no view if it can be helped,
+    which would begin another history if an exchange writes into it."""
+    new = like(tensor).requires_grad_(tensor.requires_grad)
+    return new if tensor.is_leaf else new.clone() if is_dense(new) else new.view_as(new)

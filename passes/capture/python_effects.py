@@ -141,7 +141,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def output_of_forward(warning: Callable[[str], None]) -> Iterator[None]:
-    """Around a forward: call `warning` for every line that prints."""
+    """Around a forward: call `warning` for every line that prints. The builtin itself must be replaced: it may write
+    to any file, and a file in the place of sys.stdout would be seen by forward, and missed by who kept the former."""
     original = builtins.print
 
     def noting(*args: Any, **kwargs: Any) -> None:

@@ -5,7 +5,7 @@ Findings are noted, not raised, so that one capture reports all of them.
 
 import contextlib
 import traceback
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,9 +21,9 @@ from zbcompile.passes.capture.attention_kernels import (
     is_by_formula,
     is_same_choice,
 )
-from zbcompile.passes.capture.custom_functions import calls_as_operators, emit_into
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
-from zbcompile.passes.capture.function_calls import FunctionCall, refuse_set_data
+from zbcompile.passes.capture.function_calls import calls_as_operators, refuse_set_data
+from zbcompile.passes.capture.opaque_calls import OpaqueCalls
 from zbcompile.passes.capture.python_effects import (
     generator_seeded,
     numbers_drawn_outside_torch,
@@ -60,7 +60,7 @@ class Watch:
     warnings: list[str] = field(default_factory=list)
     shape_from_data: str = ""
     unanswered: str = ""
-    calls: dict[Hashable, FunctionCall] = field(default_factory=dict)
+    calls: OpaqueCalls = field(default_factory=dict)
     questions: Questions = field(default_factory=Questions)
     reads: PythonReads | None = None
     _roots: Roots | None = None
@@ -70,7 +70,7 @@ class Watch:
     def functions(self, model: nn.Module, regions: Regions) -> Iterator[None]:
         """Around an export of `model`: calls of autograd.Functions, and of modules in `regions`, become operators."""
         self._roots = Roots.of(attribute(model, "model"), attribute(model, "loss"))
-        modules = modules_as_operators(regions, emit_into(self.calls))
+        modules = modules_as_operators(self.calls, regions)
         with calls_as_operators(self.calls, model, _is_torchs), modules, _inference_as_no_grad():
             yield
 

@@ -2,21 +2,26 @@
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
-from torch._subclasses import fake_impls  # 2.11-2.13: as before
 from torch.autograd.function import _HookMixin  # 2.11-2.13: see `told_of_hooks_on_nodes`
-from torch.export import decomp_utils, exported_program  # 2.11-2.13: as before
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11-2.13: see `release_caches`
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
-from zbcompile.passes.torch_private import FakeTensor, FakeTensorMode, OpOverload, replaced
+from zbcompile.passes.torch_private import (
+    FUNCTIONAL_COLLECTIVES_MODULE,
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    replaced,
+)
 
 aten = torch.ops.aten
 CACHED_SHAPES = 4096  # about 2.5 kB each
@@ -88,42 +93,11 @@ def _beginning(begin: Callable[[Any], Any], nodes: Any, _: Any) -> Any:
     return next((node for node in nodes if begin(node)), None)
 
 
-_INSIDE: dict[OpOverload, tuple[Any, dict[Any, Any], Any]] = {}  # what an operator was given; its kernels and fake
-
-
-@contextlib.contextmanager
-def _overridden_once(override: Callable[..., Any], callables: dict[OpOverload, Any]) -> Iterator[None]:
-    """As torch's `override`, but what that made for an operator before is not made again."""
-    given = {operator: (each, dict(operator.py_kernels)) for operator, each in callables.items()}
-    new = {o: each for o, each in callables.items() if o not in _INSIDE or _INSIDE[o][0] != given[o]}
-    fakes = fake_impls.op_implementations_dict
-    with override(new):
-        _INSIDE.update((o, (given[o], dict(o.py_kernels), fakes[o])) for o in new)
-        try:
-            for operator in given.keys() - new:
-                operator.py_kernels = dict(_INSIDE[operator][1])
-                operator._dispatch_cache.clear()
-                fakes.setdefault(operator, _INSIDE[operator][2])
-            yield
-        finally:
-            for operator in given.keys() - new:
-                operator.py_kernels = given[operator][1]
-                operator._dispatch_cache.clear()
-                fakes.pop(operator)
-
-
-@contextlib.contextmanager
-def quick_decompositions() -> Iterator[None]:
-    """Around `run_decompositions`, without torch 2.11-2.13's repeated work: it lists the composite operators once per
-    operator library, and makes two dozen kernels for each of them. This is half the time of capturing a small model."""
+def quick_decompositions() -> contextlib.AbstractContextManager[None]:
+    """Around `run_decompositions`, which lists the composite operators once per operator library (2.11-2.15): a tenth
+    of the time of compiling a small model."""
     list_operators = functools.cache(_export_utils._materialize_cpp_cia_ops)
-    name = "_override_composite_implicit_decomp"
-    home = exported_program if hasattr(exported_program, name) else decomp_utils  # torch after 2.13 may have moved it
-    with (
-        replaced(_export_utils, "_materialize_cpp_cia_ops", list_operators),
-        replaced(home, name, functools.partial(_overridden_once, getattr(home, name))),
-    ):
-        yield
+    return replaced(_export_utils, "_materialize_cpp_cia_ops", list_operators)
 
 
 @contextlib.contextmanager
@@ -241,6 +215,12 @@ def nowhere_traced() -> Iterator[None]:
         for _ in range(torch.overrides._len_torch_function_stack()):
             stack.enter_context(torch.overrides._pop_mode_temporarily())
         yield
+
+
+def waiting_collectives() -> contextlib.AbstractContextManager[None]:
+    """Inside, functional collectives wait at once, as in a trace (2.11-2.15: they ask this function)."""
+    module = sys.modules.get(FUNCTIONAL_COLLECTIVES_MODULE)
+    return contextlib.nullcontext() if module is None else replaced(module, "_are_we_tracing", lambda: True)
 
 
 def below_autograd() -> bool:

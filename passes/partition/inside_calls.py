@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.capture.custom_functions import form_of, is_call
+from zbcompile.passes.capture.opaque_calls import form_of, is_call
 from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import like, operations_behind, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts

@@ -15,15 +15,15 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
-from zbcompile.passes.capture.custom_functions import kernel_of_call
 from zbcompile.passes.capture.functional_writes import GRADIENT_LAYOUT
+from zbcompile.passes.capture.opaque_calls import kernel_of_call
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import any_gradient, is_use, leaf_like, like, output_values
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import rename_groups
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.strides import boundary_like
+from zbcompile.passes.graph.strides import boundary_like, laid_out_like
 from zbcompile.passes.partition.shared_parameters import SEPARATE_USES
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter, described_backward
@@ -207,22 +207,15 @@ class _UseInterpreter(MarkingInterpreter):
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
+        # Eager copies the gradient of what is written through a view into a tensor with the strides of the base.
         if GRADIENT_LAYOUT in n.meta and isinstance(value, torch.Tensor) and value.requires_grad:
             dense = n.meta[GRADIENT_LAYOUT] == "contiguous"
-            value.register_hook(lambda g: g.contiguous() if dense else _laid_out_like(g, value.stride()))
+            value.register_hook(lambda g: g.contiguous() if dense else laid_out_like(g, value.stride()))
         return value
 
     def last_use_first(self, slot: Slot) -> list[torch.Tensor]:
         """The uses of a parameter in eager's order: the last operation first, what one operation reads as it reads."""
         return [value for values in reversed(self.uses.get(slot, [])) for value in values]
-
-
-def _laid_out_like(gradient: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Eager copies the gradient of what is written through a view into a tensor with the strides of the base."""
-    if gradient.stride() == strides:
-        return gradient
-    empty = torch.empty_strided(gradient.shape, strides, dtype=gradient.dtype, device=gradient.device)
-    return torch.slice_scatter(empty, gradient)
 
 
 def first_activations(stage: Stage) -> list[Node]:

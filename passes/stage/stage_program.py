@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch.fx.traceback import preserve_node_meta
 
-from zbcompile.passes.capture.custom_functions import is_call
+from zbcompile.passes.capture.opaque_calls import is_call
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import like, output_values

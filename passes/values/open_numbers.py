@@ -40,7 +40,8 @@ def _noted(function: Callable[..., Any], note: Callable[[], None]) -> Callable[.
 
 
 def with_eagers_types() -> contextlib.AbstractContextManager[None]:
-    """Inside, `isinstance` takes an open number for what it is in eager mode, unless torch asks."""
+    """Inside, `isinstance` takes an open number for what it is in eager mode, unless torch asks. The builtin itself
+    must be replaced: `__class__`, by which an object passes for another's, cannot be given to a class that exists."""
     truth = builtins.isinstance
 
     def answer(value: Any, kinds: Any) -> bool:

@@ -21,7 +21,6 @@ from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes
 from zbcompile.passes.capture.export import Captured
-from zbcompile.passes.capture.function_calls import FunctionCall
 from zbcompile.passes.capture.questions import Given
 from zbcompile.passes.capture.torch_private import release_caches
 from zbcompile.passes.capture.training_step import Kept, LossFunction
@@ -232,7 +231,7 @@ def _operations(drawn: Drawn) -> str:
     numbers = node_numbers(graph)
     text = "\n".join(call_text(node, numbers) for node in graph.nodes)
     for call in drawn.captured.functions:  # numbered anew by every capture
-        text = text.replace(repr(call.name), call.text if isinstance(call, FunctionCall) else call.name)
+        text = text.replace(repr(call.name), call.text or call.name)
     text += "with outputs" * (drawn.captured.structure is not None)
     return hashlib.sha256(text.encode()).hexdigest()
 

@@ -24,7 +24,10 @@ from zbcompile.model.batch import flatten_batch
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
+from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
 
 ROWS, MICROBATCHES = 16, 8
 
@@ -199,6 +202,7 @@ def test_a_result_without_gradient_is_still_its_argument() -> None:
 
 
 AROUND = SimpleNamespace(scale=1.0, table=torch.ones(WIDTH))
+OTHERS = iter([torch.ones(WIDTH), torch.zeros(WIDTH)])
 
 
 def double(ctx: Any, x: Tensor) -> Tensor:
@@ -233,6 +237,11 @@ def keeping(ctx: Any, x: Tensor) -> Tensor:
     return x * 2
 
 
+def freeing(ctx: Any, gradient: Tensor) -> Tensor:
+    x, ctx.x = ctx.x, None
+    return gradient * x * 2
+
+
 def counting(ctx: Any, x: Tensor) -> Tensor:
     AROUND.table.add_(1)
     return x * 2
@@ -262,14 +271,6 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "dirty": (marked, half, r"changes one of its inputs in place"),
     "dirty in secret": (by_hand, half, r"changes one of its inputs in place"),
     "number of gradients": (double, lambda ctx, g: (g, g), r"backward that cannot .*incorrect number of gradients"),
-    "state around": (lambda ctx, x: x * AROUND.scale, half, r"other operations than when forward called it"),
-    "state for backward": (scaling, lambda ctx, g: g * ctx.scale, r"other operations than when forward called it"),
-    "state as a tensor": (lambda ctx, x: x * torch.tensor(AROUND.scale), half, r"other operations than when forward"),
-    "more operations later": (
-        lambda ctx, x: (x if AROUND.scale == 2.0 else x.sin()) * 2,
-        half,
-        r"other operations than when forward called it",
-    ),
     "writes around": (counting, half, r"test_custom.*changes a tensor around it in place"),
     "gives away memory": (
         assigning,
@@ -280,7 +281,8 @@ REFUSED: dict[str, tuple[Any, Any, str]] = {
     "running statistics": (normalising, half, r"test_custom.*updates the running statistics of a batch norm"),
     "writes around in backward": (double, counting, r"test_custom.*changes a tensor around it in place"),
     "writes an input in backward": (keeping, lambda ctx, g: g * ctx.x.mul_(2), r"in place, in its backward"),
-    "tensor around": (lambda ctx, x: x * AROUND.table, half, r"reads another tensor than when forward called it"),
+    "tensor around": (lambda ctx, x: x * AROUND.table, half, r"forward changes .*AROUND\.table .*and reads it"),
+    "another tensor": (double, lambda ctx, g: g * next(OTHERS), r"test_custom.* reads a tensor in its backward that"),
     "random module": (lambda ctx, x: x * random.random(), half, r"Python's random module .*pass it as an input"),
 }
 
@@ -295,4 +297,54 @@ def test_refused(case: str) -> None:
             return layers[1](odd.apply(x))
 
     with pytest.raises(CaptureError, match=expected):
-        canonicalise(captured(run))
+        compiled(captured(run))
+
+
+def compiled(captured: Captured) -> None:
+    canonical = canonicalise(captured)
+    line = draw_line(canonical)
+    (stage,) = cut(canonical, line, dict.fromkeys(line.nodes, 0), 1)
+    trace_joint(stage, captured.trainable, tangents_of(stage, None))
+
+
+CHANGING: dict[str, tuple[Any, Any]] = {  # what forward changes around the Function before the next call
+    "number": (lambda ctx, x: x * AROUND.scale, half),
+    "number kept for backward": (scaling, lambda ctx, g: g * ctx.scale),
+    "number read by backward": (double, lambda ctx, g: g * AROUND.scale),
+    "number as a tensor": (lambda ctx, x: x * torch.tensor(AROUND.scale), half),
+    "branch": (lambda ctx, x: (x if AROUND.scale == 2.0 else x.sin()) * 2, half),
+    "ctx": (keeping, freeing),
+}
+
+
+class Changing(nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Any:
+        with mock.patch.multiple(AROUND, scale=2.0):
+            x = self.function.apply(torch.tanh(self.layers[0](x)))
+        return self.layers[1](x)
+
+
+@pytest.mark.parametrize("case", CHANGING)
+def test_what_has_changed_since_the_call_is_as_in_eager(case: str) -> None:
+    forward, backward = CHANGING[case]
+    odd = type("Odd", (Function,), {"forward": staticmethod(forward), "backward": staticmethod(backward)})
+    as_eager(Changing(odd), torch.randn(ROWS, WIDTH))
+
+
+def test_a_transposed_gradient_meets_code_that_copies_it() -> None:
+    """The backward is traced with the strides that arrive: what a view can do for one form, a copy does for another."""
+
+    def flat(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.reshape(-1).view(gradient.shape) * 2
+
+    class Transposing(Changing):
+        def forward(self, x: Tensor) -> Any:
+            return self.layers[1](self.function.apply(torch.tanh(self.layers[0](x)).t()).t())
+
+    odd = type("Odd", (Function,), {"forward": staticmethod(double), "backward": staticmethod(flat)})
+    as_eager(Transposing(odd), torch.randn(ROWS, WIDTH))
