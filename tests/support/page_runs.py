@@ -11,6 +11,7 @@ one process (`{run}`, tutorials, the front page), or with the names of `tests/su
 """
 
 import argparse
+import contextlib
 import os
 import re
 import shutil
@@ -206,7 +207,9 @@ class Runner:
                 status = "ok" if run.wait(taste or self.limit) == 0 else "FAILED"
             except subprocess.TimeoutExpired:
                 status = "begins" if taste else "LONG"
-                os.killpg(run.pid, signal.SIGKILL)
+            finally:  # with what it has started, also after Ctrl-C
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(run.pid, signal.SIGKILL)
                 run.wait()
             self.ran += 1
             print(f"{status:6} {time.monotonic() - began:5.0f} s  {title}", flush=True)
