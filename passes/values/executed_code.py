@@ -37,7 +37,7 @@ class FunctionWatch:
     """Calls `entered` with the frame of every function of a user's file that begins on this thread, once per code.
 
     Python tells of every call through its tracer, which slows all code down; so `pause` stops it around what runs no
-    code of users. Python 3.12 and later have a cheaper way, which needs no pause."""
+    code of forward. Python 3.12 and later have a cheaper way, which asks once per code."""
 
     TOOL = 4  # of the six that sys.monitoring admits, none of those that it names for debuggers and profilers
 
@@ -48,6 +48,7 @@ class FunctionWatch:
         callbacks = (getattr(each, "__code__", None) for each in gc.callbacks)
         self._others: dict[int, CodeType] = {id(code): code for code in callbacks if code is not None}
         self._switch: Callable[[Any], None] | None = None
+        self._paused = False
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
@@ -81,6 +82,8 @@ class FunctionWatch:
                 sys.monitoring.free_tool_id(self.TOOL)
 
         def _began(self, code: CodeType, _: int) -> Any:
+            if self._paused:
+                return None if is_users_file(code.co_filename) else sys.monitoring.DISABLE
             here = inspect.currentframe()
             if here is not None and here.f_back is not None:
                 self._note(here.f_back, "call", None)
@@ -88,15 +91,15 @@ class FunctionWatch:
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        switch = self._switch
-        if switch is None:
-            yield
-            return
-        switch(None)
+        paused, self._paused, switch = self._paused, True, self._switch
+        if switch is not None:
+            switch(None)
         try:
             yield
         finally:
-            switch(self._note)
+            self._paused = paused
+            if switch is not None and not paused:
+                switch(self._note)
 
     def _note(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
