@@ -6,7 +6,8 @@
 
 The stages are tiny, so a step is almost all overhead; the time inside the graphs is subtracted. Steps with few and
 with many microbatches are compared: the difference is what one more action costs (sends and receives are actions too),
-the rest is what a step costs beside its actions (checking the batch and the model, sharing the loss). Over messages, a
+the rest is what a step costs beside its actions (checking the batch and the model, sharing the loss). The look at the
+Python values that forward has read is shown alone, and as a share of the small step with its graphs. Over messages, a
 bare exchange through torch.distributed is measured as well (two ranks that send each other tensors as large as ours,
 nothing else), and our cost without it. Time is CPU time of the calling thread.
 Target: below 40 microseconds per action.
@@ -97,6 +98,9 @@ class Contender:
         )
         self.pipe.compile(self.x, target=self.x)
         executable = self.pipe._compiled.cache.plans[-1]
+        (standing,) = self.pipe._compiled.cache.steps[0].standing
+        self.guards, self.guarded, self.whole = Timed(standing.hold), list[float](), list[float]()
+        standing.hold = self.guards  # type: ignore[method-assign]
         self.clocks = time_graphs(executable.first.stages)  # type: ignore[arg-type]
         for plan in executable.plans:
             for kind, run in plan.merged.items():
@@ -107,11 +111,13 @@ class Contender:
         self.actions, self.messages = len(actions), sum(action.op in MESSAGES for action in actions)
 
     def step(self) -> None:
-        for clock in self.clocks:
+        for clock in (*self.clocks, self.guards):
             clock.seconds = 0.0
         begin = time.thread_time()
         self.pipe.step(self.x, target=self.x)
-        self.seconds.append(time.thread_time() - begin - sum(clock.seconds for clock in self.clocks))
+        self.whole.append(time.thread_time() - begin)
+        self.seconds.append(self.whole[-1] - sum(clock.seconds for clock in self.clocks))
+        self.guarded.append(self.guards.seconds)
 
     @property
     def microseconds(self) -> float:
@@ -164,7 +170,8 @@ def row(schedule: str, ranks: int | None, device: torch.device, options: argpars
             bare.step()
     actions, messages = many.actions - few.actions, many.messages - few.messages
     each = (many.microseconds - few.microseconds) / actions
-    found = [schedule, each, few.microseconds - each * few.actions]
+    guards, whole = 1e6 * min(few.guarded[3:]), 1e6 * min(few.whole[3:])
+    found = [schedule, each, few.microseconds - each * few.actions, guards, 100 * guards / whole]
     if bare:
         found += [100 * messages / actions, bare.microseconds, each - bare.microseconds * messages / actions]
     few.pipe.close()
@@ -176,6 +183,8 @@ HEAD = [
     "schedule",
     "us / action",
     "us / step beside",
+    "us / look at Python",
+    "% of the step",
     "messages, % of actions",
     "us / bare message",
     "ours, us / action",
