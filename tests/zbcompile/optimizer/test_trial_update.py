@@ -11,7 +11,7 @@ from torch.optim import LBFGS, SGD, Adafactor, Optimizer
 
 import zbcompile
 from tests.support.meshes import mesh_of
-from tests.support.optimizers import EightBits, GlobalNorm, Lars, Plain, saying
+from tests.support.optimizers import EightBits, GlobalNorm, Lars, Plain, Shampoo, saying
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.replicated import MICROBATCHES, REPLICAS, ROWS, mesh_of_replicas
@@ -110,19 +110,20 @@ def test_replicas_divide_between_blocks(pool: Pool) -> None:
             assert_same_tensors(each, whole, "state dict:")
 
 
-def refused_on_dtensors() -> str:
+def refused_on_dtensors(kind: type[Optimizer]) -> str:
     mesh, x = mesh_of(pp=1, tp=2), torch.ones(2, 4)
     model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 4))
     parallelize_module(model, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss)
     pipe.compile(x, target=x)
     with pytest.raises(zbcompile.PipelineError) as raised:
-        pipe.optimizer(Adafactor)
+        pipe.optimizer(kind)
     return str(raised.value)
 
 
 @pytest.mark.slow
-def test_an_optimizer_that_cannot_update_dtensors_says_so_in_one_line(pool: Pool) -> None:
-    for text in pool.run(refused_on_dtensors, ranks=2):
-        assert "Adafactor.step() fails on parameters that are DTensors: " in text
+@pytest.mark.parametrize("kind", [Adafactor, Shampoo])
+def test_an_optimizer_that_cannot_update_dtensors_says_so_in_one_line(kind: type[Optimizer], pool: Pool) -> None:
+    for text in pool.run(refused_on_dtensors, kind, ranks=2):
+        assert f"{kind.__name__}.step() fails on parameters that are DTensors: " in text
         assert "\n" not in text
