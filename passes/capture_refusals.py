@@ -77,6 +77,11 @@ class Refusal(Enum):
         "lost.",
         "Register forward hooks on the modules themselves, and remove these.",
     )
+    FUNCTION_MODE = (
+        "the torch function mode {mode} is on; a compiled stage calls none of torch's functions, so the mode would be "
+        "silently lost.",
+        "Leave it before the step, or enter it in forward.",
+    )
     MODULE_HOOKS = (
         f"{{module}} has {{hooks}}; {_NO_HOOKS} a hook would be silently lost.",
         f"Remove the hook before compiling, or write it as {_AS_OPERATOR}",
@@ -87,6 +92,10 @@ class Refusal(Enum):
     )
     ACTIVATION_HOOK = (
         f"forward calls {{function}} on an activation ({{line}}); {_NO_HOOKS} it would be silently lost.",
+        f"Write it as {_AS_OPERATOR}",
+    )
+    LATE_MODULE_HOOK = (
+        f"forward registers a backward hook on a module ({{line}}); {_NO_HOOKS} it would be silently lost.",
         f"Write it as {_AS_OPERATOR}",
     )
     NODE_HOOK = (
@@ -206,7 +215,7 @@ class Refusal(Enum):
         "Draw it with torch (torch.rand), or pass it as an input.",
     )
     SEED = (
-        "forward seeds torch's generator{line}; a compiled step draws from one sequence per microbatch "
+        "forward {does} torch's generator{line}; a compiled step draws from one sequence per microbatch "
         "(zbcompile.microbatch_seed), and a graph has no seeds.",
         "Draw before the step, and pass that as an input.",
     )

@@ -285,6 +285,11 @@ def global_hooks() -> list[str]:
     return [kind.strip("_") for kind in kinds if getattr(torch.nn.modules.module, f"_global{kind}", None)]
 
 
+def function_modes() -> tuple[type, ...]:
+    """The classes of the torch function modes that are on (2.11-2.13: no public way to ask)."""
+    return tuple(map(type, torch.overrides._get_current_function_mode_stack()))
+
+
 def tensor_hooks(tensor: torch.Tensor) -> list[str]:
     """The kinds of hook registered on `tensor` (2.11-2.13: torch offers no public way to ask)."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")

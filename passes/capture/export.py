@@ -5,6 +5,7 @@ keeps composite operations (linear, attention, cross entropy) whole.
 """
 
 import contextlib
+import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -39,7 +40,7 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Kind, Slot
-from zbcompile.passes.graph.source_location import failing_line
+from zbcompile.passes.graph.source_location import failing_line, is_own
 from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.torch_private import numbered_checkpoints, pytree, set_stack_trace
 from zbcompile.passes.values.open_numbers import computes_with_them
@@ -48,6 +49,10 @@ from zbcompile.passes.values.tokens import CONTAINERS
 
 Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) of one microbatch
 Traced = TrainingStep | Inference
+# Functions of this project that call torch's or the user's: what a function in C raises has no frame of its own
+_CALLERS = frozenset(
+    ("_result", "forward", "with_arguments", "seen", "noted", "noting", "copied", "run", "answer", "ask", "<lambda>")
+)
 _WRITTEN = {
     OutputKind.USER_INPUT_MUTATION: Refusal.INPUT_WRITTEN,
     OutputKind.PARAMETER_MUTATION: Refusal.PARAMETER_WRITTEN,
@@ -210,6 +215,13 @@ def not_exported(model: nn.Module, error: BaseException, shape_from_data: str = 
     return Refusal.NOT_EXPORTED.error(**names, why=explanation(error))
 
 
+def _is_own_fault(error: BaseException) -> bool:
+    """Whether this project raised an error itself, not torch or the model that it calls: another way to trace would
+    hide that."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return is_own(frame.f_code.co_filename) and frame.f_code.co_name not in _CALLERS
+
+
 def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
     """Export as in eager mode; in another way only if the model cannot be captured otherwise."""
     asked: list[str] = []
@@ -229,6 +241,8 @@ def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> Exp
         except CaptureError:
             raise
         except Exception as caught:
+            if _is_own_fault(caught):
+                raise
             error = caught
     else:
         assert error is not None

@@ -94,13 +94,13 @@ def refuse_unanswered(codes: Collection[CodeType], problem: Callable[[str], None
 def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
     """Around a forward: call `problem` if it seeds torch's generator, also inside of torch.random.fork_rng. A trace
     draws nothing, so that nothing else sets its state."""
-    before, lines = torch.get_rng_state(), list[str]()
+    before, lines = torch.get_rng_state(), list[tuple[str, str]]()
     restore = torch.set_rng_state
 
     def restored(state: torch.Tensor) -> None:
         with outside_of_trace():
             if not torch.equal(state, torch.get_rng_state()) or _is_users_call(inspect.currentframe()):
-                lines.append(calling_line())
+                lines.append(("puts back the state of", calling_line()))
             restore(state)
 
     with contextlib.ExitStack() as stack:
@@ -111,7 +111,8 @@ def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
         yield
     if lines or not torch.equal(torch.get_rng_state(), before):
         torch.set_rng_state(before)
-        problem(Refusal.SEED.text(line=f" ({lines[0]})" if lines and lines[0] else ""))
+        does, line = next(iter(lines), ("seeds", ""))
+        problem(Refusal.SEED.text(does=does, line=f" ({line})" if line else ""))
 
 
 def _is_users_call(frame: FrameType | None) -> bool:
@@ -123,9 +124,9 @@ def _is_users_call(frame: FrameType | None) -> bool:
     return frame is not None and is_users_name(frame.f_globals.get("__name__"))
 
 
-def _noted(function: Callable[..., Any], lines: list[str]) -> Callable[..., Any]:
+def _noted(function: Callable[..., Any], lines: list[tuple[str, str]]) -> Callable[..., Any]:
     def noted(*args: Any) -> Any:
-        lines.append(calling_line())
+        lines.append(("seeds", calling_line()))
         return function(*args)
 
     return noted

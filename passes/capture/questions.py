@@ -121,8 +121,9 @@ NUMBERS: Mapping[Any, tuple[_Make, Callable[[Any], Any]]] = {  # a trace reads l
     _T.item: (_number, lambda value: value),
     _T.__int__: (_number, int),
     _T.__index__: (_number, int),
+    _T.__float__: (_number, float),
 }
-QUESTIONS = frozenset((*DECISIONS, *NUMBERS, _T.__float__, _T.__complex__))  # answered here or not
+QUESTIONS = frozenset((*DECISIONS, *NUMBERS, _T.__complex__))  # answered here or not
 
 
 @dataclass(frozen=True)
@@ -176,6 +177,8 @@ class Questions:
         if function not in NUMBERS:
             result = with_known_size(function, args, kwargs, self._count)
             return NOT_ANSWERED if result is OTHERWISE else result
+        if type(args[0]) is torch.Tensor:  # of a plain attribute or a global: nothing else is real inside of a trace
+            return self._answer(*NUMBERS[function], (args[0].clone(),), kwargs)
         if args[0].is_floating_point():  # it hardly ever has the same value twice: no two batches would share a program
             return NOT_ANSWERED
         if not self.way.numbers:

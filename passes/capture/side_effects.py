@@ -37,6 +37,7 @@ from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, backward_hooks, buffer_table, replaced
+from zbcompile.passes.values.executed_code import line_that_writes
 from zbcompile.passes.values.open_numbers import failed_questions, with_eagers_types
 from zbcompile.passes.values.premises import attribute
 
@@ -125,7 +126,11 @@ class Watch:
         """Forward has registered a hook on a node of autograd; those that torch registers for modules with backward
         hooks before forward are refused with these."""
         by = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
-        if modules_have_some and "torch.utils.hooks" in by:
+        if "torch.utils.hooks" in by:
+            if not modules_have_some:
+                assert self.reads is not None
+                line = line_that_writes(list(self.reads.functions.codes.values()), "register_full_backward_hook")
+                self.problem(Refusal.LATE_MODULE_HOOK.text(line=line))
             return
         self.problem(Refusal.NODE_HOOK.text(line=calling_line()))
 

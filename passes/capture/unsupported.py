@@ -16,11 +16,13 @@ from zbcompile.passes.torch_private import (
     accumulation_hooks,
     backward_hooks,
     forward_hook_functions,
+    function_modes,
     global_hooks,
     is_compiled,
     storage_key,
     tensor_hooks,
 )
+from zbcompile.passes.values.tokens import is_users
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 REPLICAS = 'Replicas are the dimension "dp" of mesh=, and pipe.optimizer(zero=1) divides the optimizer among them.'
@@ -97,6 +99,8 @@ def hook_problems(model: nn.Module) -> Iterator[str]:
     its forward and are captured with it."""
     if global_hooks():
         yield Refusal.GLOBAL_HOOKS.text(hooks=", ".join(global_hooks()))
+    for mode in filter(is_users, function_modes()):
+        yield Refusal.FUNCTION_MODE.text(mode=mode.__name__)
     for name, module in model.named_modules():
         if hooks := backward_hooks(module):
             yield Refusal.MODULE_HOOKS.text(module=_where(name, module), hooks=", ".join(hooks))

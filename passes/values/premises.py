@@ -7,6 +7,7 @@ the model, the loss or a module's globals to each value. Two models built alike 
 import functools
 import gc
 import hashlib
+import operator
 import sys
 import types
 from collections import OrderedDict
@@ -87,6 +88,7 @@ STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
     "size": lambda value, _: _size(value),
     "children": lambda value, _: ", ".join(children_of(value)),
     "child": lambda value, name: children_of(value)[name],
+    "hooks": lambda value, _: len(forward_hook_functions(value)),
     "hook": lambda value, number: forward_hook_functions(value)[number],
     "cell": lambda value, number: value.__closure__[number].cell_contents,
     "part": getattr,  # of what Python's own classes hold: partials, methods, functions
@@ -212,13 +214,11 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
     if read.step in ("attribute", "tensor"):
         yield from _at_attribute(parent, key, value)
     elif read.step in ("own", "library"):
-        yield vars(parent).get, key, None if isinstance(value, Missing) else value
+        yield from _at_key(vars(parent), key, value)
+    elif read.step == "item" and isinstance(parent, dict):
+        yield from _at_key(parent, key, value)
     elif read.step == "item" and not isinstance(parent, tuple):
-        if isinstance(value, Missing):
-            yield parent.__contains__, key, False
-        else:
-            get = functools.partial(dict.get, parent) if isinstance(parent, dict) else parent.__getitem__
-            yield (parent.get if type(parent) is dict else get), key, value
+        yield parent.__getitem__, key, value
     elif read.step == "size" and not isinstance(parent, tuple):
         yield len, parent, len(parent)
         if isinstance(parent, dict) and 1 < len(parent) <= MOST:
@@ -231,6 +231,10 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
         yield len, children_of(parent), len(children_of(parent))
     elif read.step == "child":
         yield children_of(parent).get, key, value
+    elif read.step == "hooks":
+        yield functools.partial(_has_hooks, forward_hook_functions(parent)), parent, True
+    elif read.step == "class":
+        yield functools.partial(getattr, value), "__name__", value.__name__
     elif read.step == "cell":
         yield functools.partial(getattr, parent.__closure__[key]), "cell_contents", value
     elif read.step == "part" and parent is not None:
@@ -241,6 +245,20 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
         yield type, value, type(value)
     elif isinstance(value, types.FunctionType):
         yield functools.partial(getattr, value), "__code__", value.__code__
+
+
+def _at_key(table: Any, key: Any, value: Any) -> Iterator[Look]:
+    """To see the same value, or still none, at a key of a mapping."""
+    if value is None or isinstance(value, Missing):
+        yield table.__contains__, key, value is None
+    if not isinstance(value, Missing):
+        is_subclass = isinstance(table, dict) and type(table) is not dict
+        yield (functools.partial(dict.get, table) if is_subclass else table.get), key, value
+
+
+def _has_hooks(hooks: list[Any], module: nn.Module) -> bool:
+    now = forward_hook_functions(module)
+    return len(now) == len(hooks) and all(map(operator.is_, now, hooks))
 
 
 def _has_token(saw: Any, value: Any) -> bool:
@@ -262,12 +280,12 @@ def _has_items(items: list[Any], value: Any) -> bool:
 def _at_attribute(parent: Any, name: str, value: Any) -> Iterator[Look]:
     own = vars_of(parent)
     if name in own:
-        yield own.get, name, value
+        yield from _at_key(own, name, value)
         return
     yield own.__contains__, name, False
     for table in module_tables(parent):
         if name in table or isinstance(value, Missing):
-            yield table.get, name, table.get(name)
+            yield from _at_key(table, name, table.get(name, MISSING))
     owner = owner_of(type(parent), name)
     for kind in type(parent).__mro__[: None if owner is None else type(parent).__mro__.index(owner)]:
         if is_users(kind):

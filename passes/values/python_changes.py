@@ -16,6 +16,7 @@ from zbcompile.passes.values.reached_values import RECORDED_BY, Reached, slots_o
 from zbcompile.passes.values.tokens import MISSING, NAMESPACES, PLAIN, is_users, token
 
 _OPEN = (type, types.FunctionType, types.SimpleNamespace)  # namespaces to which code adds names
+_HOOKS = ("register_forward_hook", "register_forward_pre_hook", "remove")
 _UNJUDGED = ("tensor", "library", "module", "globals", "names")
 
 
@@ -73,7 +74,8 @@ class PythonChanges:
         if name and name != "training" and only_updates(codes, name):
             self._warn_of_change(named.path, name)
             return
-        problem = Refusal.PYTHON_CHANGE.text(path=named.path, line=line_that_writes(codes, name))
+        lines = (line_that_writes(codes, each) for each in (_HOOKS if found.step == "hooks" else (name,)))
+        problem = Refusal.PYTHON_CHANGE.text(path=named.path, line=next(filter(None, lines), ""))
         settles = not (_has_tensor(found.now) or _has_tensor(found.value))
         if parent is not None and (settles or (found.step == "size" and _remembers(parent))):
             self.unsettled.append(problem)
@@ -138,7 +140,7 @@ def _name_of(found: Reached) -> str:
     """The name by which code knows a value; "" if it has none, as the default of an argument."""
     if found.step == "cell" and found.parent is not None:
         return str(found.parent.value.__code__.co_freevars[found.key])
-    return "" if found.step in ("part", "children", "names") else str(found.key)
+    return "" if found.step in ("part", "children", "names", "hooks") else str(found.key)
 
 
 def _is_same(one: list[Any], other: list[Any]) -> bool:

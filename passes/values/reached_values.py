@@ -4,6 +4,7 @@ What is followed is looked into as it is found; an attribute counts once it is r
 module, a class, a function) once code that names it runs.
 """
 
+import builtins
 import contextlib
 import functools
 import re
@@ -159,6 +160,7 @@ class Reach:
             self._name(each, new)
         beside = words | (names & space.keys()) if indirect else set()
         self.read_globals(space, {*globals_read(code), *beside})
+        self._note_library("builtins", builtins)
         for module in (*modules_imported(code), *(word for word in words if word in sys.modules)):
             imported = sys.modules.get(module)
             if imported is not None and is_users(imported) and vars(imported) is not space:
@@ -267,6 +269,8 @@ class Reach:
             content = step_from(value, "context", None)
             if type(content) in PLAIN:
                 self.add(f"{found.path}.get()", found, "context", None, content)
+        elif isinstance(value, types.CodeType) and found.step == "item" and found.parent is not None:
+            self.enter(value, found.parent.value)  # compiled from a text, which forward may evaluate
         elif is_generator(value):
             self.generators[found.path] = value, state_of(value)
         elif type(value).__name__ in ("cython_function_or_method", "_lru_cache_wrapper"):
@@ -309,7 +313,10 @@ class Reach:
         self.add(f"the submodules of {found.path}", found, "children", None, ", ".join(children_of(module)))
         if id(vars(module)) not in self._own:
             self._follow_state(found)
-        for number, hook in enumerate(forward_hook_functions(module)):
+        hooks = forward_hook_functions(module)
+        if hooks or id(vars(module)) not in self._own:
+            self.add(f"the hooks of {found.path}", found, "hooks", None, len(hooks))
+        for number, hook in enumerate(hooks):
             self.add(f"a hook of {found.path}", found, "hook", number, hook)
         for name, child in children_of(module).items():
             self.add(f"{found.path}.{name}", found, "child", name, child)
@@ -323,6 +330,11 @@ class Reach:
 
     def _follow_items(self, found: Reached) -> None:
         value = found.value
+        if is_users(type(value)) and type(value).__dictoffset__:
+            self._note_names(found)
+            self._follow_class(found)
+            for name in vars_of(value):
+                self.add(f"{found.path}.{name}", found, "attribute", name, attribute(value, name))
         items = items_of(value) if isinstance(value, dict) else list(enumerate(value))
         found.stored = dict(items) if isinstance(value, dict) else list(value)
         self.add(f"the size of {found.path}", found, "size", None, step_from(value, "size", None))

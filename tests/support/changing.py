@@ -47,6 +47,7 @@ class Net(nn.Module):
         self.numbers, self.table, self.shift = [1.0, 2.0], {"a": 1.0}, torch.ones(WIDTH)
         self.space = types.SimpleNamespace(tau=1.0)
         self.function: Any = torch.tanh
+        self.number = torch.tensor(1.0)
         self.global_step = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -167,6 +168,8 @@ STEPS = {  # what stands in the middle reads one thing; that is changed
     "gradient mode": Case(_without_gradients, of_model("flag", False)),
     "tensor": Case(lambda net, x: x + net.shift, of_model("shift", torch.zeros(WIDTH))),
     "data of a tensor": Case(lambda net, x: x + net.shift, of_model("shift.data", torch.zeros(WIDTH))),
+    "number of a tensor": Case(lambda net, x: x * float(net.shift[0]), lambda net, _: net.shift.fill_(2.0)),
+    "number that a tensor is": Case(lambda net, x: x * net.number.item(), lambda net, _: net.number.fill_(2.0)),
     "forward": Case(scaled, lambda net, _: setattr(net, "forward", net.layers[0].forward)),
     "forward of a layer": Case(scaled, of_model("layers.1.forward", torch.sin)),
     "method of another layer": Case(scaled, lambda net, _: setattr(net.layers[1], "forward", net.layers[0].forward)),

@@ -25,7 +25,7 @@ from zbcompile.passes.capture.export import first_names
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
-from zbcompile.passes.torch_private import accumulators, global_hooks, have_hooks
+from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, have_hooks
 from zbcompile.profiling.nan_check import inspected
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.state_dict import stream_state
@@ -155,7 +155,7 @@ class BoundPrograms:
     @property
     def form(self) -> tuple[Any, ...]:
         """What bound programs take for granted of the model, to be compared in every step."""
-        return fingerprint(self._model), global_hooks(), have_hooks(self._accumulators)
+        return fingerprint(self._model), global_hooks(), function_modes(), have_hooks(self._accumulators)
 
     def is_own(self, name: str) -> bool:
         """Whether a parameter or buffer lives in this process."""

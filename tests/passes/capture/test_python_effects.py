@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.refused import ROWS, train
+from zbcompile.passes.values.python_changes import PythonChanges
 
 WIDTH = ROWS.shape[1]
 
@@ -85,7 +86,8 @@ SEEDS: dict[str, Callable[[Net], object]] = {
 @pytest.mark.parametrize("how", SEEDS)
 def test_seeds_in_forward_are_refused(how: str) -> None:
     """Eager would draw the same numbers in every step; the compiled steps drew others."""
-    with pytest.raises(zbcompile.CaptureError, match=r"forward seeds torch's generator"):
+    does = "puts back the state of" if how in ("the state again", "drawn twice by fork_rng") else "seeds"
+    with pytest.raises(zbcompile.CaptureError, match=f"forward {does} torch's generator"):
         train(Net(lambda net: float(SEEDS[how](net) is None)))
 
 
@@ -123,6 +125,34 @@ def test_hooks_on_nodes_of_autograd_are_refused(how: str) -> None:
 
     with pytest.raises(zbcompile.CaptureError, match=r"forward registers a hook on a node of autograd \(.*hook\("):
         train(Hooked(lambda net: 0.0))
+
+
+def test_a_backward_hook_that_forward_puts_on_a_module_is_refused() -> None:
+    """Those that were there before are refused by the module's name, or told once."""
+
+    class Hooked(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.first.register_full_backward_hook(lambda *_: None)
+            return super().forward(x)
+
+    match = r"forward registers a backward hook on a module \(.*register_full_backward_hook"
+    with pytest.raises(zbcompile.CaptureError, match=match):
+        train(Hooked(lambda net: 0.0))
+
+
+def test_a_fault_of_the_recorder_is_no_reason_to_trace_in_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second way has other bits, and would hide it."""
+    traces = []
+
+    class Asking(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            traces.append(torch.compiler.is_compiling())
+            return super().forward(x)
+
+    monkeypatch.setattr(PythonChanges, "restore", None)
+    with pytest.raises(zbcompile.CaptureError, match="TypeError"):
+        train(Asking(lambda net: 0.0))
+    assert len(traces) == 1
 
 
 @torch.library.custom_op("zbcompile_tests::untold", mutates_args=())

@@ -164,7 +164,7 @@ def _caught(read: Callable[[Tensor], Any]) -> Question:
     return ask
 
 
-@pytest.mark.parametrize("read", [float, complex])
+@pytest.mark.parametrize("read", [complex])
 def test_a_failed_question_that_forward_catches_is_refused_by_line(read: Any) -> None:
     """Else what it does after the failure would be captured, which eager never does."""
     with pytest.raises(CaptureError, match=r"test_questions\.py:\d+: .*catches the error"):
@@ -228,7 +228,7 @@ def test_an_open_number_has_eagers_type(read: Callable[[Tensor], Any]) -> None:
     assert f"linear, {factor})" in captured.module.code
 
 
-@pytest.mark.parametrize("read", [bool, int])
+@pytest.mark.parametrize("read", [bool, int, float])
 def test_a_question_in_a_try_block_is_answered(read: Any) -> None:
     guards = capture(Asking((_caught(read),)), inputs(0), {}).guards
     assert guards is not None

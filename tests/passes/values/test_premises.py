@@ -2,6 +2,7 @@
 
 import argparse
 import array
+import builtins
 import collections
 import contextvars
 import copy
@@ -44,10 +45,15 @@ class Number(float):
     __hash__ = float.__hash__
 
 
+class Gains(list[float]):
+    gain = 1.0
+
+
 class Mode(enum.Enum):
     SLOW = 1.0
 
 
+CODE, HOOKED = compile("REAL['a']", "made", "eval"), nn.Identity()
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
 SETTINGS, REAL = Settings(), {"a": 1.0}
 REFERENCE, WEAK = weakref.ref(SETTINGS), weakref.WeakValueDictionary(a=SETTINGS)
@@ -76,6 +82,14 @@ def kept() -> float:
     return REAL["a"]
 
 
+def unchanged(module: nn.Module, args: Any, output: Any) -> None:
+    """A hook."""
+
+
+def doubled(module: nn.Module, args: Any, output: Any) -> Any:
+    return output * 2
+
+
 def late() -> float:
     return globals().get("LATE", 1.0)  # type: ignore[no-any-return]
 
@@ -102,6 +116,11 @@ def _put(value: Any, number: float) -> None:
         value.tau = number
     else:
         value["a" if isinstance(value, collections.abc.Mapping) else len(value) - 1] = number
+
+
+def hook(new: Any) -> Callable[[Any], None]:
+    """Puts a hook in the place of the one that the first layer has."""
+    return lambda net: net.layers[0]._forward_hooks.update(dict.fromkeys(net.layers[0]._forward_hooks, new))
 
 
 def store(owner: Any, name: str, new: Any) -> Callable[[Any], None]:
@@ -164,6 +183,25 @@ CASES = {
     "code": Case(
         lambda n: plain(), None, store(plain, "__code__", other.__code__), store(plain, "__code__", plain.__code__)
     ),
+    "nothing": Case(
+        lambda n: hasattr(n, "extra"), 1.0, lambda n: setattr(n, "extra", None), lambda n: delattr(n, "extra")
+    ),
+    "None": Case(lambda n: n.none is None, None, lambda n: setattr(n, "none", 2.0), lambda n: setattr(n, "none", None)),
+    "list of a subclass": Case(
+        lambda n: n.value.gain, Gains([1.0]), lambda n: setattr(n.value, "gain", 2.0), lambda n: vars(n.value).clear()
+    ),
+    "name of a class": Case(
+        lambda n: len(type(SETTINGS).__name__),
+        1,
+        store(Settings, "__name__", "Other"),
+        store(Settings, "__name__", "Settings"),
+    ),
+    "builtin": Case(lambda n: pow(2.0, 1.0), None, store(builtins, "pow", max), store(builtins, "pow", pow)),
+    "code from a text": Case(lambda n: eval(CODE), REAL),
+    "hook of another module": Case(
+        lambda n: HOOKED(torch.ones(())), None, lambda n: HOOKED.register_forward_hook(lambda m, a, out: out * 2)
+    ),
+    "hook that is replaced": Case(lambda n: 1.0, None, hook(doubled), hook(unchanged)),
     "absent global": Case(
         lambda n: late(), None, lambda n: globals().update(LATE=2.0), lambda n: operator.delitem(globals(), "LATE")
     ),
@@ -179,6 +217,8 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         self.value, self._read, self.proxy = case.value, case.read, types.MappingProxyType(REAL)
+        self.none = None
+        self.layers[0].register_forward_hook(unchanged)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x) * self._read(self)  # type: ignore[no-any-return]

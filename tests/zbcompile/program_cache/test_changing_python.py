@@ -11,6 +11,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings, strategies
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 import zbcompile
 from tests.support import shared_captures
@@ -253,6 +254,41 @@ def test_a_hook_on_the_node_that_accumulates_a_gradient_is_refused(late: bool) -
     node.register_prehook(lambda *_: None)
     with pytest.raises(zbcompile.CaptureError, match=r"layers\.0\.weight has hooks on the node that accumulates"):
         pipe.step(batch(0), target=batch(0))
+
+
+def removes_itself(module: Any, args: Any, output: Tensor) -> Tensor:
+    module._forward_hooks.clear()
+    return output * 2
+
+
+def registers_another(module: nn.Module, args: Any, output: Tensor) -> None:
+    module.register_forward_hook(lambda module, args, output: output * 2)
+
+
+@pytest.mark.parametrize("hook", [removes_itself, registers_another])
+def test_a_hook_that_changes_hooks_is_refused(hook: Callable[..., Any]) -> None:
+    """In eager mode each microbatch runs with others; every one was like the first."""
+    net = Net(scaled)
+    net.layers[0].register_forward_hook(hook)
+    with pytest.raises(zbcompile.CaptureError, match=r"forward changes the hooks of model\.layers\.0"):
+        pipeline_of(net).step(batch(0), target=batch(0))
+
+
+class Twice(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        return found * 2 if func is F.linear else found
+
+
+def test_a_function_mode_around_a_step_is_refused() -> None:
+    """That of torch.device is no such mode: it acts where tensors are made."""
+    net = Net(scaled)
+    pipe = pipeline_of(net)
+    for _ in range(2):
+        with torch.device("cpu"):
+            compare(pipe, net, F.mse_loss, 0)
+        with Twice(), pytest.raises(zbcompile.CaptureError, match="the torch function mode Twice is on"):
+            pipe.step(batch(0), target=batch(0))
 
 
 def test_the_default_dtype_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
