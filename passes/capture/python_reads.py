@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from zbcompile.passes.torch_private import replaced, replaced_attribute
-from zbcompile.passes.values.executed_code import FunctionWatch, globals_read, is_users_name
+from zbcompile.passes.values.executed_code import FunctionWatch, is_users_name, names_in
 from zbcompile.passes.values.premises import Premises, Read
 from zbcompile.passes.values.python_changes import PythonChanges
 from zbcompile.passes.values.reached_values import TABLES, Reach, Reached, tensors_of
@@ -130,7 +130,7 @@ class PythonReads:
         for space in [each for each in self._reach.found if each.step == "globals"]:
             for code in list(self.functions.codes.values()):
                 for inner in filter(_is_code, code.co_consts):
-                    self._reach.read_globals(space.value, set(globals_read(inner) & space.value.keys()))
+                    self._reach.read_globals(space.value, set(names_in(inner) & space.value.keys()))
 
     def _patch(self, kind: type) -> None:
         """See what is read of instances of a class from now on."""

@@ -119,15 +119,9 @@ def is_users_name(module: object) -> bool:
 
 
 @functools.lru_cache(maxsize=4096)
-def globals_read(code: CodeType) -> frozenset[str]:
-    """The names that code reads from its globals."""
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in _GLOBAL)
-
-
-@functools.lru_cache(maxsize=4096)
-def modules_imported(code: CodeType) -> frozenset[str]:
-    """The names of the modules that code imports."""
-    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname == "IMPORT_NAME")
+def names_in(code: CodeType, by: tuple[str, ...] = _GLOBAL) -> frozenset[str]:
+    """The names that code reads from its globals, or that other instructions name."""
+    return frozenset(i.argval for i in dis.get_instructions(code) if i.opname in by)
 
 
 def text_constants(code: CodeType) -> list[str]:

@@ -7,7 +7,6 @@ the model, the loss or a module's globals to each value. Two models built alike 
 import functools
 import gc
 import hashlib
-import operator
 import sys
 import types
 from collections import OrderedDict
@@ -63,6 +62,10 @@ def vars_of(value: Any) -> dict[str, Any]:
     return found if isinstance(found, dict) else dict(found)
 
 
+def names_of(value: Any) -> list[str]:
+    return list(vars_of(value))
+
+
 def items_of(value: Any) -> list[Any]:
     """The items of a container, of a mapping pairs, in order. No code of a subclass runs: some import what they are
     asked for."""
@@ -92,7 +95,7 @@ STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
     "hook": lambda value, number: forward_hook_functions(value)[number],
     "cell": lambda value, number: value.__closure__[number].cell_contents,
     "part": getattr,  # of what Python's own classes hold: partials, methods, functions
-    "names": lambda value, _: ", ".join(vars_of(value)),
+    "names": lambda value, _: ", ".join(names_of(value)),
     "rest": lambda value, _: _rest(value),
     "class": lambda value, _: type(value),
     "mapping": lambda value, _: gc.get_referents(value)[0],  # behind a proxy
@@ -148,11 +151,6 @@ class Premises:
         """Those of the tensors that were read, by their keys."""
         return frozenset(read.saw.memory for read in self.reads if isinstance(read.saw, Identity) and read.saw.memory)
 
-    @property
-    def digest(self) -> str:
-        """Equal for equal records of processes that run the same code."""
-        return hashlib.sha256("\n".join(f"{r.path} {r.step} {r.saw!r}" for r in self.reads).encode()).hexdigest()
-
 
 def _text(saw: Any) -> str:
     return str(saw[1]) if isinstance(saw, tuple) else repr(saw)
@@ -196,12 +194,9 @@ class Standing:
         for read, value in zip(self.premises.reads, values, strict=True):
             parent = values[read.parent] if read.parent >= 0 else None
             for look in _looks(parent, read, value):
-                found.setdefault((_subject(look[0]), look[1] if isinstance(look[1], str) else id(look[1])), look)
+                of = id(getattr(look[0], "__self__", look[0])), getattr(look[0], "__name__", "")  # a partial: its own
+                found.setdefault((of, look[1] if isinstance(look[1], str) else id(look[1])), look)
         return list(found.values())
-
-
-def _subject(look: Any) -> Any:
-    return id(getattr(look, "__self__", look)), getattr(look, "__name__", "")  # a partial is one of its own
 
 
 def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
@@ -210,7 +205,7 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
     if isinstance(value, torch.Tensor) and isinstance(read.saw, Identity):
         yield storage_key, value, read.saw.memory
     elif has_contents(value):
-        yield functools.partial(_has_token, read.saw), value, True
+        yield functools.partial(_gives, token, read.saw), value, True
     if read.step in ("attribute", "tensor"):
         yield from _at_attribute(parent, key, value)
     elif read.step in ("own", "library"):
@@ -222,17 +217,17 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
     elif read.step == "size" and not isinstance(parent, tuple):
         yield len, parent, len(parent)
         if isinstance(parent, dict) and 1 < len(parent) <= MOST:
-            yield functools.partial(_has_order, tuple(parent)), parent, True
+            yield _still(tuple, parent)
     elif read.step == "rest" and not isinstance(parent, tuple):
-        yield functools.partial(_has_items, items_of(parent)), parent, True
+        yield _still(items_of, parent)
     elif read.step == "names":
-        yield functools.partial(_has_names, tuple(vars_of(parent))), parent, True
+        yield _still(names_of, parent)
     elif read.step == "children":
         yield len, children_of(parent), len(children_of(parent))
     elif read.step == "child":
         yield children_of(parent).get, key, value
     elif read.step == "hooks":
-        yield functools.partial(_has_hooks, forward_hook_functions(parent)), parent, True
+        yield _still(forward_hook_functions, parent)
     elif read.step == "class":
         yield functools.partial(getattr, value), "__name__", value.__name__
     elif read.step == "cell":
@@ -256,25 +251,13 @@ def _at_key(table: Any, key: Any, value: Any) -> Iterator[Look]:
         yield (functools.partial(dict.get, table) if is_subclass else table.get), key, value
 
 
-def _has_hooks(hooks: list[Any], module: nn.Module) -> bool:
-    now = forward_hook_functions(module)
-    return len(now) == len(hooks) and all(map(operator.is_, now, hooks))
+def _still(of: Callable[[Any], Any], value: Any) -> Look:
+    """To see that a function of a value gives what it gives now."""
+    return functools.partial(_gives, of, of(value)), value, True
 
 
-def _has_token(saw: Any, value: Any) -> bool:
-    return bool(token(value) == saw)
-
-
-def _has_order(keys: tuple[Any, ...], value: dict[Any, Any]) -> bool:
-    return tuple(value) == keys
-
-
-def _has_names(names: tuple[str, ...], value: Any) -> bool:
-    return tuple(vars_of(value)) == names
-
-
-def _has_items(items: list[Any], value: Any) -> bool:
-    return items_of(value) == items
+def _gives(of: Callable[[Any], Any], before: Any, value: Any) -> bool:
+    return bool(of(value) == before)
 
 
 def _at_attribute(parent: Any, name: str, value: Any) -> Iterator[Look]:

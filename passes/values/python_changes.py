@@ -13,7 +13,7 @@ from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.values.executed_code import line_that_writes, only_updates
 from zbcompile.passes.values.premises import attribute, vars_of
 from zbcompile.passes.values.reached_values import RECORDED_BY, Reached, slots_of
-from zbcompile.passes.values.tokens import MISSING, NAMESPACES, PLAIN, is_users, token
+from zbcompile.passes.values.tokens import MISSING, NAMESPACES, PLAIN, token
 
 _OPEN = (type, types.FunctionType, types.SimpleNamespace)  # namespaces to which code adds names
 _HOOKS = ("register_forward_hook", "register_forward_pre_hook", "remove")
@@ -90,7 +90,7 @@ class PythonChanges:
         if id(found) in self._kept:
             return
         if isinstance(stored, list):
-            if isinstance(value, list | deque) and not _is_same(list(value), stored):
+            if isinstance(value, list | deque) and [*map(id, value)] != [*map(id, stored)]:
                 value.clear()
                 value.extend(stored)
             return
@@ -143,20 +143,12 @@ def _name_of(found: Reached) -> str:
     return "" if found.step in ("part", "children", "names", "hooks") else str(found.key)
 
 
-def _is_same(one: list[Any], other: list[Any]) -> bool:
-    return len(one) == len(other) and all(a is b for a, b in zip(one, other, strict=True))
-
-
 def _store(value: Any, own: dict[str, Any], name: str, old: Any) -> None:
     if isinstance(value, type):
         delattr(value, name) if old is MISSING else setattr(value, name, old)
     elif old is MISSING:
         own.pop(name, None)
-    elif isinstance(value, dict) or name in own or not _is_slot(type(value), name):
+    elif isinstance(value, dict) or name in own or not any(name in slots_of(each) for each in type(value).__mro__):
         own[name] = old
     else:
         object.__setattr__(value, name, old)
-
-
-def _is_slot(kind: type, name: str) -> bool:
-    return any(name in slots_of(each) for each in kind.__mro__ if is_users(each))

@@ -23,7 +23,7 @@ from torch import nn
 
 from zbcompile.passes.graph.source_location import is_users_file
 from zbcompile.passes.torch_private import children_of, forward_hook_functions, module_tables
-from zbcompile.passes.values.executed_code import globals_read, modules_imported, text_constants
+from zbcompile.passes.values.executed_code import names_in, text_constants
 from zbcompile.passes.values.premises import MOST, attribute, items_of, owner_of, step_from, vars_of
 from zbcompile.passes.values.tokens import (
     CONTAINERS,
@@ -159,9 +159,9 @@ class Reach:
         for each in list(self._namespaces):
             self._name(each, new)
         beside = words | (names & space.keys()) if indirect else set()
-        self.read_globals(space, {*globals_read(code), *beside})
+        self.read_globals(space, {*names_in(code), *beside})
         self._note_library("builtins", builtins)
-        for module in (*modules_imported(code), *(word for word in words if word in sys.modules)):
+        for module in (*names_in(code, ("IMPORT_NAME",)), *(word for word in words if word in sys.modules)):
             imported = sys.modules.get(module)
             if imported is not None and is_users(imported) and vars(imported) is not space:
                 self.read_globals(vars(imported), names & vars(imported).keys())
@@ -399,12 +399,8 @@ def _is_of_users_class(value: Any) -> bool:
 def _special_methods(kind: type, codes: Mapping[int, types.CodeType]) -> Iterator[str]:
     """The names of those methods of a class that have run."""
     for name, each in vars(kind).items():
-        if (
-            name.startswith("__")
-            and name != RECORDED_BY
-            and isinstance(each, types.FunctionType)
-            and id(each.__code__) in codes
-        ):
+        ran = isinstance(each, types.FunctionType) and id(each.__code__) in codes
+        if ran and name.startswith("__") and name != RECORDED_BY:
             yield name
 
 
