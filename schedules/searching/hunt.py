@@ -159,6 +159,25 @@ class Hunt:
             self.budget.made += hunt.budget.made
             self.pool += [replace(each, problem=fitting[each.problem]) for each in hunt.pool]
 
+    def run_as_short(self) -> None:
+        """Halve the memory of the shortest order again and again, as long as another one is as short."""
+        best = min(self._shortest(), key=_peak)
+        whole, most = best.problem, _peak(best)
+        least = max(peak_memory(whole.schedule(one_by_one(whole)), whole.costs))
+        for _ in range(LEVELS):
+            if self.budget.late or least >= most:
+                return
+            count, level = len(self.pool), (most + least) / 2
+            lean = _within(whole, level)
+            words = turned_around(lean, one_by_one(lean)) if lean.fits(one_by_one(lean)) else None
+            if words is not None:
+                self._take(whole, best.origin, words)
+            self.pool[count:] = [each for each in self.pool[count:] if each.value <= best.value * EXACT]
+            if self.pool[count:]:
+                most = min(map(_peak, self.pool[count:]))
+            else:
+                least = level
+
     def _turn_around(self, problem: Problem, lean: Words) -> None:
         if problem in self._open() and (words := turned_around(problem, lean)) is not None:
             self._take(problem, f"{ONE_BY_ONE}, turned around", words)

@@ -58,6 +58,8 @@ def search(
         hunt.run()
         if frontier:
             hunt.run_within_less(budget)
+        else:
+            hunt.run_as_short()
     except KeyboardInterrupt:
         if not hunt.pool:
             raise

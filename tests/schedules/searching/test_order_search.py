@@ -222,6 +222,15 @@ def test_of_equally_short_orders_the_one_that_holds_least_is_found() -> None:
     assert max(found.simulation.peak_memory) <= min(held.values()) < held["zb-2p"]
 
 
+def test_an_equally_short_order_holds_less_than_every_name() -> None:
+    """Half of what names hold is enough if one rank takes twice as long as the others."""
+    costs = Costs(*[(*[1.0] * 7, 2.0)] * 3, activation=(1.0,) * 8)
+    found = search(costs, 8, 16, placements=["linear"], moves=0)
+    assert found.proven
+    shortest = (order for value, order in found.named if value <= found.bound * (1 + 1e-9))
+    assert max(found.simulation.peak_memory) == 4 < min(max(peak_memory(order, costs)) for order in shortest)
+
+
 def test_what_is_turned_around_keeps_within_memory_and_comes_to_an_end() -> None:
     costs = uneven(random.Random(2), 6)
     (problem,) = problems_of(costs, 3, 6, 5.0, ["looped:2"], True, 1)
