@@ -171,8 +171,9 @@ class Hunt:
             lean = _within(whole, level)
             words = turned_around(lean, one_by_one(lean)) if lean.fits(one_by_one(lean)) else None
             if words is not None:
-                self._take(whole, best.origin, words)
-            self.pool[count:] = [each for each in self.pool[count:] if each.value <= best.value * EXACT]
+                self._take(whole, f"{ONE_BY_ONE}, turned around", words)
+            alike = best.value / EXACT, best.value * EXACT  # a shorter one is for the search to find
+            self.pool[count:] = [each for each in self.pool[count:] if alike[0] <= each.value <= alike[1]]
             if self.pool[count:]:
                 most = min(map(_peak, self.pool[count:]))
             else:
