@@ -4,10 +4,12 @@ import json
 import os
 import re
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 pytest.importorskip("lightning")
@@ -20,8 +22,9 @@ pytestmark = pytest.mark.several_processes
 SCRIPT = Path(__file__).parents[3] / "examples" / "lightning_loop.py"
 
 
-def eager() -> list[float]:
-    net, losses = model(), []
+def eager(net: nn.Module, after: Callable[[], object] = lambda: None) -> list[float]:
+    """The losses of an epoch; `after` is called behind every update."""
+    losses = []
     optimizer = torch.optim.AdamW(net.parameters(), lr=LEARNING_RATE)
     for inputs, target in loader(0):
         parts = zip(inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES), strict=True)
@@ -31,6 +34,7 @@ def eager() -> list[float]:
         torch.nn.utils.clip_grad_norm_(net.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad()
+        after()
         losses.append(sum(loss.detach() for loss in found).item())  # type: ignore[union-attr]
     return losses
 
@@ -38,7 +42,7 @@ def eager() -> list[float]:
 @pytest.mark.slow
 def test_the_losses_of_eager() -> None:
     """Bit for bit, with exact=True."""
-    assert train(ranks=2) == eager()
+    assert train(ranks=2) == eager(model())
 
 
 @pytest.mark.slow
@@ -49,4 +53,4 @@ def test_the_losses_of_eager_in_two_processes() -> None:
     )
     assert done.returncode == 0, done.stderr[-4000:]
     (losses,) = re.findall(r"losses (\[.*?\])", done.stdout)
-    assert json.loads(losses) == eager()
+    assert json.loads(losses) == eager(model())

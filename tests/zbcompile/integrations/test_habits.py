@@ -1,0 +1,146 @@
+"""What users of transformers and Lightning do around training, by two processes, beside the same in eager mode:
+evaluations before the first step, averages, saving, and the model that is whole again."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import zbcompile
+from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors
+from tests.zbcompile.examples.test_lightning_loop import eager
+
+pytest.importorskip("transformers")
+pytest.importorskip("lightning")
+
+import lightning
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, WIDTH, Pipelined, loader, model
+
+pytestmark = [pytest.mark.slow, pytest.mark.several_processes]
+
+DECAY = 0.9
+IDS = torch.arange(48).view(4, 12) * 7 % 32
+
+
+def gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(1)
+    off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    return GPT2LMHeadModel(GPT2Config(**sizes, **off, bos_token_id=0, eos_token_id=0, use_cache=False))
+
+
+def pipe_of(net: nn.Module) -> zbcompile.Pipeline:
+    return zbcompile.pipeline(net, schedule="1f1b", microbatches=2, exact=True)
+
+
+def assert_alike(pipe: zbcompile.Pipeline, net: nn.Module) -> None:
+    """An evaluation, whose last bits depend on the number of rows."""
+    net.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(pipe.eval(input_ids=IDS).logits, net(input_ids=IDS).logits)
+    net.train()
+
+
+def compare_step(pipe: zbcompile.Pipeline, net: nn.Module) -> None:
+    """A step and an update of both."""
+    ours = pipe.step(input_ids=IDS, labels=IDS)
+    losses = [net(input_ids=part, labels=part).loss / 2 for part in IDS.chunk(2)]
+    for loss in losses:
+        loss.backward()
+    assert torch.equal(ours, sum(loss.detach() for loss in losses))  # type: ignore[arg-type]
+    for parameters in (pipe.parameters(), net.parameters()):
+        trained = [parameter for parameter in parameters if parameter.grad is not None]
+        optimizer = torch.optim.SGD(trained, lr=0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def close_whole(pipe: zbcompile.Pipeline, net: nn.Module) -> None:
+    """Then the module is the trained one in every process, and needs no pipeline."""
+    net.load_state_dict(pipe.state_dict(full=True))
+    pipe.close()
+
+
+def saved_as_transformers_does(folder: str) -> None:
+    ours, theirs = gpt2(), gpt2()
+    pipe, average = pipe_of(ours), AveragedModel(theirs, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    assert_alike(pipe, theirs)
+    ema = zbcompile.ema(pipe, decay=DECAY)
+    for _ in range(2):
+        compare_step(pipe, theirs)
+        ema.update()
+        average.update_parameters(theirs)
+    with ema.applied():
+        assert_alike(pipe, average.module)
+    for refused in (lambda: ours.generate(IDS[:, :4], max_new_tokens=2), lambda: ours.save_pretrained(folder)):
+        with pytest.raises(zbcompile.PipelineError):
+            refused()
+    state = pipe.state_dict(full=True)
+    if dist.get_rank() == 0:
+        ours.save_pretrained(folder, state_dict=state)
+        assert_same_tensors(GPT2LMHeadModel.from_pretrained(folder).state_dict(), theirs.state_dict(), "saved")
+    close_whole(pipe, ours)
+    one, other = (net.generate(IDS[:, :4], max_new_tokens=4, do_sample=False) for net in (ours, theirs))
+    assert torch.equal(one, other)
+
+
+def test_models_of_transformers_are_evaluated_averaged_and_saved(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saved_as_transformers_does, str(tmp_path))
+
+
+class Averaged(Pipelined):
+    """Validates by the averages of its parameters, and saves them after every epoch."""
+
+    def __init__(self, pipe: zbcompile.Pipeline, folder: str) -> None:
+        super().__init__(pipe)
+        self.folder, self.averages = folder, [zbcompile.ema(pipe, decay=DECAY)]
+        self.outputs: list[Tensor] = []
+
+    def training_step(self, batch: Any, index: int) -> None:
+        super().training_step(batch, index)
+        self.averages[0].update()
+
+    def validation_step(self, batch: Any, index: int) -> None:
+        with self.averages[0].applied():
+            self.outputs.append(self.held[0].eval(batch[0]))
+
+    def on_train_epoch_end(self) -> None:
+        optimizer: Any = self.optimizers()
+        zbcompile.save_checkpoint(self.folder, self.held[0], optimizer.optimizer, ema=self.averages[0])
+
+
+def fitted_by_lightning(folder: str) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
+    """The losses, what was validated, and the averages as they were saved."""
+    options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": torch.nn.functional.cross_entropy, "exact": True}
+    pipe = zbcompile.pipeline(model(), schedule="zb-h1", **options)
+    module = Averaged(pipe, folder)
+    quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False, "devices": 1}
+    trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", num_sanity_val_steps=1, **quiet)  # type: ignore[arg-type]
+    trainer.fit(module, loader(0), loader(1))
+    later = zbcompile.pipeline(model(), schedule="1f1b", **options)
+    averages = zbcompile.ema(later, decay=DECAY)
+    optimizer = later.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, clip=CLIP)
+    zbcompile.load_checkpoint(folder, later, optimizer, ema=averages)
+    later.compile(torch.zeros(8, WIDTH), target=torch.zeros(8, dtype=torch.long))
+    return module.losses, module.outputs, averages.state_dict(full=True)
+
+
+def test_lightning_validates_first_and_by_averages(pool: Pool, tmp_path: Path) -> None:
+    net = model()
+    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    first = copy.deepcopy(net)
+    losses = eager(net, lambda: average.update_parameters(net))
+    for found, outputs, state in pool.run(fitted_by_lightning, str(tmp_path)):
+        assert found == losses
+        inputs = [batch[0] for batch in loader(1)]
+        for output, by, rows in zip(outputs, (first, *[average.module] * 6), (inputs[0], *inputs), strict=True):
+            torch.testing.assert_close(output, by(rows).detach())
+        assert_same_tensors(state, dict(average.module.named_parameters()), "averages")
