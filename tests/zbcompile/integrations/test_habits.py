@@ -1,5 +1,5 @@
-"""What users of transformers and Lightning do around training, by two processes, beside the same in eager mode:
-evaluations before the first step, averages, saving, and the model that is whole again."""
+"""What users of peft, transformers and Lightning do around training, by two processes, beside the same in eager mode:
+adapters that take turns, evaluations before the first step, averages, saving, and the model that is whole again."""
 
 import copy
 from pathlib import Path
@@ -67,6 +67,47 @@ def close_whole(pipe: zbcompile.Pipeline, net: nn.Module) -> None:
     """Then the module is the trained one in every process, and needs no pipeline."""
     net.load_state_dict(pipe.state_dict(full=True))
     pipe.close()
+
+
+def adapted() -> Any:
+    """With two adapters, neither of which is zero."""
+    peft = pytest.importorskip("peft")
+    kind = peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True)
+    found = peft.get_peft_model(gpt2(), kind, adapter_name="one")
+    found.add_adapter("two", kind)
+    for name, parameter in found.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.02)
+    return found.train()
+
+
+def adapters_take_turns() -> None:
+    from peft.tuners.lora import LoraLayer
+
+    ours, theirs = adapted(), adapted()
+    pipe = pipe_of(ours)
+    for name in ("one", "two", "one"):
+        for net in (ours, theirs):
+            net.set_adapter(name)
+        with ours.disable_adapter(), theirs.disable_adapter():
+            assert_alike(pipe, theirs)  # a reference, before the first step already
+        assert_alike(pipe, theirs)
+        compare_step(pipe, theirs)
+    for scale in ("scale_layer", "unscale_layer"):
+        for layer in (*ours.modules(), *theirs.modules()):
+            if isinstance(layer, LoraLayer):
+                getattr(layer, scale)(2.0)
+        assert_alike(pipe, theirs)
+        compare_step(pipe, theirs)
+    assert_same_tensors(pipe.state_dict(full=True), theirs.state_dict(), "trained")
+    close_whole(pipe, ours)
+    for net in (ours, theirs):
+        net.merge_adapter()
+    assert_same_tensors(ours.state_dict(), theirs.state_dict(), "merged")
+
+
+def test_adapters_of_peft_take_turns(pool: Pool) -> None:
+    pool.run(adapters_take_turns, timeout=400)
 
 
 def saved_as_transformers_does(folder: str) -> None:
