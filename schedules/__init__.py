@@ -11,6 +11,8 @@ if __name__ != "zbcompile.schedules":  # a folder called "schedules" on sys.path
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from zbcompile.schedules.ir.schedule import Shown
+
 if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers; a test keeps the lists equal
     from zbcompile.schedules.checking.schedule_rules import Report as Report, check as check
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
@@ -107,3 +109,12 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _draw(shown: object) -> str:
+    from zbcompile.schedules.visualization.figure import figure, timeline_of
+
+    return figure([timeline_of(shown)])
+
+
+Shown.draw = _draw

@@ -97,8 +97,14 @@ def statements(block: ast.AST) -> Iterator[ast.AST]:
 
 
 def imports(name: str) -> Iterator[str]:
-    """The modules that a module names in an import anywhere; public names count as the modules that define them."""
-    for node in statements(ast.parse(MODULES[name][1].read_text(encoding="utf-8"))):
+    """The modules that a module names in an import anywhere, calls of `import_module` included; public names count as
+    the modules that define them."""
+    tree = ast.parse(MODULES[name][1].read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and node.args and ast.unparse(node.func).endswith("import_module"):
+            named = ast.unparse(node.args[0]).strip("'")
+            yield from [named] * (named in MODULES)
+    for node in statements(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in MODULES)
         elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
@@ -156,6 +162,17 @@ def test_rooms_import_in_one_direction() -> None:
                 upwards.append(f"{name} imports {target}")
     assert not upwards, "\n".join(upwards)
     assert all(arrows()[name] <= FOR_ALL for name in FOR_ALL)
+
+
+def test_no_two_classes_have_one_name() -> None:
+    """A name means one thing, wherever it is read."""
+    counts = Counter(
+        node.name
+        for _, file in MODULES.values()
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in counts.items() if count > 1] == []
 
 
 def test_no_two_modules_have_one_name() -> None:

@@ -5,13 +5,12 @@ or `0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is our B, its B 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from importlib import import_module
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, Pair, S, Step, W, flatten
@@ -20,11 +19,13 @@ from zbcompile.schedules.ir.placement import Placement, require_count
 
 
 class Shown:
-    """In notebooks it is a picture of its steps; those of a schedule take the times of `Costs`' defaults."""
+    """In notebooks it is a picture of its steps; those of a schedule take the times of `Costs`' defaults. The package
+    says how to `draw`, because the room that draws imports this one."""
+
+    draw: ClassVar[Callable[[Any], str]]
 
     def _repr_html_(self) -> str:
-        drawing = import_module("zbcompile.schedules.visualization.figure")  # which imports this module
-        return str(drawing.figure([drawing.timeline_of(self)]))
+        return type(self).draw(self)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,9 @@ def figure_of(program: Program) -> str:
     return figure(in_units([simulate(program.lowered, predicted_costs(program))]))
 
 
+Program.draw = figure_of
+
+
 def _pass_seconds(
     pieces: Mapping[str, Piece], hardware: Hardware, fused: bool, factors: Mapping[str, float]
 ) -> dict[str, float]:

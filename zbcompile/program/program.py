@@ -4,9 +4,8 @@ import hashlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -70,10 +69,11 @@ class Program:
     plan: Choice | None = field(default=None, compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
     unproven: Mapping[str, frozenset[str]] | None = field(default=None, repr=False, compare=False)
+    draw: ClassVar[Callable[["Program"], str]]
 
     def _repr_html_(self) -> str:
-        """In notebooks, the predicted step."""
-        return str(import_module("zbcompile.prediction.predict").figure_of(self))  # a later room
+        """In notebooks, the predicted step: prediction says how to `draw` it, because it imports this room."""
+        return type(self).draw(self)
 
     @property
     def schedule(self) -> Schedule:
