@@ -199,6 +199,11 @@ class ProgramCache:
             if not any(None in numbers for _, numbers in found):
                 return [self._entries[n] for n in own if n is not None], [self._entries[n] for n in needed]
             add(own.index(None) if None in own else None, known)
+        if not any(each.guards for each in known):
+            raise PipelineError(
+                "no program that was compiled for this step fits it: what forward reads of Python's state was another "
+                "one in every capture. Keep it as it is from step to step, or pass it as an argument of step."
+            )
         raise PipelineError(
             f"the answers of this batch to {_first_line(known)} take more programs than the {self._limit} that "
             "max_shapes keeps. Raise it, or decide by a tensor operation (torch.where)."
