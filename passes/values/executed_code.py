@@ -49,9 +49,11 @@ class FunctionWatch:
         self._others: dict[int, CodeType] = {id(code): code for code in callbacks if code is not None}
         self._switch: Callable[[Any], None] | None = None
         self._paused = False
+        self._imports = 0  # how many imports ran when it began
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
+        self._imports = _imports_running()
         if sys.version_info >= (3, 12) and sys.monitoring.get_tool(self.TOOL) is None:
             with self._monitoring():
                 yield
@@ -82,7 +84,7 @@ class FunctionWatch:
                 sys.monitoring.free_tool_id(self.TOOL)
 
         def _began(self, code: CodeType, _: int) -> Any:
-            if self._paused:
+            if self._paused or _imports_running() > self._imports:
                 return None if is_users_file(code.co_filename) else sys.monitoring.DISABLE
             here = inspect.currentframe()
             if here is not None and here.f_back is not None:
@@ -105,12 +107,21 @@ class FunctionWatch:
         code = frame.f_code
         if event != "call" or id(code) in self.codes or id(code) in self._others:
             return
-        is_function = code.co_flags & inspect.CO_OPTIMIZED  # no module or class, which an import inside of forward runs
-        if is_function and is_users_file(code.co_filename) and is_users_name(frame.f_globals.get("__name__")):
+        is_function = code.co_flags & inspect.CO_OPTIMIZED
+        if not (is_function and is_users_file(code.co_filename) and is_users_name(frame.f_globals.get("__name__"))):
+            self._others[id(code)] = code
+        elif _imports_running() == self._imports:  # not what an import inside of forward calls
             self.codes[id(code)] = code
             self._entered(frame)
-        else:
-            self._others[id(code)] = code
+
+
+def _imports_running() -> int:
+    """How many modules, on the stack of this thread, are being imported."""
+    frame, found = inspect.currentframe(), 0
+    while frame is not None:
+        found += frame.f_code.co_name == "_call_with_frames_removed"  # of importlib, around a module's code
+        frame = frame.f_back
+    return found
 
 
 def is_users_name(module: object) -> bool:

@@ -98,7 +98,7 @@ class PythonChanges:
         own = value if isinstance(value, dict) else vars(value) if isinstance(value, _OPEN) else vars_of(value)
         for name in stored.keys() & found.asked if part else stored:
             now = own[name] if name in own else attribute(value, name) if not isinstance(value, dict) else MISSING
-            if now is not stored[name] and (id(found), str(name)) not in self._kept:
+            if not _is_same(now, stored[name]) and (id(found), str(name)) not in self._kept:
                 self._note_write(found, name, stored[name])
                 _store(value, own, name, stored[name])
         for name in () if part and not isinstance(value, _OPEN) else set(own) - stored.keys():
@@ -141,6 +141,11 @@ def _name_of(found: Reached) -> str:
     if found.step == "cell" and found.parent is not None:
         return str(found.parent.value.__code__.co_freevars[found.key])
     return "" if found.step in ("part", "children", "names", "hooks") else str(found.key)
+
+
+def _is_same(now: Any, before: Any) -> bool:
+    """Whether it is the same object, or an equal plain value: what a C object tells is made anew for each who asks."""
+    return now is before or (type(now) is type(before) and type(now) in PLAIN and bool(now == before))
 
 
 def _store(value: Any, own: dict[str, Any], name: str, old: Any) -> None:

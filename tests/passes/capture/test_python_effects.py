@@ -4,6 +4,7 @@ import gc
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from random import uniform
 
 import numpy as np
@@ -222,3 +223,31 @@ def test_what_a_garbage_collection_calls_is_not_forwards() -> None:
     finally:
         gc.callbacks.remove(count_collections)
     assert COLLECTIONS["count"] > before
+
+
+MODULE = """
+CACHE = {}
+
+
+def remembered(key):
+    CACHE[key] = CACHE.get(key, 0) + 1
+    return CACHE[key]
+
+
+FACTOR = remembered("a") + remembered("a")
+"""
+
+
+def test_what_an_import_inside_of_forward_calls_is_not_forwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Libraries fill caches of their own while they are imported."""
+    (tmp_path / "imported_by_forward.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def factor(net: Net) -> float:
+        from imported_by_forward import FACTOR  # type: ignore[import-not-found]
+
+        return float(FACTOR)
+
+    train(Net(factor))
