@@ -15,8 +15,8 @@ from zbcompile.passes.option import (
     DTYPE,
     SIZES,
     SWITCH,
-    Kind,
     OptionFields,
+    OptionKind,
     Reads,
     number,
     one_of,
@@ -66,10 +66,10 @@ def _read_balance(given: Any) -> Balance:
     return tuple(given)
 
 
-HARDWARE = Kind(
+HARDWARE = OptionKind(
     read_hardware, f"{', '.join(hardware_names())}, a FILE.toml, or a zbcompile.Hardware", {"metavar": "NAME|FILE.toml"}
 )
-RECOMPUTE = Kind(
+RECOMPUTE = OptionKind(
     _read_recompute,
     f'"off", "hints", "selective", "full", a share of what is kept otherwise such as 0.5, for each microbatch and '
     f"stage {SIZES}; or a list of these with an entry for each stage",
@@ -78,7 +78,7 @@ RECOMPUTE = Kind(
         "type": lambda text: tuple(text.split(",")) if "," in text else text,
     },
 )
-BALANCE = Kind(
+BALANCE = OptionKind(
     _read_balance,
     '"flops", "measured", "parameters", "makespan", a list with the names of all cuts, such as "blocks.2", '
     'or a pipeline layout of Megatron-LM, such as "Ett|tt|ttL"',
@@ -114,7 +114,7 @@ def _read_channels(given: Any) -> str:
     return given
 
 
-CHANNELS = Kind(
+CHANNELS = OptionKind(
     _read_channels,
     'a text such as "tp=2e-05:50GB,cp=0.001:1GB": for each dimension seconds of latency, and bytes per second',
     {"metavar": "DIMENSION=SECONDS:BYTES"},

@@ -31,7 +31,7 @@ class Unexpected(ValueError):
 
 
 @dataclass(frozen=True)
-class Kind:
+class OptionKind:
     """What an option may be. `read` returns the value to keep for a given one, and raises ValueError or TypeError for
     one that is not `expected`; `flag` says how argparse reads it."""
 
@@ -39,8 +39,8 @@ class Kind:
     expected: str
     flag: Mapping[str, Any] = field(default_factory=dict)
 
-    def or_none(self) -> "Kind":
-        return Kind(lambda given: None if given is None else self.read(given), self.expected, self.flag)
+    def or_none(self) -> "OptionKind":
+        return OptionKind(lambda given: None if given is None else self.read(given), self.expected, self.flag)
 
 
 class Reads(Generic[Given, Kept]):
@@ -70,7 +70,7 @@ def options(kind: type[Options]) -> type[Options]:
     return dataclass(frozen=True, kw_only=True)(kind)
 
 
-def option(default: Any, kind: Kind) -> Any:
+def option(default: Any, kind: OptionKind) -> Any:
     """A field that is an option; the docstring of its class has its paragraph."""
     return field(default=default, metadata={"kind": kind})
 
@@ -86,7 +86,7 @@ def read_options(kind: type[Options], given: Mapping[str, Any]) -> Options:
     return kind(**{name: _read(name, options[name].metadata["kind"], value) for name, value in given.items()})
 
 
-def _read(name: str, kind: Kind, given: Any) -> Any:
+def _read(name: str, kind: OptionKind, given: Any) -> Any:
     try:
         return kind.read(given)
     except (TypeError, ValueError):
@@ -99,7 +99,7 @@ def paragraphs_of(kind: type) -> dict[str, str]:
     return {name: " ".join(text.split()) for each in found for name, text in each}
 
 
-def accept(holds: Callable[[Any], bool], expected: str, **flag: Any) -> Kind:
+def accept(holds: Callable[[Any], bool], expected: str, **flag: Any) -> OptionKind:
     """A kind that keeps values unchanged if `holds` is true of them."""
 
     def read(given: Any) -> Any:
@@ -107,10 +107,10 @@ def accept(holds: Callable[[Any], bool], expected: str, **flag: Any) -> Kind:
             raise ValueError
         return given
 
-    return Kind(read, expected, flag)
+    return OptionKind(read, expected, flag)
 
 
-def one_of(*values: str | int, also: str = "") -> Kind:
+def one_of(*values: str | int, also: str = "") -> OptionKind:
     """A kind with the given values; on a command line numbers among them are written as numbers."""
     names = [f'"{value}"' if isinstance(value, str) else str(value) for value in values]
     expected = f"{', '.join(names[:-1])} or {names[-1]}{also}"
@@ -122,7 +122,7 @@ def one_of(*values: str | int, also: str = "") -> Kind:
     )
 
 
-def whole(what: str, least: int | None = 1) -> Kind:
+def whole(what: str, least: int | None = 1) -> OptionKind:
     """A whole number of `what`, at least `least`."""
 
     def read(given: Any) -> int:
@@ -131,10 +131,10 @@ def whole(what: str, least: int | None = 1) -> Kind:
             raise ValueError
         return number
 
-    return Kind(read, f"a {'positive ' if least == 1 else ''}whole number{what}", {"type": int, "metavar": "N"})
+    return OptionKind(read, f"a {'positive ' if least == 1 else ''}whole number{what}", {"type": int, "metavar": "N"})
 
 
-def number(expected: str, holds: Callable[[float], bool], metavar: str = "X") -> Kind:
+def number(expected: str, holds: Callable[[float], bool], metavar: str = "X") -> OptionKind:
     """A number for which `holds` is true."""
     return accept(lambda given: is_real(given) and holds(given), expected, type=float, metavar=metavar)
 
@@ -175,5 +175,5 @@ def _read_dtype(given: Any) -> torch.dtype:
 
 
 SWITCH = accept(lambda given: isinstance(given, bool), "True or False", action="store_true")
-BYTES = Kind(_positive_bytes, f"a positive number of {SIZES}", {"metavar": "BYTES"})
-DTYPE = Kind(_read_dtype, "a floating-point dtype, such as torch.float32", {"metavar": "DTYPE"})
+BYTES = OptionKind(_positive_bytes, f"a positive number of {SIZES}", {"metavar": "BYTES"})
+DTYPE = OptionKind(_read_dtype, "a floating-point dtype, such as torch.float32", {"metavar": "DTYPE"})

@@ -20,7 +20,7 @@ from zbcompile.passes.errors import CompileError
 from zbcompile.passes.option import (
     BYTES,
     SWITCH,
-    Kind,
+    OptionKind,
     Reads,
     Unexpected,
     accept,
@@ -47,11 +47,11 @@ SCHEDULE = accept(
     lambda given: isinstance(given, str | Schedule | Lowered), "a name, a schedule file or a Schedule", metavar="NAME"
 )
 MESH = accept(lambda given: isinstance(given, DeviceMesh), "a DeviceMesh")
-MESH_NAMES = Kind(
+MESH_NAMES = OptionKind(
     read_mesh_names,
     'a mapping of "pp", "dp", "tp", "cp" or "ep" to the name of a dimension of mesh=, or to several names',
 )
-EXAMPLE = Kind(_read_example, "(args, kwargs) of one batch")
+EXAMPLE = OptionKind(_read_example, "(args, kwargs) of one batch")
 
 
 @options

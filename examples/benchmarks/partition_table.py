@@ -24,7 +24,7 @@ from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
+from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
 from zbcompile.passes.partition.node_costs import loads_of, measured_seconds
 from zbcompile.schedules import Schedule, build
 
@@ -58,10 +58,10 @@ def line_of(name: str, drawn: Drawn, seconds: dict[str, float], schedule: Schedu
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
     totals = [0.0, *accumulate(loads_of(line, "flops", {})[0])]
     framed = [0, *(i + 1 for i, allowed in enumerate(line.allowed[:-1]) if allowed), len(line.nodes)]
-    row = Row(totals, ranks_of, heaviest_piece(totals, framed))
+    row = LoadRow(totals, ranks_of, heaviest_piece(totals, framed))
     best = best_cuts(row, framed)
     assert best is not None, "plan_cuts has found cuts"
-    measured = Row([0.0, *accumulate(measured_seconds(line, seconds))], ranks_of).rank_loads(edges)
+    measured = LoadRow([0.0, *accumulate(measured_seconds(line, seconds))], ranks_of).rank_loads(edges)
     widths = " ".join(format_bytes(width).replace(".0", "") for width in sorted(set(cuts.boundary)))
     return [
         name,

@@ -185,7 +185,7 @@ def _refuse_sparse_gradients(graph: Graph) -> None:
             raise Refusal.SPARSE_CALL.error(operation=node.name, line=source_line(node))
 
 
-class _Values(Interpreter):
+class _GradientReach(Interpreter):
     """Runs the graph on fake tensors with autograd on, noting each value and whether a gradient reaches it."""
 
     def run_node(self, n: Node) -> Any:
@@ -221,7 +221,7 @@ def infer_values(module: GraphModule, captured: Captured, mode: FakeTensorMode) 
     """Set `val` and `differentiable` of every node by one run on fake tensors."""
     with mode, torch.enable_grad(), kernels_layouts():
         inputs = [_fake_input(node, captured) for node in module.graph.find_nodes(op="placeholder")]
-        values = _Values(module, garbage_collect_values=False)
+        values = _GradientReach(module, garbage_collect_values=False)
         values.extra_traceback = False  # our errors name the line
         values.run(*inputs)
 

@@ -87,7 +87,7 @@ class _Entry:
     inner: list["_Entry"] = field(default_factory=list)
 
 
-class _Trial(TorchFunctionMode):
+class _RegionTrial(TorchFunctionMode):
     """Runs the model on fake DTensors and notes which module's code meets them."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,7 +134,7 @@ def regions_of(model: nn.Module, args: Any, kwargs: Any) -> Regions:
     """The modules whose calls are operators."""
     if not any(hasattr(tensor, PART) for tensor in model.parameters()):  # parts of DTensors
         return {}
-    trial = _Trial(model)
+    trial = _RegionTrial(model)
     with (
         instead_of_module_call(trial.call),
         nowhere_traced(),

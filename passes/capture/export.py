@@ -23,8 +23,8 @@ from zbcompile.passes.capture.guards import Guards, separate_guards
 from zbcompile.passes.capture.meta_device import as_if_on
 from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.opaque_calls import OpaqueCall
-from zbcompile.passes.capture.questions import Given, Questions
-from zbcompile.passes.capture.side_effects import Watch
+from zbcompile.passes.capture.questions import ForeignAnswers, Questions
+from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture.torch_private import (
     eagers_kernels,
     quick_decompositions,
@@ -94,7 +94,7 @@ def capture(
     kwargs: dict[str, Any],
     target: Any = None,
     loss: LossFunction | None = None,
-    given: Given | None = None,
+    given: ForeignAnswers | None = None,
     keep: Kept = "",
 ) -> Captured:
     """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in; with
@@ -104,7 +104,7 @@ def capture(
     Raises CaptureError for what cannot be captured or would lose gradients.
     """
     raise_first(training_problems(model, loss))
-    watch = Watch(questions=Questions(given=given))
+    watch = EffectsSeen(questions=Questions(given=given))
     with _judged(watch):
         captured = trace_training(model, (args, kwargs, target), loss, watch, keep)
     for text in watch.warnings:
@@ -113,7 +113,7 @@ def capture(
 
 
 def trace_training(
-    model: nn.Module, batch: Example, loss: LossFunction | None, watch: Watch, keep: Kept = ""
+    model: nn.Module, batch: Example, loss: LossFunction | None, watch: EffectsSeen, keep: Kept = ""
 ) -> Captured:
     """As `capture`, but the caller judges what `watch` has seen. Raises CaptureError if no graph could be made."""
     captured = _export(TrainingStep(model, loss, watch, keep), watch, batch)
@@ -129,13 +129,13 @@ def capture_inference(
     target: Any = None,
     read: Read | None = None,
     training: bool = False,
-    given: Given | None = None,
+    given: ForeignAnswers | None = None,
 ) -> Captured:
     """Capture the model's forward alone: its output, or `read(output, target)`. In eval mode; `training`: in the mode
     that its modules are in, as for a step. Every module's mode is restored. `given` as for `capture`."""
     raise_first(problems_of(model))
     modes = {module: module.training for module in model.modules()}
-    watch = Watch(questions=Questions(given=given))
+    watch = EffectsSeen(questions=Questions(given=given))
     if not training:
         model.eval()
     try:
@@ -147,7 +147,7 @@ def capture_inference(
 
 
 @contextlib.contextmanager
-def _judged(watch: Watch) -> Iterator[None]:
+def _judged(watch: EffectsSeen) -> Iterator[None]:
     """Around a trace: raise what was seen during it, which explains a failure better than the failure does."""
     try:
         yield
@@ -157,7 +157,7 @@ def _judged(watch: Watch) -> Iterator[None]:
     raise_first(watch.problems)
 
 
-def _export(wrapper: Traced, watch: Watch, batch: Example) -> Captured:
+def _export(wrapper: Traced, watch: EffectsSeen, batch: Example) -> Captured:
     # Copies: torch.export silently merges inputs that are the same object.
     example = pytree.tree_map_only(torch.Tensor, copy_with_strides, batch)
     watch.questions.example = pytree.tree_leaves(example)
@@ -182,7 +182,7 @@ def _check_answers(guards: Guards | None, questions: Questions, example: Any) ->
         raise Refusal.UNREPEATABLE_QUESTION.error(line=wrong)
 
 
-def _exported(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
+def _exported(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
     with eagers_kernels(), kernels_layouts(), _diagnosed(wrapper.model, watch):
         program = _exported_on_eagers_path(wrapper, watch, example)
         number_autocast_regions(program.graph_module, _device_of(example).type)
@@ -197,7 +197,7 @@ def _exported(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
 
 
 @contextlib.contextmanager
-def _diagnosed(model: nn.Module, watch: Watch) -> Iterator[None]:
+def _diagnosed(model: nn.Module, watch: EffectsSeen) -> Iterator[None]:
     """Turn whatever torch.export raises into an error in terms of the model."""
     try:
         yield
@@ -222,7 +222,7 @@ def _is_own_fault(error: BaseException) -> bool:
     return is_own(frame.f_code.co_filename) and frame.f_code.co_name not in _CALLERS
 
 
-def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
+def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
     """Export as in eager mode; in another way only if the model cannot be captured otherwise."""
     asked: list[str] = []
     given = watch.questions.given
@@ -255,7 +255,7 @@ def _exported_on_eagers_path(wrapper: Traced, watch: Watch, example: Any) -> Exp
     return program
 
 
-def _export_once(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
+def _export_once(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
     """Export. What a first forward sets for good (a flag, hooks) stays set, if it then changes nothing."""
     program = _traced(wrapper, watch, example)
     first = watch.reads
@@ -276,7 +276,7 @@ def _text(program: ExportedProgram) -> list[str]:
     return [call_text(node, numbers) for node in program.graph.nodes]
 
 
-def _traced(wrapper: Traced, watch: Watch, example: Any) -> ExportedProgram:
+def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
     regions = regions_of(wrapper.model, *example[:2])
     with contextlib.ExitStack() as around:
         around.enter_context(watch.functions(wrapper, regions))
@@ -307,7 +307,7 @@ def _device_of(example: Any) -> torch.device:
 
 @contextlib.contextmanager
 def _without_torchs_warnings() -> Iterator[None]:
-    """Suppress torch's warnings about its own doings, and about attributes, which `Watch` judges."""
+    """Suppress torch's warnings about its own doings, and about attributes, which `EffectsSeen` judges."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*LeafSpec.*", category=FutureWarning)
         warnings.filterwarnings("ignore", message=".*assigned during export.*")
@@ -333,7 +333,7 @@ def _keep_source_lines(module: GraphModule) -> None:
             child.forward = torch.fx.Interpreter(child).run  # type: ignore[method-assign]
 
 
-def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, watch: Watch) -> Captured:
+def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, watch: EffectsSeen) -> Captured:
     names, questions = first_names(model), watch.questions
     inputs, constants = _input_slots(program, names, example), _constants(program, names)
     premises = watch.reads.premises() if watch.reads else Premises()

@@ -62,12 +62,12 @@ def calls_as_operators(found: OpaqueCalls, model: nn.Module, ignored: Callable[[
         if function is _Replayed:
             return original(*args, **kwargs)
         if not (is_traced() and torch.is_grad_enabled()) or ignored(function):
-            with Inside(lambda tensor: tensor) if is_traced() else contextlib.nullcontext():
+            with FunctionBody(lambda tensor: tensor) if is_traced() else contextlib.nullcontext():
                 return original(*args, **kwargs)
         if function is CheckpointFunction:
             return _checkpointed(*args)
         if not _gets_gradients(args):  # traced through, since a result may share memory with an argument
-            with torch.no_grad(), Inside(lambda tensor: tensor):
+            with torch.no_grad(), FunctionBody(lambda tensor: tensor):
                 return original(*args, **kwargs)
         trial = _Trial(function, args, kwargs, model)
         result = trial.run()
@@ -97,7 +97,7 @@ def refuse_set_data(func: Any) -> None:
         raise Refusal.SET_DATA.error(line=calling_line())
 
 
-class Inside(TorchFunctionMode):
+class FunctionBody(TorchFunctionMode):
     """Gives the code of a Function `replace(tensor)` for every tensor that it uses; `.data` is the detach it means, and
     an exchange in place a functional one."""
 
@@ -161,7 +161,7 @@ class _Trial:
         self._versions: list[int] = []
         self._backwards: dict[Any, _Backward] = {}
         self._is_over = False
-        self._inside = Inside(self._replaced)
+        self._inside = FunctionBody(self._replaced)
 
     def run(self) -> Any:
         """What the call returns, with fake tensors. Raises CaptureError for what would be lost: changes of its inputs,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.capture.questions import Given, Questions
+from zbcompile.passes.capture.questions import ForeignAnswers, Questions
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import call_text, node_numbers, nodes_behind, output_values
 from zbcompile.passes.graph.roles import Slot
@@ -27,7 +27,7 @@ class Guards:
 
     module: GraphModule
     inputs: tuple[Slot, ...]
-    given: Given
+    given: ForeignAnswers
     lines: tuple[str, ...]
     constants: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -97,4 +97,4 @@ def separate_guards(
     held = {slot.name: constants[slot.name] for slot in taken if slot.kind == "constant"}
     if len(held) == len(taken) and not any(storage_key(tensor) in memories for tensor in held.values()):
         return None
-    return Guards(LazyGraphModule(module, graph), taken, Given(questions.way, answers), lines, held)
+    return Guards(LazyGraphModule(module, graph), taken, ForeignAnswers(questions.way, answers), lines, held)

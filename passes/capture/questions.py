@@ -16,7 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.capture.data_dependent_shapes import OTHERWISE, with_known_size
-from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, Way
+from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, TracingWay
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.graph.storage import tensors_of
@@ -127,10 +127,10 @@ QUESTIONS = frozenset((*DECISIONS, *NUMBERS, _T.__complex__))  # answered here o
 
 
 @dataclass(frozen=True)
-class Given:
+class ForeignAnswers:
     """The answers of another rank, or another shape, and the way in which its model was traced to ask for them."""
 
-    way: Way
+    way: TracingWay
     answers: tuple[Answer, ...]
 
 
@@ -142,8 +142,8 @@ class Questions:
     `stacks` the Python lines that asserted it."""
 
     example: Sequence[Any] = ()
-    given: Given | None = None
-    way: Way = EAGERS_WAY
+    given: ForeignAnswers | None = None
+    way: TracingWay = EAGERS_WAY
     read_numbers: bool = False
     answers: list[Answer] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)

@@ -50,7 +50,7 @@ _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backwar
 
 
 @dataclass
-class Watch:
+class EffectsSeen:
     """What was seen: `problems` forbid the capture, `warnings` are worth telling the user.
 
     `shape_from_data` is the first line that made a tensor whose shape depends on the data, `questions` are those that
@@ -165,7 +165,7 @@ class _Calls(TorchFunctionMode):
     """Notes hooks on activations, collectives that autograd does not see and changes of requires_grad, and treats
     `.data` as what it means: a detach."""
 
-    def __init__(self, watch: Watch, parameters: set[int]) -> None:
+    def __init__(self, watch: EffectsSeen, parameters: set[int]) -> None:
         super().__init__()
         self.watch, self.parameters = watch, parameters
         self.kernels = attention_kernels()

@@ -15,7 +15,7 @@ from zbcompile.passes.torch_private import FakeTensor, NoTensor, asked_for_fake_
 from zbcompile.passes.values.open_numbers import asker
 
 
-class Way(NamedTuple):
+class TracingWay(NamedTuple):
     """How a model is traced: whether it is told that it runs in eager mode, and whether it gets the `numbers` that it
     reads from its inputs. They are left open if it can be captured so, since a number that is only logged decides
     nothing."""
@@ -39,17 +39,17 @@ class Way(NamedTuple):
             yield
 
 
-EAGERS_WAY = Way(eager=True, numbers=False)
+EAGERS_WAY = TracingWay(eager=True, numbers=False)
 
 
-def ways_to_trace(reads_numbers: Callable[[], bool], asked: Sequence[str]) -> Iterator[Way]:
+def ways_to_trace(reads_numbers: Callable[[], bool], asked: Sequence[str]) -> Iterator[TracingWay]:
     """What to try next after each failure: what eager mode does, with the numbers that forward has read, and the
     truth."""
     yield EAGERS_WAY
     if reads_numbers():
-        yield Way(eager=True, numbers=True)
+        yield TracingWay(eager=True, numbers=True)
     if asked:
-        yield Way(eager=False, numbers=reads_numbers())
+        yield TracingWay(eager=False, numbers=reads_numbers())
 
 
 def _answer(truth: Callable[[], Any], eagers: Any, asked: list[str]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""What is captured: the model followed by its loss, or the model alone, observed by a `Watch`."""
+"""What is captured: the model followed by its loss, or the model alone, observed by a `EffectsSeen`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from zbcompile.passes.capture.distributed_regions import Pending
-from zbcompile.passes.capture.side_effects import Watch
+from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.torch_private import pytree
 
@@ -60,7 +60,7 @@ class TrainingStep(nn.Module):
     the loss function returns `(loss, metrics)`, or the metrics alone. Everything else is dropped. Beside the result
     stand the tensors that forward asked about."""
 
-    def __init__(self, model: nn.Module, loss: LossFunction | None, watch: Watch, keep: Kept = "") -> None:
+    def __init__(self, model: nn.Module, loss: LossFunction | None, watch: EffectsSeen, keep: Kept = "") -> None:
         super().__init__()
         self.model, self.loss, self.watch, self.keep = model, loss, watch, keep
 
@@ -100,7 +100,7 @@ def detached(output: Any) -> Any:
 class Inference(nn.Module):
     """The model alone, or what `read` makes of its output, and beside it the tensors that forward asked about."""
 
-    def __init__(self, model: nn.Module, read: Read | None, watch: Watch) -> None:
+    def __init__(self, model: nn.Module, read: Read | None, watch: EffectsSeen) -> None:
         super().__init__()
         self.model, self.read, self.watch = model, read, watch
 

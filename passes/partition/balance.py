@@ -20,7 +20,7 @@ Spans = Sequence[tuple[int, int, int]]  # (stage, begin, end)
 
 
 @dataclass(frozen=True)
-class Row:
+class LoadRow:
     """`totals[k]` is the load of the first k items. `ranks_of[stage]` says which stages share a rank; `piece` is the
     heaviest load that no cut can divide.
 
@@ -61,7 +61,7 @@ class Row:
         return max(*self.rank_loads(cuts), chunk / CHUNK_SHARE if chunk > self.piece * PIECE_SLACK * (1 + SAME) else 0)
 
 
-def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
+def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | None:
     """The minimum of `row.heaviest` over all cuts at inner `edges`, with cuts that reach it; None if the memory (or the
     number of edges) admits no cuts."""
     searched = row.may_hold or len(edges) <= row.stages
@@ -81,7 +81,7 @@ def best_cuts(row: Row, edges: Sequence[int]) -> tuple[float, list[int]] | None:
     return high, cuts
 
 
-def even_cuts(row: Row, edges: Sequence[int]) -> list[int]:
+def even_cuts(row: LoadRow, edges: Sequence[int]) -> list[int]:
     """Cuts at inner `edges`, of which there are enough, near equal shares."""
     inner, chosen, last = edges[1:-1], [], -1
     for stage in range(1, row.stages):
@@ -92,7 +92,7 @@ def even_cuts(row: Row, edges: Sequence[int]) -> list[int]:
     return chosen
 
 
-def cuts_within(row: Row, edges: Sequence[int], limit: float) -> list[int] | None:
+def cuts_within(row: LoadRow, edges: Sequence[int], limit: float) -> list[int] | None:
     """Cuts at inner `edges` that leave nothing heavier than `limit`; None if there are none."""
     if len(edges) <= row.stages:
         return None
@@ -107,7 +107,7 @@ def heaviest_piece(totals: Sequence[float], edges: Sequence[int]) -> float:
 class _Straight:
     """One stage after the other, each as long as fits, which leaves the least to those that follow."""
 
-    def __init__(self, row: Row, edges: Sequence[int], limit: float) -> None:
+    def __init__(self, row: LoadRow, edges: Sequence[int], limit: float) -> None:
         self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
         self.at = [row.totals[edge] for edge in edges]
         self.last = len(edges) - 1
@@ -163,7 +163,7 @@ class _Vee:
     ranks can carry leads nowhere.
     """
 
-    def __init__(self, row: Row, edges: Sequence[int], limit: float) -> None:
+    def __init__(self, row: LoadRow, edges: Sequence[int], limit: float) -> None:
         self.row, self.edges, self.limit = row, edges, limit * (1 + SAME)
         self.at = [row.totals[edge] for edge in edges]
         self.chunk = max(limit * CHUNK_SHARE, row.piece * PIECE_SLACK) * (1 + SAME)

@@ -16,7 +16,7 @@ from zbcompile.passes.torch_private import FakeTensorMode, make_fx, single_threa
 
 
 @dataclass(frozen=True)
-class Inside:
+class CallPasses:
     """The operations of a call that belong to F, B and W, and the FLOPs of each operation."""
 
     passes: tuple[frozenset[Node], ...]
@@ -27,7 +27,7 @@ class Inside:
         return sum(self.flops[node] for node in self.passes[0])
 
 
-def inside_calls(graph: Graph) -> dict[Node, Inside]:
+def inside_calls(graph: Graph) -> dict[Node, CallPasses]:
     """By the nodes that are such operators; calls that compute alike are traced once."""
     calls = list(filter(is_call, graph.nodes))
     first = {form_of(node): node for node in reversed(calls)}
@@ -35,7 +35,7 @@ def inside_calls(graph: Graph) -> dict[Node, Inside]:
     return {node: found[form_of(node)] for node in calls}
 
 
-def _inside(call: Node) -> Inside:
+def _inside(call: Node) -> CallPasses:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     module, arguments = _traced(call, mode), call.all_input_nodes
     values, count = output_values(module.graph), len(call.meta["val"])
@@ -46,7 +46,7 @@ def _inside(call: Node) -> Inside:
     own = [_behind([value]) - forward - backward for argument, value in gradients if _is_weight(argument)]
     backward = backward.union(*(nodes for nodes in own if backward and not any(flops[node] for node in nodes)))
     weight = frozenset().union(*own) - backward
-    return Inside((forward, backward, weight), flops)
+    return CallPasses((forward, backward, weight), flops)
 
 
 def _traced(call: Node, mode: FakeTensorMode) -> GraphModule:

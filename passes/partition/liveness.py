@@ -11,7 +11,7 @@ from zbcompile.passes.graph.fx import count_uses, is_getitem, is_random
 from zbcompile.passes.graph.process_groups import is_collective, is_under_way
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import bytes_behind, is_view, tensors_of
-from zbcompile.passes.partition.inside_calls import Inside, inside_calls
+from zbcompile.passes.partition.inside_calls import CallPasses, inside_calls
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Line:
     live: tuple[tuple[Node, ...], ...]
     allowed: tuple[bool, ...]
     flops: Mapping[Node, int]
-    inside: Mapping[Node, Inside]
+    inside: Mapping[Node, CallPasses]
 
     def boundary_bytes(self, position: int) -> int:
         return bytes_behind(self.live[position])

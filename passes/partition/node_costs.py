@@ -13,7 +13,7 @@ from zbcompile.passes.graph.process_groups import exchanged_bytes, is_collective
 from zbcompile.passes.graph.roofline import node_seconds
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.hardware.hardware import Hardware, hardware_for
-from zbcompile.passes.partition.inside_calls import Inside
+from zbcompile.passes.partition.inside_calls import CallPasses
 from zbcompile.passes.partition.liveness import Line, held_behind
 
 BACKWARD = 2  # a backward costs about twice its forward: one product for the input's gradient, one for the weight's
@@ -43,7 +43,7 @@ def predicted_seconds(line: Line, hardware: Hardware | None = None) -> list[floa
     return seconds
 
 
-def _call_seconds(inside: Inside, hardware: Hardware) -> float:
+def _call_seconds(inside: CallPasses, hardware: Hardware) -> float:
     """F, B and W of an operator that stands for a call. A W exchanges nothing: sums over ranks come once per step."""
     work = sum(node_seconds(node, inside.flops[node], hardware) for nodes in inside.passes for node in nodes)
     return work + sum(_exchange_seconds(node, hardware) for nodes in inside.passes[:2] for node in nodes)

@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.partition.balance import Row, Spans, best_cuts, cuts_within, heaviest_piece
+from zbcompile.passes.partition.balance import LoadRow, Spans, best_cuts, cuts_within, heaviest_piece
 from zbcompile.passes.partition.liveness import Line
 
 THINNER = 1.05  # thinner cuts are worth up to this factor over the best balance that any cuts reach
@@ -66,7 +66,7 @@ def choose_edges(line: Line, totals: Sequence[float], ranks_of: Sequence[int], l
         return []
     places = [i + 1 for i, allowed in enumerate(line.allowed[:-1]) if allowed]
     piece = heaviest_piece(totals, [0, *places, len(line.nodes)])
-    search = _Search(line, places, Row(totals, ranks_of, piece, _admitted(limits)))
+    search = _CutSearch(line, places, LoadRow(totals, ranks_of, piece, _admitted(limits)))
     _require_places(search, limits)
     edges = [e for e in search.places if limits.boundary is None or search.width[e] <= limits.boundary]
     best = best_cuts(search.row, search.framed(edges))
@@ -81,7 +81,7 @@ def describe_cuts(
     line: Line, edges: Sequence[int], totals: Sequence[float], ranks_of: Sequence[int], basis: str, unit: str
 ) -> Cuts:
     """The cuts at `edges` with what they weigh."""
-    row = Row(totals, ranks_of)
+    row = LoadRow(totals, ranks_of)
     after = tuple(edge - 1 for edge in edges)
     return Cuts(
         after=after,
@@ -100,10 +100,10 @@ def rank_spans(edges: Sequence[int], length: int, stages: Sequence[int]) -> list
     return [(stage, bounds[stage], bounds[stage + 1]) for stage in stages]
 
 
-class _Search:
+class _CutSearch:
     """The places where a line may be cut, and the search among them."""
 
-    def __init__(self, line: Line, places: list[int], row: Row) -> None:
+    def __init__(self, line: Line, places: list[int], row: LoadRow) -> None:
         self.line, self.row, self.places = line, row, places
         self.width = {edge: line.boundary_bytes(edge - 1) for edge in places}
 
@@ -167,7 +167,7 @@ def _admitted(limits: Limits) -> Callable[[int, Spans], bool] | None:
     return lambda rank, spans: bytes_of(rank, spans) <= share * len(spans)
 
 
-def _require_places(search: _Search, limits: Limits) -> None:
+def _require_places(search: _CutSearch, limits: Limits) -> None:
     needed = search.row.stages - 1
     if len(search.places) < needed:
         count = len(search.places)
@@ -185,7 +185,7 @@ def _require_places(search: _Search, limits: Limits) -> None:
         )
 
 
-def _too_little_memory(search: _Search, edges: list[int], limits: Limits) -> str:
+def _too_little_memory(search: _CutSearch, edges: list[int], limits: Limits) -> str:
     assert limits.memory is not None
     low, high = limits.memory, 2 * limits.memory
     while not _possible(search, edges, limits, high):
@@ -200,6 +200,6 @@ def _too_little_memory(search: _Search, edges: list[int], limits: Limits) -> str
     )
 
 
-def _possible(search: _Search, edges: list[int], limits: Limits, memory: float) -> bool:
+def _possible(search: _CutSearch, edges: list[int], limits: Limits, memory: float) -> bool:
     row = replace(search.row, may_hold=_admitted(replace(limits, memory=memory)))
     return cuts_within(row, search.framed(edges), float("inf")) is not None

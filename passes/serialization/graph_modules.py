@@ -33,7 +33,7 @@ NODES = ("placeholder", "get_attr", "call_function", "output")
 
 
 @dataclass(frozen=True)
-class Reading:
+class GraphReading:
     """The context for reading graphs: this process's device, the tensors that they refer to, and the operators of
     other libraries that they may call (see `operator_named`)."""
 
@@ -51,7 +51,7 @@ def piece_to_data(piece: Piece) -> Data:
     }
 
 
-def piece_from_data(name: str, data: Data, reading: Reading, prefix: str, class_name: str) -> Piece:
+def piece_from_data(name: str, data: Data, reading: GraphReading, prefix: str, class_name: str) -> Piece:
     """The piece that `piece_to_data` wrote; its tensors are those of `reading` whose names begin with `prefix`.
 
     Raises CompileError for a graph that no release writes; KeyError, TypeError or ValueError for data of another form.
@@ -122,7 +122,7 @@ def _origin_to_data(node: Node) -> list[Any] | None:
     return [origin.module, os.path.basename(origin.file), origin.line, origin.code] if origin else None
 
 
-def _graph_from_data(data: Data, reading: Reading, prefix: str, class_name: str) -> GraphModule:
+def _graph_from_data(data: Data, reading: GraphReading, prefix: str, class_name: str) -> GraphModule:
     graph, values = Graph(), ValueReader(data["storages"], reading.device)
     nodes: dict[str, Node] = {}
     held: dict[str, Any] = {}
@@ -148,7 +148,7 @@ def _require_order(kinds: list[Any]) -> None:
         raise CompileError("a graph whose inputs do not stand first, or that does not end with its only output.")
 
 
-def _attribute(data: Data, name: str, reading: Reading, prefix: str) -> Any:
+def _attribute(data: Data, name: str, reading: GraphReading, prefix: str) -> Any:
     if name in data["graphs"]:
         inner = _graph_from_data(data["graphs"][name], reading, f"{prefix}{name}.", "Inner")
         if any(map(is_collective, inner.graph.nodes)):
@@ -159,7 +159,7 @@ def _attribute(data: Data, name: str, reading: Reading, prefix: str) -> Any:
     return reading.tensors[prefix + name]
 
 
-def _node_from_data(data: Data, graph: Graph, nodes: Mapping[str, Node], reading: Reading) -> Node:
+def _node_from_data(data: Data, graph: Graph, nodes: Mapping[str, Node], reading: GraphReading) -> Node:
     op, target = data["op"], data.get("target", "output")
     if op == "call_function":
         target = operator_named(target, reading.foreign)

@@ -6,12 +6,12 @@ from typing import Any
 import torch
 
 from zbcompile.passes.capture.guards import Guards
-from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import content_of
 from zbcompile.passes.serialization.arguments import argument_from_data, argument_to_data
-from zbcompile.passes.serialization.graph_modules import Reading, piece_from_data, piece_to_data
+from zbcompile.passes.serialization.graph_modules import GraphReading, piece_from_data, piece_to_data
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_names import dtype_named
 
@@ -40,10 +40,10 @@ def guards_from_data(data: Data | None, device: torch.device, operators: Collect
     """The guards that `guards_to_data` wrote; `operators` of other libraries may be called."""
     if data is None:
         return None
-    piece = piece_from_data("guards", data, Reading(device, {}, operators), "", "Guards")
+    piece = piece_from_data("guards", data, GraphReading(device, {}, operators), "", "Guards")
     answers = tuple(argument_from_data(answer, {}, device) for answer in data["answers"])
     constants = {name: _tensor_from_data(each, device) for name, each in data["constants"].items()}
-    return Guards(piece.module, piece.inputs, Given(EAGERS_WAY, answers), tuple(data["lines"]), constants)
+    return Guards(piece.module, piece.inputs, ForeignAnswers(EAGERS_WAY, answers), tuple(data["lines"]), constants)
 
 
 def _tensor_to_data(tensor: torch.Tensor) -> list[Any]:

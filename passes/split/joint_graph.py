@@ -84,7 +84,7 @@ def trace_joint(
     with mode:
         primals = [leaf_like(node, trainable) for node in holders]
         arriving = [like(value) for value in tangents.values()]
-    run = _Run(stage, len(primals), tuple(tangents), dimensions)
+    run = _JointFunction(stage, len(primals), tuple(tangents), dimensions)
     with mode, kernels_layouts(), single_threaded_backward(), preserve_node_meta():
         module = make_fx(run)(*primals, *arriving)
         replace_writes_into_fresh(module)
@@ -104,7 +104,7 @@ def trace_joint(
     return Joint(stage, module, inputs, tuple(outputs), leaving, flow=flow)
 
 
-def _trace_functional(run: "_Run", values: list[Any], written: GraphModule, exact: bool) -> GraphModule:
+def _trace_functional(run: "_JointFunction", values: list[Any], written: GraphModule, exact: bool) -> GraphModule:
     found = in_place_operation(written)
     names = {"stage": run.stage.index, "operation": found}
     try:
@@ -131,7 +131,7 @@ def _drop_results_without_value(module: GraphModule) -> None:
             module.graph.erase_node(node)
 
 
-class _Run:
+class _JointFunction:
     """The function that is traced: the stage's forward, then `torch.autograd.grad` for whatever wants a gradient."""
 
     def __init__(self, stage: Stage, primals: int, tangents: tuple[str, ...], dimensions: Mapping[str, str]) -> None:

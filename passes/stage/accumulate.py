@@ -38,7 +38,7 @@ def accumulate_in_place(piece: Piece, buffers: Mapping[str, torch.Tensor]) -> Pi
     slots = list(piece.inputs)
     for slot, node in [pair for pair in outputs if pair[0].kind == "gradient"]:
         slots.append(Slot("accumulator", slot.name))
-        adder.add(Place(_accumulator(graph, slots[-1], buffers[slot.name]), buffers[slot.name]), node)
+        adder.add(GradientPlace(_accumulator(graph, slots[-1], buffers[slot.name]), buffers[slot.name]), node)
     return _rebuild(piece, graph, tuple(slots), [pair for pair in outputs if pair[0].kind != "gradient"])
 
 
@@ -95,14 +95,14 @@ def _without_transposes(node: Node) -> Node:
 
 
 @dataclass(frozen=True)
-class Place:
+class GradientPlace:
     """Where a gradient belongs: `buffer` seen through `views`, in order; `value` is a fake tensor of the result."""
 
     buffer: Node
     value: torch.Tensor
     views: tuple[View, ...] = ()
 
-    def through(self, view: View) -> "Place | None":
+    def through(self, view: View) -> "GradientPlace | None":
         """This place seen through one more view; None if the strides do not allow it."""
         try:
             value = _on_fakes(view[0], self.value, *view[1])
@@ -119,15 +119,15 @@ class Adder:
         self.graph = graph
         self.returned = Counter(node for node in output_values(graph) if isinstance(node, Node))
 
-    def add(self, place: Place, gradient: Node) -> None:
+    def add(self, place: GradientPlace, gradient: Node) -> None:
         """Add `gradient`, so far an output of the graph, into `place`."""
         for part in self._parts(place, gradient):
             with self.graph.inserting_before(_behind(self.graph, part.gradient)):
                 part.rule(self, part.place, part.gradient)
 
-    def _parts(self, place: Place, gradient: Node) -> "list[Part]":
+    def _parts(self, place: GradientPlace, gradient: Node) -> "list[GradientTerm]":
         """The operations behind `gradient` that can add into the buffer instead; `gradient` itself if none can."""
-        whole = [Part(place, gradient, Adder.whole)]
+        whole = [GradientTerm(place, gradient, Adder.whole)]
         if not self._is_alone(gradient):
             return whole
         if gradient.target in _INVERSES:
@@ -139,9 +139,9 @@ class Adder:
         if gradient.target is aten.cat.default and gradient.args[1:] in ((), (0,)) and not gradient.kwargs:
             return [part for rows, seen in _rows_of(place, gradient) for part in self._parts(seen, rows)]
         if gradient.target in _PRODUCTS and place.value.dtype == gradient.meta["val"].dtype:
-            return [Part(place, gradient, Adder.product)]
+            return [GradientTerm(place, gradient, Adder.product)]
         if gradient.target is aten.embedding_dense_backward.default and not gradient.args[4]:
-            return [Part(place, gradient, Adder.rows)]
+            return [GradientTerm(place, gradient, Adder.rows)]
         return whole
 
     def _is_alone(self, node: Node) -> bool:
@@ -149,15 +149,15 @@ class Adder:
         users = sum(user.op != "output" for user in node.users)
         return node.op == "call_function" and users + self.returned[node] == 1
 
-    def whole(self, place: Place, gradient: Node) -> None:
+    def whole(self, place: GradientPlace, gradient: Node) -> None:
         """Add the gradient unchanged; add_ casts."""
         self._into(place, gradient, aten.add_.Tensor, gradient)
 
-    def product(self, place: Place, gradient: Node) -> None:
+    def product(self, place: GradientPlace, gradient: Node) -> None:
         """Add a product by the kernel that computes it."""
         self._into(place, gradient, _PRODUCTS[gradient.target], *gradient.args)
 
-    def rows(self, place: Place, gradient: Node) -> None:
+    def rows(self, place: GradientPlace, gradient: Node) -> None:
         """Add the rows of an embedding except those of its padding index."""
         rows, indices, _, padding, _ = gradient.args
         if padding >= 0:  # type: ignore[operator]
@@ -170,7 +170,7 @@ class Adder:
         indices = self._call(gradient, aten.reshape.default, indices, [-1])
         self._into(place, gradient, aten.index_add_.default, 0, indices, rows)
 
-    def _into(self, place: Place, gradient: Node, operation: Any, *arguments: Any) -> None:
+    def _into(self, place: GradientPlace, gradient: Node, operation: Any, *arguments: Any) -> None:
         """`operation(buffer, *arguments)`, which adds `gradient`."""
         buffer = place.buffer
         for target, view in place.views:
@@ -184,12 +184,12 @@ class Adder:
         return new
 
 
-class Part(NamedTuple):
+class GradientTerm(NamedTuple):
     """A term of a gradient, the place it belongs to, and the operation that adds it there."""
 
-    place: Place
+    place: GradientPlace
     gradient: Node
-    rule: Callable[[Adder, Place, Node], None]
+    rule: Callable[[Adder, GradientPlace, Node], None]
 
 
 def _behind(graph: Graph, node: Node) -> Node:
@@ -219,7 +219,7 @@ def _is_sum(node: Node) -> bool:
     return all(_value(a).shape == like.shape and _value(a).dtype == like.dtype for a in node.all_input_nodes)
 
 
-def _rows_of(place: Place, stack: Node) -> Iterator[tuple[Node, Place]]:
+def _rows_of(place: GradientPlace, stack: Node) -> Iterator[tuple[Node, GradientPlace]]:
     """Every piece of a gradient along its first dimension, with the rows of the buffer that it belongs to."""
     start, pieces = 0, stack.args[0]
     for piece in cast(Sequence[Node], pieces):

@@ -18,7 +18,7 @@ from zbcompile.passes.graph.process_groups import group_of, is_numbered, is_wait
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import is_view, tensors_of
 from zbcompile.passes.split.gradient_flow import BackwardStep
-from zbcompile.passes.verification.value_kinds import Fault, Kind, ValueKinds, aten, operands_of
+from zbcompile.passes.verification.value_kinds import Kind, PlacementFault, ValueKinds, aten, operands_of
 
 # alike: a rank's own, and the same number on all ranks; loose: a part if the value is equal on all ranks, else a rank's
 # own; mixed: a whole and a part, added up
@@ -34,7 +34,7 @@ class Arriving(NamedTuple):
     times: int = 0
 
 
-class Way(NamedTuple):
+class ForwardPath(NamedTuple):
     """A way through the forward: through how many exchanges, and whether one of them sums."""
 
     times: int
@@ -49,7 +49,7 @@ class GradientKinds:
     forward: ValueKinds
     behind: Mapping[str, Share]
     of: dict[int, Share] = field(default_factory=dict)
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[PlacementFault] = field(default_factory=list)
     added: dict[int, list[tuple[Share, Node]]] = field(default_factory=dict)
     hidden: dict[int, tuple[frozenset[int], Node | None, int]] = field(default_factory=dict)
 
@@ -81,7 +81,9 @@ class GradientKinds:
         elif kind == "equal" and (shares >= {"whole", "part"} or "mixed" in shares):
             bad = next(node for share, node in found if share in ("part", "mixed"))
             self.faults.append(
-                Fault("makes a part of a gradient, of which the rest is whole: the parts are not summed", bad, number)
+                PlacementFault(
+                    "makes a part of a gradient, of which the rest is whole: the parts are not summed", bad, number
+                )
             )
             self.of[number] = "unknown"
         elif kind == "differing":
@@ -157,11 +159,11 @@ class GradientKinds:
             return "unknown"
         if exchange.summed and share in ("whole", "alike"):
             self.faults.append(
-                Fault("sums a gradient that is whole on every rank, which counts it once for each", node)
+                PlacementFault("sums a gradient that is whole on every rank, which counts it once for each", node)
             )
             return "unknown"
         if exchange.summed and share == "own":
-            self.faults.append(Fault("sums the gradients of a value that differs between the ranks", node))
+            self.faults.append(PlacementFault("sums the gradients of a value that differs between the ranks", node))
             return "unknown"
         made: dict[str, Share] = {"sum": "whole", "scatter": "own" if exchange.summed else "unknown"}
         if exchange.what in made:
@@ -187,10 +189,10 @@ class GradientKinds:
             return found.share if found.share in ("whole", "part", "mixed") and not summed else "part"
         what = self._unlike(found, ways, origins)
         if what:
-            self.faults.append(Fault(what, found.crossed or node, number))
+            self.faults.append(PlacementFault(what, found.crossed or node, number))
         return "alike" if found.share in ("whole", "alike") else "own"
 
-    def _unlike(self, found: Arriving, ways: set[Way], origins: frozenset[int]) -> str:
+    def _unlike(self, found: Arriving, ways: set[ForwardPath], origins: frozenset[int]) -> str:
         """What is wrong with the gradient of a value that differs; "" if nothing is."""
         if found.share == "part":
             return "makes a part of a gradient, which nothing sums before it reaches a value that differs between ranks"
@@ -205,13 +207,13 @@ class GradientKinds:
             return "takes the gradient of what the forward exchanges, and does not exchange it back as often"
         return ""
 
-    def _ways(self, number: int, result: int) -> set[Way]:
+    def _ways(self, number: int, result: int) -> set[ForwardPath]:
         """How the forward goes from a value to another."""
         made, dimension = self.forward.flow.made, self.forward.dimension
         if number not in made or result not in made:
             return set()
         start, end, order = made[number], made[result], self.order
-        seen, queue = set[tuple[Node, Way]](), [(end, Way(0, False))]
+        seen, queue = set[tuple[Node, ForwardPath]](), [(end, ForwardPath(0, False))]
         while queue:
             node, way = queue.pop()
             if (node, way) in seen or order[node] < order[start] or way.times > MANY:
@@ -220,7 +222,7 @@ class GradientKinds:
             if node is not start:
                 exchange = self.forward.exchange(node) if group_of(node) == dimension else None
                 if exchange is not None and exchange.what != "none":
-                    way = Way(way.times + 1, way.summed or exchange.summed)
+                    way = ForwardPath(way.times + 1, way.summed or exchange.summed)
                 queue += [(each, way) for each in node.all_input_nodes if each in order]
         return {way for node, way in seen if node is start}
 

@@ -17,7 +17,7 @@ from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.torch_private import TO_COPY
 from zbcompile.passes.verification.gradient_kinds import GradientKinds, Share
-from zbcompile.passes.verification.value_kinds import Fault, Kind, ValueKinds, aten
+from zbcompile.passes.verification.value_kinds import Kind, PlacementFault, ValueKinds, aten
 
 PLACED: Mapping[str, Kind] = {"replicate": "equal", "partial": "equal", "shard": "differing"}
 
@@ -128,7 +128,7 @@ class PlacementProof:
         for name, shares in self.shares.items():
             self._judge_gradient(name, shares)
 
-    def _refuse_fault(self, index: int, fault: Fault) -> None:
+    def _refuse_fault(self, index: int, fault: PlacementFault) -> None:
         remedy = _REMEDIES.get(fault.what.partition(" ")[0], _SUM)
         self.wrong.append(Wrong(_AT_LINE + fault.what, self._spoiled(index, fault), fault.node, remedy))
 
@@ -173,7 +173,7 @@ class PlacementProof:
             queue += [user for user in node.users if user not in queue]
         return None
 
-    def _spoiled(self, index: int, fault: Fault) -> str:
+    def _spoiled(self, index: int, fault: PlacementFault) -> str:
         """The parameter that a fault spoils: the first behind its value, or the first that the operation depends on."""
         flow = self.values[index].flow
         if fault.value is not None:

@@ -41,7 +41,7 @@ _SHAPES = {
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlacementFault:
     """What is wrong at an operation of the user's model; `value` is the number of that whose gradient it spoils."""
 
     what: str
@@ -62,7 +62,7 @@ class ValueKinds:
     groups: Mapping[str, str]
     of: dict[Node, Kind] = field(default_factory=dict)
     data: set[Node] = field(default_factory=set)  # what depends on more than constants
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[PlacementFault] = field(default_factory=list)
     _exchanges: dict[Node, Exchange | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -111,7 +111,9 @@ class ValueKinds:
         if exchange.what == "none":
             return self._alike(node, kinds)
         if exchange.summed and set(kinds) == {"equal"} and not self.data.isdisjoint(node.all_input_nodes):
-            self.faults.append(Fault("sums what is the same on all ranks, which counts it once for each", node))
+            self.faults.append(
+                PlacementFault("sums what is the same on all ranks, which counts it once for each", node)
+            )
         if exchange.what in ("sum", "largest", "gather"):
             return "equal"
         return "unknown" if "unknown" in kinds else "differing"

@@ -45,7 +45,7 @@ class Statistics(NamedTuple):
 Values = Mapping[Slot, torch.Tensor]
 
 
-class Reading(NamedTuple):
+class LogitsReader(NamedTuple):
     """What reads the logits that one use of the output layer makes of some `tokens`: through `exits`, with the labels
     that the node `labels` has for them."""
 
@@ -66,7 +66,7 @@ class RowLoss:
     `data` are the slots of what these read: inputs, constants and buffers.
     """
 
-    readings: tuple[Reading, ...]
+    readings: tuple[LogitsReader, ...]
     class_weights: Node | None
     needs_total: bool
     needs_mean: bool
@@ -134,15 +134,15 @@ def row_loss(canonical: Canonical, uses: Sequence[Sequence[Exit]], size: int) ->
     return RowLoss(readings, weights, totals, needs_mean, tuple(sorted(data)), size, terms, tail, results)
 
 
-def _readings(uses: Sequence[Sequence[Exit]], size: int) -> tuple[Reading, ...]:
-    found: list[Reading] = []
+def _readings(uses: Sequence[Sequence[Exit]], size: int) -> tuple[LogitsReader, ...]:
+    found: list[LogitsReader] = []
     for exits in uses:
         labels = _common({_labels(e.node) for e in exits} - {None}, "labels")
         if labels is None:
             raise NotShardable("no term of the loss has labels")
         begin = found[-1].tokens.stop if found else 0
         tokens = exits[0].node.args[0].meta["val"].numel() // size  # type: ignore[union-attr]
-        found.append(Reading(slice(begin, begin + tokens), labels, tuple(exits)))
+        found.append(LogitsReader(slice(begin, begin + tokens), labels, tuple(exits)))
     return tuple(found)
 
 
@@ -225,7 +225,7 @@ def evaluate(node: Node, values: Values, known: dict[Node, Any]) -> Any:
     return known[node]
 
 
-def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values, reading: Reading) -> torch.Tensor:
+def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values, reading: LogitsReader) -> torch.Tensor:
     """The result of an exit, from statistics: one value per token in the layout of the logits, or a whole loss."""
     node = leaving.node
     normalised = leaving.logits.form == "log_probs"
@@ -247,7 +247,7 @@ def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values, read
     return _cross_entropy(loss, node, given, values, reading)
 
 
-def _cross_entropy(loss: RowLoss, node: Node, given: Statistics, values: Values, reading: Reading) -> torch.Tensor:
+def _cross_entropy(loss: RowLoss, node: Node, given: Statistics, values: Values, reading: LogitsReader) -> torch.Tensor:
     """F.cross_entropy and F.nll_loss (torch/aten/native/LossNLL.cpp), rows that are ignored exactly 0."""
     class_weights = argument_of(node, "weight", None)
     weights = None if class_weights is None else evaluate(class_weights, values, {})

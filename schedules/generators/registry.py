@@ -22,20 +22,20 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Rule:
+class MicrobatchRule:
     """Which numbers of microbatches a schedule admits on `ranks` ranks (`holds`), in words (`text`)."""
 
     text: str
     holds: Callable[[int, int], bool]
 
 
-ANY_COUNT = Rule("any number of microbatches", lambda ranks, microbatches: True)
-EVEN_GROUPS = Rule(
+ANY_COUNT = MicrobatchRule("any number of microbatches", lambda ranks, microbatches: True)
+EVEN_GROUPS = MicrobatchRule(
     "any number below 2 x ranks, multiples of ranks, and what microbatches // ranks divides: groups of equal size",
     interleaved.even_groups,
 )
-WIDE = Rule("microbatches >= 2 x ranks", lambda ranks, microbatches: microbatches >= 2 * ranks)
-WIDE_AND_EVEN = Rule(
+WIDE = MicrobatchRule("microbatches >= 2 x ranks", lambda ranks, microbatches: microbatches >= 2 * ranks)
+WIDE_AND_EVEN = MicrobatchRule(
     "even ranks and even microbatches >= 2 x ranks",
     lambda ranks, microbatches: microbatches >= 2 * ranks and ranks % 2 == microbatches % 2 == 0,
 )
@@ -54,7 +54,7 @@ class Family:
     placement: str = "linear"
     chunks: int = 1
     free_chunks: bool = False
-    rule: Rule = ANY_COUNT
+    rule: MicrobatchRule = ANY_COUNT
     options: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
 

@@ -5,7 +5,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from zbcompile.schedules.execution.noise import Draw, Noise
-from zbcompile.schedules.searching.clock import Clock, Move, Order
+from zbcompile.schedules.searching.clock import Move, Order, PassTimes
 from zbcompile.schedules.searching.problem import Problem, Words
 from zbcompile.schedules.searching.starting_orders import MANY
 
@@ -39,7 +39,7 @@ class Annealer:
     def __init__(self, problem: Problem, words: Words, draws: Sequence[Times], quantile: float, seed: int) -> None:
         self.problem, self.draws = problem, draws
         self.order = Order(problem, words)
-        self.clocks = [Clock(self.order, *draw) for draw in draws]
+        self.clocks = [PassTimes(self.order, *draw) for draw in draws]
         self.counted = max(0, math.ceil(quantile * len(draws)) - 1)
         self.generator = random.Random(seed)
         self.unit = sum(problem.time) / len(problem.time)

@@ -88,7 +88,7 @@ class Order:
         return Move(rank, start, old)
 
 
-class Clock:
+class PassTimes:
     """When every pass of an order ends, with these times of the passes and delays of what they wait for.
 
     `tail[n]` is the least that follows pass n: the rest of its rank's word, and the rank's `offset`. A pass that ends

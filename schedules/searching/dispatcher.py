@@ -52,7 +52,7 @@ class Direction:
     def dispatch(self, priority: Sequence[float], patience: float) -> Dispatched | None:
         """Every rank runs, of what it may begin soon, the pass of least priority. It waits for one that arrives up to
         `patience` times the time in which the first of the others could end. None if memory leads nowhere."""
-        return _Run(self, priority, patience).result()
+        return _Dispatch(self, priority, patience).result()
 
 
 class _Memory:
@@ -90,7 +90,7 @@ class _Memory:
             self.oldest[rank] += self.step
 
 
-class _Run:
+class _Dispatch:
     def __init__(self, way: Direction, priority: Sequence[float], patience: float) -> None:
         self.way, self.priority, self.patience = way, priority, patience
         self.time, self.rank = way.problem.time, way.problem.rank

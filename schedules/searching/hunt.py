@@ -13,7 +13,7 @@ from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
 from zbcompile.schedules.searching.justification import Justifier, turned_around
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.problem import Problem, Words
-from zbcompile.schedules.searching.search_budget import Budget, Progress
+from zbcompile.schedules.searching.search_budget import Budget, SearchProgress
 from zbcompile.schedules.searching.starting_orders import HEURISTIC, MANY, named_orders, one_by_one
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
@@ -110,7 +110,7 @@ class Hunt:
         self.pool: list[Candidate] = []
         self.names: dict[tuple[str, str], float] = {}
         self.named: dict[Problem, list[tuple[float, Schedule]]] = {}
-        self.progress = Progress()
+        self.progress = SearchProgress()
 
     def run(self) -> None:
         for problem in self.problems:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Sequence
 
 from zbcompile.schedules.searching.annealing import draws_of
-from zbcompile.schedules.searching.clock import Clock, Order
+from zbcompile.schedules.searching.clock import Order, PassTimes
 from zbcompile.schedules.searching.dispatcher import Direction, Dispatched
 from zbcompile.schedules.searching.problem import Problem, Words
 
@@ -25,7 +25,7 @@ WORTH = 100  # a pair of turns takes as long as so many moves, whatever the size
 
 def turned_around(problem: Problem, words: Words) -> Words | None:
     """What one turn backward and one forward make of an order; None if memory leads nowhere."""
-    clock = Clock(Order(problem, words), *draws_of(problem, None)[0])
+    clock = PassTimes(Order(problem, words), *draws_of(problem, None)[0])
     turned = Direction(problem, backward=True).dispatch([-end for end in clock.end], FIRST_PATIENCE)
     again = turned and Direction(problem, backward=False).dispatch([-end for end in turned.end], FIRST_PATIENCE)
     return again.words if again else None
@@ -59,7 +59,7 @@ class Justifier:
             words = self.starts[number % len(self.starts)]
         else:
             words = self.best_words
-        clock = Clock(Order(self.problem, words), *draws_of(self.problem, None)[0])
+        clock = PassTimes(Order(self.problem, words), *draws_of(self.problem, None)[0])
         self.begin, self.end = self._begins(clock.end), clock.end
 
     def _begins(self, end: Sequence[float]) -> list[float]:

@@ -76,7 +76,7 @@ def waits(step: Step, costs: Costs) -> float:
 
 
 @dataclass
-class _Search:
+class _PairSearch:
     """The pairs found so far, by rank, and how the step with them compares with the one without."""
 
     base: Schedule
@@ -121,10 +121,10 @@ def _exceeds(amount: float, limit: float) -> bool:
     return amount > limit * EQUAL
 
 
-def _improved(base: Schedule, costs: Costs, way: Sequence[tuple[int, str]]) -> _Search:
+def _improved(base: Schedule, costs: Costs, way: Sequence[tuple[int, str]]) -> _PairSearch:
     before = simulate(base, costs)
     room = max(8, WORK // sum(map(len, base.orders)))
-    search = _Search(base, costs, before, room, base, before, [{} for _ in base.orders])
+    search = _PairSearch(base, costs, before, room, base, before, [{} for _ in base.orders])
     for direction, op in way:
         if any(costs.exchange(op, stage) for stage in range(base.stages)):
             ways = (_nearest(o[::direction], own, op) for o, own in zip(base.orders, search.partners, strict=True))

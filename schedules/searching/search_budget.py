@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-class Progress:
+class SearchProgress:
     """One line on a terminal that says how far a search is; nothing elsewhere."""
 
     def __init__(self) -> None:

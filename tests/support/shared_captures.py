@@ -26,7 +26,7 @@ from torch import nn
 from tests.support.stored_captures import program_to_bytes, read_or_make
 from zbcompile.compiler.compile_model import Drawn, compile_drawn
 from zbcompile.compiler.inference import Frame, compile_forward
-from zbcompile.compiler.vocabulary_sharding import Sharding, choose_sharding
+from zbcompile.compiler.vocabulary_sharding import VocabularySharding, choose_sharding
 from zbcompile.model.batch import Microbatch, whole_batch
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
@@ -170,11 +170,13 @@ def _is_local(captured: Captured) -> bool:
     return not captured.functions and not any(map(is_collective, captured.module.graph.nodes))
 
 
-def _sharding_once() -> Callable[..., Sharding | None]:
+def _sharding_once() -> Callable[..., VocabularySharding | None]:
     """As `choose_sharding`, unless somebody watches the passes."""
     found = Recent()
 
-    def chosen(whole: Canonical, schedule: Any, choices: Any, manager: PassManager = SILENT) -> Sharding | None:
+    def chosen(
+        whole: Canonical, schedule: Any, choices: Any, manager: PassManager = SILENT
+    ) -> VocabularySharding | None:
         if manager.observe is not None:
             return choose_sharding(whole, schedule, choices, manager)
         key = id(whole), schedule if choices.vocab == "auto" else None, repr(choices)

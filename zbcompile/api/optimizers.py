@@ -12,7 +12,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
-from zbcompile.optimizer.wanted import Wanted
+from zbcompile.optimizer.wanted import OptimizerRequest
 from zbcompile.program_cache.programs import Programs
 from zbcompile.runtime.slices import Slices
 
@@ -27,7 +27,7 @@ class Optimizers:
     compiled: Programs
     made: list[PipelineOptimizer] = field(default_factory=list)
 
-    def make(self, wanted: Wanted) -> PipelineOptimizer:
+    def make(self, wanted: OptimizerRequest) -> PipelineOptimizer:
         """One more."""
         found = PipelineOptimizer(wanted, self.ranks, self.made)
         if self.compiled.trains:

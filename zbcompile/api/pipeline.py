@@ -19,11 +19,11 @@ from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Given
-from zbcompile.model.distributed_tensors import Part, Parts
+from zbcompile.model.distributed_tensors import Parts, TensorPart
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.losses import Losses
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
-from zbcompile.optimizer.wanted import Predicate, Wanted
+from zbcompile.optimizer.wanted import OptimizerRequest, Predicate
 from zbcompile.options import Options
 from zbcompile.passes.capture.training_step import LossFunction, join_loss
 from zbcompile.passes.capture.unsupported import raise_first, wrapper_problems
@@ -141,7 +141,7 @@ class Pipeline:
         return self._ranks
 
     @property
-    def parts(self) -> Mapping[str, Part]:
+    def parts(self) -> Mapping[str, TensorPart]:
         """What the plain tensors that the pipeline trains are parts of, by the first name of each DTensor."""
         return self._parts.parts
 
@@ -438,7 +438,7 @@ class Pipeline:
         >>> optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, clip=1.0)            # doctest: +SKIP
         >>> pipe.step(inputs, target=targets); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
         """
-        wanted = Wanted(kind, options, params, groups, zero, clip, early, validate, reduce_dtype)
+        wanted = OptimizerRequest(kind, options, params, groups, zero, clip, early, validate, reduce_dtype)
         return self._optimizers.make(wanted)
 
     def from_replicas(self, value: Any) -> list[Any]:

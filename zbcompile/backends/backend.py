@@ -184,7 +184,7 @@ def make_backend(backend: str | GraphCompiler, device: torch.device) -> Backend:
     return Backend(backend_name(backend), ByFunction(backend, backend_name(backend)))
 
 
-class Place(NamedTuple):
+class PassPlace(NamedTuple):
     """A pass of a stage, or of a rank's vocabulary shard."""
 
     name: str
@@ -199,7 +199,7 @@ class Place(NamedTuple):
 class CompiledPasses:
     """What a backend made of this process's passes, and a report of it; `runs` is empty for the fx backend."""
 
-    runs: Mapping[Place, Run]
+    runs: Mapping[PassPlace, Run]
     compilation: Compilation
 
     def of(self, kind: str, owner: int) -> dict[str, Run] | None:
@@ -226,7 +226,7 @@ def compile_passes(
     return CompiledPasses(calls, compilation)
 
 
-def _passes_of(program: Program, ranks: Sequence[int]) -> dict[Place, Piece]:
+def _passes_of(program: Program, ranks: Sequence[int]) -> dict[PassPlace, Piece]:
     owners = [("stage", stage, program.stages[stage].pieces) for rank in ranks for stage in program.stages_of(rank)]
     owners += [("shard", rank, program.vocabulary.pieces[rank]) for rank in ranks] if program.vocabulary else []
-    return {Place(name, kind, owner): piece for kind, owner, pieces in owners for name, piece in pieces.items()}
+    return {PassPlace(name, kind, owner): piece for kind, owner, pieces in owners for name, piece in pieces.items()}

@@ -13,7 +13,7 @@ import torch
 
 from zbcompile.cli.command_line import Command, ranks_for
 from zbcompile.distributed.agreement import together
-from zbcompile.distributed.link_speed import Pair, measure_pairs
+from zbcompile.distributed.link_speed import MeasuredLink, measure_pairs
 from zbcompile.distributed.process_group import own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -54,14 +54,14 @@ def _measure(ranks: Ranks, file: Path, quick: bool, say: Say) -> None:
         print(f"{file}: {found}")
 
 
-def with_links(hardware: Hardware, pairs: Iterable[Pair], node_ranks: int) -> Hardware:
+def with_links(hardware: Hardware, pairs: Iterable[MeasuredLink], node_ranks: int) -> Hardware:
     """`hardware` with the median connections of `pairs`: inside of a node of so many ranks, and between two."""
     near = [p for p in pairs if p.first // node_ranks == p.second // node_ranks]
     far = [p for p in pairs if p not in near]
     return replace(hardware, node_ranks=node_ranks, within=_median(near or far), between=_median(far))
 
 
-def _median(pairs: Sequence[Pair]) -> Connection | None:
+def _median(pairs: Sequence[MeasuredLink]) -> Connection | None:
     return Connection(*(median(getattr(p, name) for p in pairs) for name in Connection._fields)) if pairs else None
 
 

@@ -16,7 +16,7 @@ import torch
 from zbcompile.cli.command_line import Command, ranks_for
 from zbcompile.distributed.agreement import from_first, gathered, together
 from zbcompile.distributed.interfaces import VARIABLE, interface_towards, interfaces
-from zbcompile.distributed.link_speed import Pair, measure_pairs
+from zbcompile.distributed.link_speed import MeasuredLink, measure_pairs
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.env import VARIABLES
 from zbcompile.errors import PipelineError
@@ -31,7 +31,7 @@ SLOW = 4  # a connection so many times slower than the usual one is worth a line
 
 
 @dataclass(frozen=True)
-class Report:
+class MachineReport:
     """One rank's machine. `written`: bytes a second onto the folder's disk; `sees`: the first rank's file is in it."""
 
     host: str
@@ -47,10 +47,10 @@ class Report:
     sees: bool = True
 
 
-def report_here(folder: Path | None, mark: str) -> Report:
+def report_here(folder: Path | None, mark: str) -> MachineReport:
     """This rank's report; `mark` names the first rank's file in `folder`. Raises PipelineError if it cannot write."""
     towards = os.environ.get(VARIABLE) or interface_towards(os.environ.get("MASTER_ADDR", "localhost")) or "lo"
-    return Report(
+    return MachineReport(
         host=socket.gethostname(),
         versions=f"zbcompile {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
@@ -80,7 +80,7 @@ def _write_speed(folder: Path) -> float:
         path.unlink(missing_ok=True)
 
 
-def lines_of(reports: Sequence[Report], pairs: Sequence[Pair]) -> Iterator[str]:
+def lines_of(reports: Sequence[MachineReport], pairs: Sequence[MeasuredLink]) -> Iterator[str]:
     """The reports for a reader."""
     for rank, each in enumerate(reports):
         address = each.addresses.get(each.interface, "no IPv4 address")
@@ -96,7 +96,7 @@ def lines_of(reports: Sequence[Report], pairs: Sequence[Pair]) -> Iterator[str]:
         yield f"ranks {pair.first} and {pair.second}: {times}, clocks {pair.ahead * 1e3:+.1f} ms"
 
 
-def problems_of(reports: Sequence[Report], pairs: Sequence[Pair], folder: Path | None) -> Iterator[str]:
+def problems_of(reports: Sequence[MachineReport], pairs: Sequence[MeasuredLink], folder: Path | None) -> Iterator[str]:
     """What would go wrong in a run, or be slow."""
     first = reports[0]
     for rank, each in enumerate(reports):

@@ -15,13 +15,13 @@ from zbcompile.compiler.compile_stage import compile_stage, labels_of, make_mana
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
-from zbcompile.compiler.vocabulary_sharding import Sharding, choose_sharding, shard
+from zbcompile.compiler.vocabulary_sharding import VocabularySharding, choose_sharding, shard
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes
 from zbcompile.passes.capture.export import Captured
-from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.capture.torch_private import release_caches
 from zbcompile.passes.capture.training_step import Kept, LossFunction
 from zbcompile.passes.capture.unsupported import raise_first
@@ -59,7 +59,7 @@ class Drawn:
     captured: Captured
     canonical: Canonical
     line: Line
-    sharding: Sharding | None
+    sharding: VocabularySharding | None
 
 
 @without_torchs_logs()
@@ -71,7 +71,7 @@ def draw_step(
     schedule: Schedule | None = None,
     observe: Observer | None = None,
     dimensions: Mapping[str, str] | None = None,
-    given: Given | None = None,
+    given: ForeignAnswers | None = None,
     keep: Kept = "",
 ) -> Drawn:
     """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`; without

@@ -15,7 +15,7 @@ from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices, Policy
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.partition.balance import Row, Spans
+from zbcompile.passes.partition.balance import LoadRow, Spans
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.node_costs import loads_of
@@ -134,7 +134,7 @@ def explain_overweight(
     operation, and remedies. `others` are placements that might be better (the rank of each stage), keyed by the change
     that gives them."""
     totals = [0.0, *accumulate(loads)]
-    row = Row(totals, ranks_of)
+    row = LoadRow(totals, ranks_of)
     ratio, index = _ratio(row, edges)
     if ratio < WORTH_SAYING:
         return ""
@@ -158,7 +158,7 @@ def explain_overweight(
     )
 
 
-def _ratio(row: Row, edges: Sequence[int]) -> tuple[float, int]:
+def _ratio(row: LoadRow, edges: Sequence[int]) -> tuple[float, int]:
     """The heaviest stage, or rank of a V, over the mean, and which it is."""
     loads = row.rank_loads(edges) if row.folded else row.stage_loads(edges)
     whole = sum(loads)
@@ -167,7 +167,7 @@ def _ratio(row: Row, edges: Sequence[int]) -> tuple[float, int]:
 
 def _ratio_elsewhere(line: Line, totals: Sequence[float], ranks_of: Sequence[int]) -> float | None:
     try:
-        return _ratio(Row(totals, ranks_of), choose_edges(line, totals, ranks_of, Limits()))[0]
+        return _ratio(LoadRow(totals, ranks_of), choose_edges(line, totals, ranks_of, Limits()))[0]
     except PartitionError:
         return None
 

@@ -17,11 +17,11 @@ from zbcompile.compiler.compile_model import (
 )
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.torch_logs import without_torchs_logs
-from zbcompile.compiler.vocabulary_sharding import Sharding, forward_shards, shard_head
+from zbcompile.compiler.vocabulary_sharding import VocabularySharding, forward_shards, shard_head
 from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, assign_by_parameters
@@ -62,7 +62,7 @@ class Frame:
 
 @without_torchs_logs()
 def compile_forward(
-    model: nn.Module, microbatch: Microbatch, wanted: Computation, frame: Frame, given: Given | None = None
+    model: nn.Module, microbatch: Microbatch, wanted: Computation, frame: Frame, given: ForeignAnswers | None = None
 ) -> Program:
     """The program of one microbatch. `given` answers for `capture_inference`."""
     args, kwargs, target = microbatch.example
@@ -122,7 +122,7 @@ def _warn(wanted: Computation, stages: Sequence[Stage]) -> None:
         )
 
 
-def _sharding(canonical: Canonical, frame: Frame, manager: PassManager) -> Sharding | None:
+def _sharding(canonical: Canonical, frame: Frame, manager: PassManager) -> VocabularySharding | None:
     """The output layer as shards, if what is computed needs it only through its exits: the rows that are shards
     already, which are gathered for other results (all logits), or if this places the parameters those of `vocab=`."""
     like, vocab = frame.like, frame.choices.vocab

@@ -24,7 +24,7 @@ from zbcompile.schedules.ir.actions import B, F
 START = 5e-6  # seconds to start one operation, on CPU and GPU alike
 
 
-class Shard(NamedTuple):
+class ShardPrice(NamedTuple):
     """Seconds of the vocabulary passes S and T of one microbatch, bytes that it leaves from S to T, bytes of the
     parameters, and those of the last stage's output, which all ranks get, and of its gradient, which they sum."""
 
@@ -35,7 +35,7 @@ class Shard(NamedTuple):
     output: float = 0.0
 
 
-WHOLE = Shard()  # of an output layer that is not sharded
+WHOLE = ShardPrice()  # of an output layer that is not sharded
 
 
 class StagePrice(NamedTuple):
@@ -76,10 +76,10 @@ class LinePrices:
     measured: Mapping[str, float] | None = None
     behind: Tangents | None = None
     made: Made = field(default_factory=dict)
-    shard: Shard = WHOLE
+    shard: ShardPrice = WHOLE
     link: Connection | None = None
 
-    def with_shard(self, shard: Shard) -> "LinePrices":
+    def with_shard(self, shard: ShardPrice) -> "LinePrices":
         """The same stages, whose prices are known already, beside another shard of the output layer."""
         found = replace(self, shard=shard)
         found.__dict__.update({name: getattr(self, name) for name in ("_by_policy", "_stages", "footprint", "_scales")})

@@ -28,7 +28,7 @@ BALLAST = 0.95  # unequal shards are worth it if they lower the busiest rank's w
 
 
 @dataclass(frozen=True)
-class Sharding:
+class VocabularySharding:
     """An output layer to be sharded, and the embedding `lookup` beside it. `whole` is the graph that they were found
     in, `trunk` the model without them."""
 
@@ -51,7 +51,7 @@ class Sharding:
             return {self.activation: torch.empty(value.shape, dtype=value.dtype, device=value.device)}
 
 
-def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager = SILENT) -> Sharding | None:
+def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager = SILENT) -> VocabularySharding | None:
     """The sharding that `vocab=` asks for; None if it asks for none. Raises CompileError if it is impossible."""
     if choices.vocab == "off" or (choices.vocab == "auto" and choices.exact):
         return None
@@ -68,7 +68,7 @@ def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager =
         raise CompileError(f'vocab={choices.vocab}: {reason}. Use vocab="off".') from reason
 
 
-def shard_head(canonical: Canonical, manager: PassManager, rows: Collection[str] | None = None) -> Sharding:
+def shard_head(canonical: Canonical, manager: PassManager, rows: Collection[str] | None = None) -> VocabularySharding:
     """The sharding of the output layer and the embedding beside it; `rows` are sharded already. Raises NotShardable."""
     head = find_head(canonical)
     lookup = find_lookup(canonical, head)
@@ -76,10 +76,12 @@ def shard_head(canonical: Canonical, manager: PassManager, rows: Collection[str]
         raise NotShardable(f"{head.weight} is not sharded")
     if rows is not None and lookup is not None and lookup.weight not in rows:
         lookup = None
-    return Sharding(canonical, head, lookup, manager.run(TRUNK, canonical, head, lookup))
+    return VocabularySharding(canonical, head, lookup, manager.run(TRUNK, canonical, head, lookup))
 
 
-def forward_shards(sharding: Sharding, bounds: Bounds, choices: Choices, manager: PassManager) -> VocabularyProgram:
+def forward_shards(
+    sharding: VocabularySharding, bounds: Bounds, choices: Choices, manager: PassManager
+) -> VocabularyProgram:
     """The graphs of every rank's shard for a forward alone: S without a gradient, and what STATS makes of it."""
     tiling = replace(tiling_of(sharding.head, bounds, choices), keep=False)
     inputs = sharding.whole, sharding.head, sharding.activation, bounds, 0, tiling, sharding.lookup, choices
@@ -87,7 +89,7 @@ def forward_shards(sharding: Sharding, bounds: Bounds, choices: Choices, manager
 
 
 def shard(
-    sharding: Sharding,
+    sharding: VocabularySharding,
     schedule: Schedule,
     choices: Choices,
     stages: tuple[StageProgram, ...],
@@ -151,7 +153,7 @@ def tiling_of(head: VocabularyHead, bounds: Bounds, choices: Choices) -> Tiling:
 
 
 def _most_bytes(
-    sharding: Sharding,
+    sharding: VocabularySharding,
     choices: Choices,
     stages: tuple[StageProgram, ...],
     vocabulary: VocabularyProgram,
@@ -216,7 +218,7 @@ WORTH = 0.95  # of the step without: the prediction has no price for the collect
 
 def choose_sharding(
     canonical: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager = SILENT
-) -> Sharding | None:
+) -> VocabularySharding | None:
     """The sharding that `vocab=` asks for; "auto" shards if there is an output layer and it gains 5 % of the step."""
     sharding = find_sharding(canonical, choices, manager)
     if sharding is None or schedule is None or choices.vocab != "auto" or schedule.shards:
@@ -225,7 +227,7 @@ def choose_sharding(
     return sharding if sharded < WORTH * redistributed else None
 
 
-def predict_steps(sharding: Sharding, schedule: Schedule, choices: Choices) -> tuple[float, float]:
+def predict_steps(sharding: VocabularySharding, schedule: Schedule, choices: Choices) -> tuple[float, float]:
     """Seconds of the step of `schedule` with the output layer on the last stage, cut by the balancer, and with an equal
     part of its words on every rank; at nominal speeds, messages free, infinite if it is impossible."""
     whole, trunk = (_loads(each, schedule, choices) for each in (sharding.whole, sharding.trunk))

@@ -31,7 +31,7 @@ NEWS = 1.0  # seconds between two looks at who is absent, and within which the m
 MEMBERS, STARTING, GAVE_UP = "zbcompile/members", "zbcompile/starting", "zbcompile/gave up"  # keys
 
 
-class Arrival:
+class Rendezvous:
     """This process, `rank` of `ranks`, on its way to the other ranks of its job, for at most `timeout` seconds.
     `absent` says which of them are not there, as far as this one knows."""
 

@@ -18,7 +18,7 @@ TRIES = 3
 
 
 @dataclass(frozen=True)
-class Pair:
+class MeasuredLink:
     """The connection of two ranks: seconds of the shortest way there, bytes per second, and how many seconds the
     second one's wall clock is ahead of the first one's."""
 
@@ -29,7 +29,7 @@ class Pair:
     ahead: float
 
 
-def measure_pairs(ranks: Ranks) -> list[Pair]:
+def measure_pairs(ranks: Ranks) -> list[MeasuredLink]:
     """Every two ranks, one pair at a time, on every rank, by messages between their devices; nothing in one process."""
     group, found = ranks.everyone, []
     if group is None:
@@ -53,7 +53,7 @@ def measure_link(group: dist.ProcessGroup, device: torch.device) -> tuple[float,
     return (pair.latency, pair.bandwidth) if pair else (0.0, 0.0)
 
 
-def _measure(group: dist.ProcessGroup, device: torch.device, own: int, other: int) -> Pair:
+def _measure(group: dist.ProcessGroup, device: torch.device, own: int, other: int) -> MeasuredLink:
     trip, ahead = ping(group, other, PINGS, time.time, device)
     large, received = _messages(device)
     times = []
@@ -63,7 +63,7 @@ def _measure(group: dist.ProcessGroup, device: torch.device, own: int, other: in
         dist.recv(received, group=group, group_src=other)
         received.item()  # waits for a GPU
         times.append(time.perf_counter() - began)
-    return Pair(own, other, trip / 2, LARGE / max(median(times) - trip / 2, 1e-9), ahead)
+    return MeasuredLink(own, other, trip / 2, LARGE / max(median(times) - trip / 2, 1e-9), ahead)
 
 
 def _answer(group: dist.ProcessGroup, device: torch.device, other: int) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.arrival import Arrival
+from zbcompile.distributed.arrival import Rendezvous
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.mesh import PARTS, Mesh, MeshNames, Replicas, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
@@ -78,7 +78,7 @@ def start_group(find_device: FindDevice, timeout: float) -> None:
     if gpu.is_available():
         take_gpu()
     backend = gpu.BACKEND if gpu.is_gpu(find_device()) else "gloo"
-    Arrival(os.environ, timeout).join(backend)
+    Rendezvous(os.environ, timeout).join(backend)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:

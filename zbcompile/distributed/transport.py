@@ -22,7 +22,7 @@ import torch.distributed as dist
 from zbcompile.distributed.mesh import patience
 from zbcompile.distributed.packing import Buffer, as_contiguous, packed, packed_buffer
 from zbcompile.errors import PipelineError
-from zbcompile.faults.abort import UNUSED_TAG, Link
+from zbcompile.faults.abort import UNUSED_TAG, LinkGroup
 from zbcompile.passes import gpu
 from zbcompile.schedules.lowering.edges import Message
 from zbcompile.torch_private import gloo_link, nccl_link
@@ -59,8 +59,8 @@ class Tagged:
 class Ordered:
     """A link per channel, to and from every peer; messages have no tags, only their order."""
 
-    outward: Mapping[int, Link]
-    inward: Mapping[int, Link]
+    outward: Mapping[int, LinkGroup]
+    inward: Mapping[int, LinkGroup]
 
     def send(self, tensor: torch.Tensor, message: Message, index: int, peer: int) -> dist.Work:
         return self.outward[peer].send([tensor], DESTINATION, 0)
@@ -75,7 +75,7 @@ class Ordered:
             (link.abort if broken else link.shutdown)()
 
     @property
-    def links(self) -> tuple[Link, ...]:
+    def links(self) -> tuple[LinkGroup, ...]:
         return (*self.outward.values(), *self.inward.values())
 
 
@@ -97,8 +97,8 @@ def open_channels(
     theirs in one common order: both ends of the lowest-numbered unopened channel are waiting on it, so this cannot
     deadlock.
     """
-    outward: dict[int, Link] = {}
-    inward: dict[int, Link] = {}
+    outward: dict[int, LinkGroup] = {}
+    inward: dict[int, LinkGroup] = {}
     for source, destination in in_rounds(pairs):
         if rank in (source, destination):
             end = SOURCE if rank == source else DESTINATION
@@ -129,7 +129,7 @@ def _greet(link: Any, end: int, device: torch.device) -> None:
 Tensors = list[torch.Tensor]
 
 
-class Arrival(Protocol):
+class Waitable(Protocol):
     """What is waited for before a message is taken."""
 
     def wait(self) -> object: ...
@@ -145,7 +145,7 @@ class Transport:
     """
 
     boxes: dict[Message, Tensors] = field(default_factory=dict)
-    receives: dict[Message, list[Arrival]] = field(default_factory=dict)
+    receives: dict[Message, list[Waitable]] = field(default_factory=dict)
 
     def deliver(self, message: Message, tensors: Tensors) -> None:
         self.boxes[message] = tensors

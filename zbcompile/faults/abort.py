@@ -16,7 +16,7 @@ GRACE = 0.25  # seconds for one that has not answered before
 UNUSED_TAG = 1 << 30  # no message uses it
 
 
-class Link(Protocol):
+class LinkGroup(Protocol):
     """A process group of two, as the backends of torch.distributed are."""
 
     def send(self, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work: ...
@@ -27,7 +27,7 @@ class Link(Protocol):
     def shutdown(self) -> None: ...
 
 
-Group = dist.ProcessGroup | Link
+Group = dist.ProcessGroup | LinkGroup
 
 
 def cut_connections(group: Group, backend: str) -> None:

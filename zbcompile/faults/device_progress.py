@@ -5,7 +5,7 @@ import torch
 from zbcompile.passes import gpu
 
 
-class Progress:
+class DeviceProgress:
     """`mark` notes that a call has been given to the device; `behind` says, without waiting, whether the device has yet
     to finish what was marked last: never, of a device that works while the host waits."""
 
@@ -16,7 +16,7 @@ class Progress:
         return False
 
 
-class StreamProgress(Progress):
+class StreamProgress(DeviceProgress):
     """For CUDA: an event behind everything in the stream. Another thread may ask."""
 
     def __init__(self, device: torch.device) -> None:
@@ -37,5 +37,5 @@ class StreamProgress(Progress):
             return False
 
 
-def progress_of(device: torch.device) -> Progress:
-    return StreamProgress(device) if gpu.is_gpu(device) else Progress()
+def progress_of(device: torch.device) -> DeviceProgress:
+    return StreamProgress(device) if gpu.is_gpu(device) else DeviceProgress()

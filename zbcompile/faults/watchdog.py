@@ -20,7 +20,7 @@ import torch.distributed as dist
 from zbcompile.errors import PipelineError
 from zbcompile.faults.abort import Group, cut_connections
 from zbcompile.faults.board import Board, SilentStoreError
-from zbcompile.faults.device_progress import Progress
+from zbcompile.faults.device_progress import DeviceProgress
 from zbcompile.faults.fault_report import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
 from zbcompile.faults.termination import (
     Terminated,
@@ -93,7 +93,7 @@ class Watch:
     groups: Sequence[Group]
     timeout: float
     backend: str
-    progress: Progress
+    progress: DeviceProgress
     fault: Fault | None = None
     known: Exception | None = None
     inner: tuple[dist.ProcessGroup, ...] = ()

@@ -25,7 +25,7 @@ from zbcompile.passes.capture.differentiability import (
     operations_without_backward,
 )
 from zbcompile.passes.capture.export import Captured, trace_training
-from zbcompile.passes.capture.side_effects import Watch
+from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture.training_step import (
     LossFunction,
     check_loss,
@@ -48,7 +48,7 @@ SHOWN = 15  # places that the printed form lists
 
 
 @dataclass(frozen=True)
-class Place:
+class CutPlace:
     """A position where the model can be cut.
 
     `after` is the operation before it with its module and source line, `bytes` what crosses per microbatch in each
@@ -73,7 +73,7 @@ class Explanation:
     inputs: tuple[str, ...]
     loss: str
     parameters: tuple[str, ...]
-    places: tuple[Place, ...]
+    places: tuple[CutPlace, ...]
     problems: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -81,7 +81,7 @@ class Explanation:
     def supported(self) -> bool:
         return not self.problems
 
-    def nearest_places(self, stages: int) -> tuple[Place, ...]:
+    def nearest_places(self, stages: int) -> tuple[CutPlace, ...]:
         """For each of the `stages - 1` even cuts the place whose share is nearest to it."""
         even = (k / stages for k in range(1, stages))
         return tuple(min(self.places, key=lambda place: abs(place.share - share)) for share in even)
@@ -140,7 +140,7 @@ class _Examination:
         self.model, self.batch, self.loss = model, (args, kwargs, target), loss
         self.problems: list[str] = []
         self.notes: list[str] = []
-        self.places: tuple[Place, ...] = ()
+        self.places: tuple[CutPlace, ...] = ()
         self.found_loss = "unknown: the model could not be captured"
 
     def _join_loss(self) -> None:
@@ -167,7 +167,7 @@ class _Examination:
         )
 
     def _capture(self) -> Captured | None:
-        watch, captured = Watch(), None
+        watch, captured = EffectsSeen(), None
         try:
             captured = trace_training(self.model, self.batch, self._loss_or_stand_in, watch)
             failure = []
@@ -231,11 +231,11 @@ def _backward_failure(canonical: Canonical, loss: Node, exact: bool) -> str:
     return ""
 
 
-def _places(line: Line) -> Iterator[Place]:
+def _places(line: Line) -> Iterator[CutPlace]:
     before = list(accumulate(predicted_seconds(line)))
     for i, node in enumerate(line.nodes):
         if line.allowed[i]:
-            yield Place(
+            yield CutPlace(
                 node.name, described(node), line.boundary_bytes(i), before[i] / before[-1] if before[-1] else 0.0
             )
 

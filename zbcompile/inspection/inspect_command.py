@@ -21,12 +21,12 @@ from zbcompile.inspection.graphs import (
     write_graphs,
 )
 from zbcompile.inspection.idle_report import critical_table, exchanges, idle_intervals, require_rank
-from zbcompile.inspection.report import Summary, Tried
+from zbcompile.inspection.report import OtherCompilations, Summary
 from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for, predicted
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.prediction.advice import Impossible, Peak
 from zbcompile.prediction.predict import left_on_last
-from zbcompile.prediction.rank_memory import Sharding, complete_peak
+from zbcompile.prediction.rank_memory import ReplicaSharding, complete_peak
 from zbcompile.prediction.recompile_trials import run_trials
 from zbcompile.program.manifest import SavedProgram
 from zbcompile.program.program import Program
@@ -153,8 +153,8 @@ def _timeline(subject: Subject) -> Iterator[Table]:
         yield _files([write_comparison(in_units([compared.predicted, compared.measured]), file)])
 
 
-def _sharding(request: Request) -> Sharding:
-    return Sharding(request.replicas, request.zero)
+def _sharding(request: Request) -> ReplicaSharding:
+    return ReplicaSharding(request.replicas, request.zero)
 
 
 def _peak_of(subject: Subject, program: Program | None = None) -> Peak:
@@ -173,26 +173,26 @@ def _summary(subject: Subject) -> Iterator[Table]:
     yield from Summary(subject.inspected, subject.prediction, tried, _sharding(subject.request)).tables()
 
 
-def _tried(subject: Subject) -> Tried:
+def _tried(subject: Subject) -> OtherCompilations:
     """The other graphs that the model could be compiled to. Equal times for all passes would say nothing about them."""
     request, inspected, now = subject.request, subject.inspected, subject.prediction
     unsharded = _unsharded(subject)
     if request.quick or now.basis.unit != "s":
-        return Tried(*unsharded)
+        return OtherCompilations(*unsharded)
     reason = ""
     if inspected.drawn is None:
         reason = "they need the model, which is not here; inspect the function that makes it"
     elif (operations := len(inspected.drawn.line.nodes)) > MANY_OPERATIONS and not request.thorough:
         reason = f"the model has {operations:,} operations, so this takes minutes; --thorough does it"
     if reason:
-        return Tried(*unsharded, impossible=(Impossible("--recompute, --vocab, other cuts", reason),))
+        return OtherCompilations(*unsharded, impossible=(Impossible("--recompute, --vocab, other cuts", reason),))
     with quiet(request):
         costs, peak_of = now.basis.costs, lambda program: _peak_of(subject, program)
-        return Tried(*unsharded, *run_trials(inspected, costs, request.say, peak_of, request.fused))
+        return OtherCompilations(*unsharded, *run_trials(inspected, costs, request.say, peak_of, request.fused))
 
 
 def _unsharded(subject: Subject) -> tuple[float | None, float | None]:
-    """The predicted step with the output layer on the last stage, see `Tried`."""
+    """The predicted step with the output layer on the last stage, see `OtherCompilations`."""
     program, request = subject.inspected.program, subject.request
     if program.vocabulary is None or isinstance(program, SavedProgram):
         return None, None

@@ -21,7 +21,7 @@ from zbcompile.model.batch_split import choose_cuts
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import options_of
-from zbcompile.planning.factorisations import SLOW, Captured, Row, factorisations, ranked
+from zbcompile.planning.factorisations import SLOW, CapturedStep, PlanRow, factorisations, ranked
 from zbcompile.progress import Say
 from zbcompile.safe_files import write_whole
 from zbcompile.schedules.visualization.shapes import picture, shape
@@ -34,7 +34,7 @@ NAMES = 220  # pixels beside the axes
 STYLE = ".zb .best { fill: #2b8cd0 } .zb .other { fill: #999 } .zb .front { fill: none; stroke: #2b8cd0 }"
 
 
-def plan_table(rows: Sequence[Row], shown: int, title: str = "", every: bool = False) -> Table:
+def plan_table(rows: Sequence[PlanRow], shown: int, title: str = "", every: bool = False) -> Table:
     """The best rows, the fastest of each division of the ranks, and the fastest others up to `shown`, none of them much
     slower than the first; or `every` row. A star marks the Pareto front of rate and memory."""
     fastest = {row.mesh: row for row in reversed(rows)}
@@ -46,11 +46,11 @@ def plan_table(rows: Sequence[Row], shown: int, title: str = "", every: bool = F
     return Table("plan", title, [_figures(row, _unit(rows)) for row in kept], [note] * bool(left))
 
 
-def _unit(rows: Sequence[Row]) -> str:
+def _unit(rows: Sequence[PlanRow]) -> str:
     return "tokens/s" if any(row.tokens > 1 for row in rows) else "rows/s"
 
 
-def _figures(row: Row, rate: str) -> list[Figure]:
+def _figures(row: PlanRow, rate: str) -> list[Figure]:
     layout = row.choice.layout
     return [
         Figure("best", "*" if row.best else ""),
@@ -66,7 +66,7 @@ def _figures(row: Row, rate: str) -> list[Figure]:
     ]
 
 
-def to_picture(rows: Sequence[Row]) -> str:
+def to_picture(rows: Sequence[PlanRow]) -> str:
     """Rate against memory as a self-contained SVG; what nothing beats in both is joined by a line.
 
     Points of that line are numbered and named; every point tells its row on hover.
@@ -96,7 +96,7 @@ def to_picture(rows: Sequence[Row]) -> str:
     return picture(WIDTH + NAMES, HEIGHT, shapes, STYLE)
 
 
-def _name(row: Row) -> str:
+def _name(row: PlanRow) -> str:
     """What tells a row from its neighbours: how the ranks are divided, the placement, the microbatches."""
     divided = " ".join(f"{name}{size}" for name, size in zip(DIMENSIONS, row.mesh, strict=True) if size > 1)
     return f"{divided} {row.choice.layout.placement} m{row.choice.layout.microbatches}".strip()
@@ -167,7 +167,7 @@ def _assumed(request: PlanRequest) -> str:
     return ASSUMED.format(hardware=hardware or "nominal speeds of the device", messages=messages)
 
 
-def _searched(request: PlanRequest, ranks: int, say: Say) -> tuple[list[Row], list[str]]:
+def _searched(request: PlanRequest, ranks: int, say: Say) -> tuple[list[PlanRow], list[str]]:
     """The rows, and what is impossible, whatever number of ranks shares the matrices."""
     whole, options = example_of(request), request.options
     task = options.choices, ranks, request.global_batch, options.search_seconds, say, request.dimensions
@@ -186,7 +186,9 @@ def _searched(request: PlanRequest, ranks: int, say: Say) -> tuple[list[Row], li
     return ranked(rows), [*impossible, *([f"tp>1: {why}"] if why else [])]
 
 
-def _captured(request: PlanRequest, example: Example, say: Say, tp: int = 1, labels: Labels | None = None) -> Captured:
+def _captured(
+    request: PlanRequest, example: Example, say: Say, tp: int = 1, labels: Labels | None = None
+) -> CapturedStep:
     """The step of one of `tp` ranks."""
     say(f"capturing {type(example.model).__name__}{f' on one of {tp} ranks' * (tp > 1)}")
     microbatch, choices = one_microbatch(example), request.options.choices
@@ -194,7 +196,7 @@ def _captured(request: PlanRequest, example: Example, say: Say, tp: int = 1, lab
     with quiet(request):
         drawn = draw_step(example.model, microbatch, example.loss, choices, dimensions=labels)
         measured = measure_line(whole_of(drawn).line) if choices.balance == "measured" else {}
-    return Captured(drawn, count, _tokens(microbatch, count), measured, tp)
+    return CapturedStep(drawn, count, _tokens(microbatch, count), measured, tp)
 
 
 def _tokens(microbatch: Microbatch, rows: int) -> int:
@@ -203,7 +205,7 @@ def _tokens(microbatch: Microbatch, rows: int) -> int:
     return max((each.numel() // rows for each in tensors if each.dim() > 1 and each.shape[0] == rows), default=1)
 
 
-def _command(request: PlanRequest, row: Row) -> str:
+def _command(request: PlanRequest, row: PlanRow) -> str:
     """A program holds one pipeline of whole matrices; ranks that share them compile their parts themselves."""
     layout, (replicas, tensor, ranks) = row.choice.layout, row.mesh
     kept = [name for name in options_of(Choices) if name in request.given and name not in ("recompute", "vocab")]

@@ -21,7 +21,7 @@ from zbcompile.prediction.advice import (
 )
 from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import count_messages, hardware_of
-from zbcompile.prediction.rank_memory import ALONE, Memory, Sharding, complete_peak, rank_memories
+from zbcompile.prediction.rank_memory import ALONE, RankMemory, ReplicaSharding, complete_peak, rank_memories
 from zbcompile.program.program import Program
 from zbcompile.schedules import format_schedule, format_timeline
 from zbcompile.schedules.ir.actions import flatten
@@ -43,7 +43,7 @@ _SPEED = (
 
 
 @dataclass(frozen=True)
-class Tried:
+class OtherCompilations:
     """The results of other compilations: the step with the output layer whole on the last stage instead of sharded,
     with the other layers as they are or redistributed around it (None where nobody asked), other graphs, and changes
     that are impossible."""
@@ -58,7 +58,11 @@ class Summary:
     """The tables of a compiled example under a prediction."""
 
     def __init__(
-        self, inspected: Inspected, prediction: Prediction, tried: Tried = Tried(), sharding: Sharding = ALONE
+        self,
+        inspected: Inspected,
+        prediction: Prediction,
+        tried: OtherCompilations = OtherCompilations(),
+        sharding: ReplicaSharding = ALONE,
     ) -> None:
         self.inspected, self.prediction, self.tried = inspected, prediction, tried
         self.program, self.model = inspected.program, inspected.example.model
@@ -197,7 +201,7 @@ class Summary:
         return Table("ranks", f"Ranks in one step, predicted {self.prediction.basis.text}", rows)
 
     def _memory(self) -> Table:
-        names = [each.name for each in fields(Memory)]
+        names = [each.name for each in fields(RankMemory)]
         if not any(memory.communicators for memory in self.memory):
             names.remove("communicators")
         rows = [

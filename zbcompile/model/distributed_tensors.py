@@ -17,7 +17,7 @@ PART = "part_of"  # the attribute of a plain tensor that is a part of a DTensor
 
 
 @dataclass(frozen=True)
-class Part:
+class TensorPart:
     """What a plain tensor is a part of: `whole` as the model had it; `dimensions` are those of the pipeline's mesh over
     which it is distributed, None for one of a single rank."""
 
@@ -74,7 +74,7 @@ class Parts:
     def _read(self) -> None:
         named = [*self._model.named_parameters(), *self._model.named_buffers()]
         self.locals = {name: tensor for name, tensor in named if hasattr(tensor, PART)}
-        self.parts: dict[str, Part] = {name: getattr(tensor, PART) for name, tensor in self.locals.items()}
+        self.parts: dict[str, TensorPart] = {name: getattr(tensor, PART) for name, tensor in self.locals.items()}
 
     def renew(self) -> None:
         """Let users see this process's share of a model that was built on the meta device, once it has memory."""
@@ -184,7 +184,7 @@ def local_of(tensor: Any) -> torch.Tensor:
 def _part(tensor: Any, dimensions: tuple[str | None, ...]) -> torch.Tensor:
     local = tensor.to_local().detach()
     made = nn.Parameter(local, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local
-    setattr(made, PART, Part(tensor, dimensions))
+    setattr(made, PART, TensorPart(tensor, dimensions))
     return made
 
 

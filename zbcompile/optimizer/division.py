@@ -14,7 +14,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.placements import PARTIAL, SHARD, along
-from zbcompile.optimizer.wanted import Rule
+from zbcompile.optimizer.wanted import UpdateRule
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
@@ -83,7 +83,7 @@ def whole_slices(trained: TrainedParameters, names: Collection[str], plain: bool
     return slices
 
 
-def divided_slices(trained: TrainedParameters, names: Collection[str], rule: Rule, keep: bool) -> Slices:
+def divided_slices(trained: TrainedParameters, names: Collection[str], rule: UpdateRule, keep: bool) -> Slices:
     """The trained parameters called one of `names`, divided by `rule` among the replicas that sum their gradients."""
     program, mesh = trained.program, trained.ranks.mesh
     everywhere = program.trained.intersection(names)

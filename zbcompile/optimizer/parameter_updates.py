@@ -14,7 +14,7 @@ from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCALED, EarlyUpdate, writes_only_its_state
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.post_validation import PostValidation, Verdict
-from zbcompile.optimizer.wanted import Wanted
+from zbcompile.optimizer.wanted import OptimizerRequest
 from zbcompile.runtime.slices import LATE, Slices
 from zbcompile.torch_private import step_without_hooks
 
@@ -31,7 +31,7 @@ class ParameterUpdates(Optimizer):
     trained: TrainedParameters  # what the pipeline has told of its parameters
     closed = False
 
-    def prepare(self, wanted: Wanted, ranks: Ranks) -> None:
+    def prepare(self, wanted: OptimizerRequest, ranks: Ranks) -> None:
         """Before the parameters are known."""
         self.wanted = wanted
         self._ranks = ranks

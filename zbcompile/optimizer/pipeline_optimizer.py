@@ -15,7 +15,7 @@ from zbcompile.optimizer.parameter_updates import ParameterUpdates
 from zbcompile.optimizer.trial_update import require_rule, require_rule_for_dtensors
 from zbcompile.optimizer.wanted import (
     ELEMENTS,
-    Wanted,
+    OptimizerRequest,
     divide_into_groups,
     is_known,
     read_groups,
@@ -36,7 +36,7 @@ class PipelineOptimizer(ParameterUpdates):
     it is one until it is closed.
     """
 
-    def __init__(self, wanted: Wanted, ranks: Ranks, made: "list[PipelineOptimizer]") -> None:
+    def __init__(self, wanted: OptimizerRequest, ranks: Ranks, made: "list[PipelineOptimizer]") -> None:
         self.prepare(wanted, ranks)
         self._made = made
         self.numbers = {}
@@ -159,6 +159,6 @@ class PipelineOptimizer(ParameterUpdates):
             )
 
 
-def _what_needs_it_alone(wanted: Wanted) -> str:
+def _what_needs_it_alone(wanted: OptimizerRequest) -> str:
     more = "" if wanted.reduce_dtype is None else f", reduce_dtype={wanted.reduce_dtype}"
     return f"zero={wanted.zero}, early={wanted.updates_early}{more}"

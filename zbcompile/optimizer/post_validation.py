@@ -50,7 +50,7 @@ State = dict[torch.Tensor, dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptTensor:
     """A tensor of the optimizer, and its state, as they were before an update."""
 
     tensor: torch.Tensor
@@ -58,7 +58,7 @@ class Kept:
     state: Mapping[str, Any] | None
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, state: State) -> "Kept":
+    def of(cls, tensor: torch.Tensor, state: State) -> "KeptTensor":
         """What `tensor` is now."""
         own = state.get(tensor)
         return cls(tensor, _copied(tensor), None if own is None else {key: _copied(v) for key, v in own.items()})
@@ -93,7 +93,7 @@ class PostValidation:
     late: bool
     speculation: Speculation = field(default_factory=Speculation)
     squares: dict[torch.Tensor, torch.Tensor] = field(default_factory=dict)
-    kept: list[Kept] = field(default_factory=list)
+    kept: list[KeptTensor] = field(default_factory=list)
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None]] = ()
     made: EarlyUpdate | None = None
     sending: dist.Work | None = None
@@ -131,7 +131,7 @@ class PostValidation:
 
     def keep(self, tensors: Sequence[torch.Tensor], state: State) -> None:
         """Keep what an update of `tensors` will change."""
-        self.kept += [Kept.of(tensor, state) for tensor in tensors]
+        self.kept += [KeptTensor.of(tensor, state) for tensor in tensors]
 
     def _verdict(self, norm: torch.Tensor, infinite: torch.Tensor) -> Verdict:
         if infinite > 0:

@@ -12,7 +12,7 @@ from torch import nn
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.early_update import writes_only_its_state
-from zbcompile.optimizer.wanted import MATRICES, Rule, Wanted, is_known
+from zbcompile.optimizer.wanted import MATRICES, OptimizerRequest, UpdateRule, is_known
 from zbcompile.passes import gpu
 from zbcompile.torch_private import step_without_hooks
 
@@ -23,7 +23,7 @@ CLOSE = 1e-4  # of the largest change: more than vectors and scalars round apart
 Options = Sequence[Mapping[str, Any]]
 
 
-def require_rule(wanted: Wanted, rule: Rule | None, options: Options, device: torch.device) -> None:
+def require_rule(wanted: OptimizerRequest, rule: UpdateRule | None, options: Options, device: torch.device) -> None:
     """Raise PipelineError if scratch tensors that are updated apart, divided by `rule`, get other values than together,
     if an early optimizer writes what belongs to all parameters, or if its step needs a closure. `options` are those of
     its groups. torch's own optimizers whose rule is known are not tried."""
@@ -50,7 +50,7 @@ def require_rule(wanted: Wanted, rule: Rule | None, options: Options, device: to
         raise PipelineError(_other_numbers(wanted, rule))
 
 
-def require_rule_for_dtensors(wanted: Wanted, options: Options, parameters: Iterable[Any]) -> None:
+def require_rule_for_dtensors(wanted: OptimizerRequest, options: Options, parameters: Iterable[Any]) -> None:
     """Raise PipelineError if DTensors get other values than whole tensors, or if the optimizer cannot update them, as
     scratch ones like the smallest of the `parameters` of each kind show. Every rank of their meshes must call it."""
     kinds: dict[Any, Any] = {}
@@ -83,7 +83,7 @@ def _distributed_as(like: Any, whole: torch.Tensor) -> Any:
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _scratch(rule: Rule | None, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _scratch(rule: UpdateRule | None, device: torch.device) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Tensors that are updated together, and the parts that are updated apart: of each its values, then a gradient for
     every update. A part begins at a multiple of the rule's block, and of no larger one."""
     generator = torch.Generator().manual_seed(0)
@@ -96,7 +96,7 @@ def _scratch(rule: Rule | None, device: torch.device) -> tuple[list[torch.Tensor
     return [draws], [draws[:, :cut], draws[:, cut:]]
 
 
-def _updated(wanted: Wanted, options: Options, scratch: Sequence[Any]) -> torch.Tensor:
+def _updated(wanted: OptimizerRequest, options: Options, scratch: Sequence[Any]) -> torch.Tensor:
     """The values of the scratch tensors after all updates, in one row for each group of options."""
     members = [[nn.Parameter(draws[0].clone()) for draws in scratch] for _ in options]
     optimizer = wanted.make([{**each, "params": own} for each, own in zip(options, members, strict=True)])
@@ -113,7 +113,7 @@ def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
-def _other_numbers(wanted: Wanted, rule: Rule) -> str:
+def _other_numbers(wanted: OptimizerRequest, rule: UpdateRule) -> str:
     name = wanted.kind.__name__
     remedy = "matrixwise = True if it needs whole parameters, blockwise = N if it works in blocks of N elements"
     return (
@@ -123,7 +123,7 @@ def _other_numbers(wanted: Wanted, rule: Rule) -> str:
     )
 
 
-def _needs_closure(wanted: Wanted) -> str:
+def _needs_closure(wanted: OptimizerRequest) -> str:
     return (
         f"{wanted.kind.__name__}.step() needs a closure, to compute gradients several times for one update, and would "
         "see the parameters of one rank only. A pipeline's optimizer updates once, from the gradients of a step: take "

@@ -15,7 +15,7 @@ from zbcompile.passes.option import is_real
 
 
 @dataclass(frozen=True)
-class Rule:
+class UpdateRule:
     """How an optimizer updates: each `block` of elements of a parameter by itself; 0: each parameter as a whole."""
 
     block: int
@@ -25,7 +25,7 @@ class Rule:
         return usual.get(self.block, f"in blocks of {self.block} elements")
 
 
-ELEMENTS, MATRICES = Rule(1), Rule(0)
+ELEMENTS, MATRICES = UpdateRule(1), UpdateRule(0)
 KNOWN = {
     **dict.fromkeys(("AdamW", "Adam", "SGD", "RMSprop", "Adagrad"), ELEMENTS),
     "Muon": MATRICES,  # torch 2.9 has it
@@ -40,7 +40,7 @@ def is_known(kind: type[Optimizer]) -> bool:
     return any(getattr(torch.optim, name, None) is kind for name in KNOWN)
 
 
-def rule_of(kind: type[Optimizer]) -> Rule | None:
+def rule_of(kind: type[Optimizer]) -> UpdateRule | None:
     """How an optimizer updates: as its class declares (`elementwise = True`, `matrixwise = True`, `blockwise = 64`), or
     as is known of torch's own; None if nothing is known. Raises PipelineError for a declaration that is none of these.
     """
@@ -54,10 +54,10 @@ def rule_of(kind: type[Optimizer]) -> Rule | None:
         raise PipelineError(f"{kind.__name__} says {found}; expected one of {DECLARE}.")
     if not said:
         return None
-    return MATRICES if "matrixwise" in said else Rule(block)
+    return MATRICES if "matrixwise" in said else UpdateRule(block)
 
 
-def require_divisible(kind: type[Optimizer], zero: int, mesh: Mesh) -> Rule:
+def require_divisible(kind: type[Optimizer], zero: int, mesh: Mesh) -> UpdateRule:
     """The rule by which the optimizer is divided. Raises PipelineError if it has none, or if there is no replica."""
     rule = rule_of(kind)
     if rule is None:
@@ -108,7 +108,7 @@ def divide_into_groups(
 
 
 @dataclass(frozen=True)
-class Wanted:
+class OptimizerRequest:
     """What was asked of `pipe.optimizer`, which explains every field."""
 
     kind: type[Optimizer]
@@ -165,7 +165,7 @@ def _is_list(given: Any) -> bool:
     return isinstance(given, list | tuple) and all(isinstance(each, Mapping) for each in given)
 
 
-def _require_known(wanted: Wanted) -> None:
+def _require_known(wanted: OptimizerRequest) -> None:
     if not (isinstance(wanted.kind, type) and issubclass(wanted.kind, Optimizer)):
         raise PipelineError(
             f"pipe.optimizer received {getattr(wanted.kind, '__name__', type(wanted.kind).__name__)}; expected a class "

@@ -22,7 +22,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Kept:
+class StoredTensorAsIs:
     """A tensor that is in a file as it is."""
 
     key: str
@@ -64,7 +64,7 @@ class Converted:
     shape: Shape
     target: str
     converter: Any
-    pieces: tuple[tuple[str, Kept], ...]
+    pieces: tuple[tuple[str, StoredTensorAsIs], ...]
     model: Any
 
     @property
@@ -77,7 +77,7 @@ class Converted:
         return _converted(self.target, self.converter, tensors, self.model)[self.name][part]
 
 
-Stored = Kept | Converted  # a tensor as files hold it
+Stored = StoredTensorAsIs | Converted  # a tensor as files hold it
 
 
 def stored_tensors(model: Any, files: Mapping[str, Any], loading: bool = False) -> dict[str, Stored]:
@@ -85,18 +85,18 @@ def stored_tensors(model: Any, files: Mapping[str, Any], loading: bool = False) 
     under the name in the file. `loading` lets the model keep the rules that it needed, for saving, as from_pretrained
     does. Raises PipelineError for pieces that do not fit together."""
     if not is_pretrained(model):
-        return {key: Kept(key, file) for key, file in files.items()}
+        return {key: StoredTensorAsIs(key, file) for key, file in files.items()}
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = get_model_conversion_mapping(model)
     names, found = model.state_dict(keep_vars=True), dict[str, Stored]()
-    groups: dict[str, list[tuple[str, Kept]]] = {}
+    groups: dict[str, list[tuple[str, StoredTensorAsIs]]] = {}
     for key in sorted(files, key=_natural):
         name, pattern = _renamed(key, rules, model.base_model_prefix, names)
         if name in names and pattern is not None:
-            groups.setdefault(name, []).append((pattern, Kept(key, files[key])))
+            groups.setdefault(name, []).append((pattern, StoredTensorAsIs(key, files[key])))
         elif name in names or not _is_ignored(name, model):
-            found[name if name in names else key] = Kept(key, files[key])
+            found[name if name in names else key] = StoredTensorAsIs(key, files[key])
     for name, pieces in groups.items():
         found |= _group(name, pieces, rules, model)
     if loading:
@@ -115,7 +115,7 @@ def _renamed(key: str, rules: list[Any], prefix: Any, names: dict[str, Any]) -> 
     return name, pattern
 
 
-def _group(target: str, pieces: list[tuple[str, Kept]], rules: list[Any], model: Any) -> dict[str, Stored]:
+def _group(target: str, pieces: list[tuple[str, StoredTensorAsIs]], rules: list[Any], model: Any) -> dict[str, Stored]:
     """The tensors that are made of the same pieces; tensors without memory tell their names and shapes."""
     converter = next(rule for rule in rules if pieces[0][0] in rule.source_patterns)
     described = [(pattern, piece.key, torch.empty(piece.shape, device="meta")) for pattern, piece in pieces]

@@ -17,7 +17,7 @@ SLOW = 3.0  # times longer than the fastest: what holds little because almost no
 
 
 @dataclass(frozen=True)
-class Row:
+class PlanRow:
     """One way to use the ranks, with `rows` of the batch per step, of so many `tokens` each. `exchange` is by how many
     seconds the sum of the gradients over the replicas prolongs the step. `best`: nothing is faster that takes less
     memory."""
@@ -49,7 +49,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Captured:
+class CapturedStep:
     """The step of one of `tensor` ranks that share every matrix, for a microbatch of so many `rows`, of so many
     `tokens` each; `measured` are the times of operations for `balance="measured"`."""
 
@@ -61,14 +61,14 @@ class Captured:
 
 
 def factorisations(
-    step: Captured,
+    step: CapturedStep,
     choices: Choices,
     ranks: int,
     batch: int | None,
     seconds: float,
     announce: Callable[[str], None],
     dimensions: Collection[str] = ("dp", "pp"),
-) -> tuple[list[Row], list[str]]:
+) -> tuple[list[PlanRow], list[str]]:
     """The rows for so many ranks altogether, and why other numbers of pipeline ranks are impossible.
 
     `batch` is the number of rows of a whole step over all replicas, by default four microbatches for each pipeline
@@ -77,7 +77,7 @@ def factorisations(
     places = ranks // step.tensor
     least, most = 1 if "dp" in dimensions else places, places if "pp" in dimensions else 1
     sizes = [size for size in range(least, most + 1) if places % size == 0]
-    found: list[Row] = []
+    found: list[PlanRow] = []
     impossible: list[str] = []
     hardware, choices = choices.hardware, on_mesh(choices, step.tensor)
     priced = Priced(step.drawn, choices, step.measured)
@@ -90,7 +90,7 @@ def factorisations(
             for choice in search.run(seconds / len(sizes), announce):
                 exchange = _exchange(choice, search, replicas, ring)
                 choice = replace(choice, layout=replace(choice.layout, replicas=replicas, tensor=step.tensor))
-                found.append(Row(choice, search.microbatches * step.rows * replicas, step.tokens, exchange))
+                found.append(PlanRow(choice, search.microbatches * step.rows * replicas, step.tokens, exchange))
         except (PartitionError, ScheduleError) as error:
             first, *more = str(error).split("; ")[0].splitlines()  # of several reasons one, with what is missing
             impossible.append(f"{beside}pp={size}: {first}{''.join(f': {each.strip()}' for each in more[:1])}")
@@ -108,7 +108,7 @@ def on_mesh(choices: Choices, tensor: int) -> Choices:
 
 
 def _search(
-    step: Captured,
+    step: CapturedStep,
     costs: Mapping[Barriers, LinePrices],
     choices: Choices,
     replicas: int,
@@ -134,7 +134,7 @@ def _exchange(choice: Choice, search: LayoutSearch, replicas: int, ring: Connect
     return max(0.0, max(map(sum, zip(ends, sums, strict=True))) - max(ends))
 
 
-def ranked(rows: Iterable[Row]) -> list[Row]:
+def ranked(rows: Iterable[PlanRow]) -> list[PlanRow]:
     """The fastest first. The best in their way take less memory than all that are faster, and are not slower than
     any machine would be used for."""
     found, least = sorted(rows, key=lambda row: (-rounded(row.rate), row.peak)), float("inf")

@@ -19,7 +19,7 @@ from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.hardware.hardware import Connection
 from zbcompile.planning.choose_schedule import fit_to_count
 from zbcompile.planning.planner import CLOSE, decide, order_by_graphs, pass_seconds, reordered
-from zbcompile.planning.trial_steps import Trial
+from zbcompile.planning.trial_steps import TrialProgram
 from zbcompile.program.choice import Choice
 from zbcompile.program.program import Program
 from zbcompile.schedules import Schedule, ScheduleError
@@ -170,7 +170,7 @@ class LayoutTrials:
             try:
                 orders = self._compiled(choice, len(finalists))
                 microbatch = self.microbatch(choice.layout.microbatches)
-                trial = Trial(orders[0], microbatch, self.model, self.options, self.ranks)
+                trial = TrialProgram(orders[0], microbatch, self.model, self.options, self.ranks)
                 tried += self._timed(trial, orders[:1])
             except CompileError:
                 if not tried:
@@ -190,7 +190,7 @@ class LayoutTrials:
         plans = [each.plan for each in (chosen, *others) if each.plan is not None]
         return replace(chosen, plan=replace(plans[0], tried=tuple(each.tried[0] for each in plans)))
 
-    def _timed(self, trial: Trial, orders: Sequence[Program]) -> list[Program]:
+    def _timed(self, trial: TrialProgram, orders: Sequence[Program]) -> list[Program]:
         """Steps in several orders of the same graphs; the plan of each program says what they took."""
         plans = [order.plan for order in orders if order.plan is not None]
         with self.ranks.watch.position.turn_to(f"steps on trial: {'; '.join(plan.way for plan in plans)}"):

@@ -14,7 +14,7 @@ from zbcompile.compiler.prices import LinePrices
 from zbcompile.compiler.vocabulary_sharding import WORTH
 from zbcompile.passes.compile_options import Barriers, Choices, Policy, Recompute
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.partition.balance import Row, best_cuts, heaviest_piece
+from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
 from zbcompile.planning.search_cache import best_name_of, cached_search
@@ -219,7 +219,7 @@ class LayoutSearch:
             totals = prices.held_before(recompute)
             ranks_of = [parsed.rank(stage) for stage in range(parsed.stages)]
             edges = [0, *places_of(prices.line, self.choices.boundary_bytes), len(prices.line.nodes)]
-            best = best_cuts(Row(totals, ranks_of, heaviest_piece(totals, edges)), edges)
+            best = best_cuts(LoadRow(totals, ranks_of, heaviest_piece(totals, edges)), edges)
             self._edges[key] = best and best[1]
         return self._edges[key]
 

@@ -12,8 +12,8 @@ from torch.fx import Node
 from zbcompile.compiler.block_prices import Made
 from zbcompile.compiler.compile_model import Drawn, whole_of
 from zbcompile.compiler.paired_schedule import in_order
-from zbcompile.compiler.prices import LinePrices, Shard
-from zbcompile.compiler.vocabulary_sharding import Sharding, tiling_of
+from zbcompile.compiler.prices import LinePrices, ShardPrice
+from zbcompile.compiler.vocabulary_sharding import VocabularySharding, tiling_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.hardware.hardware import Connection
@@ -124,7 +124,7 @@ class Priced:
         return LinePrices(drawn.canonical, drawn.line, self.choices, measured, behind, self._made, link=link)
 
 
-def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices, vocab: Barriers) -> Shard:
+def _shard(sharding: VocabularySharding, seconds: float, ranks: int, choices: Choices, vocab: Barriers) -> ShardPrice:
     """An equal part of the output layer and of the embedding that is sharded beside it."""
     head = sharding.head
     logits = head.logits // ranks * head.dtype.itemsize
@@ -136,7 +136,7 @@ def _shard(sharding: Sharding, seconds: float, ranks: int, choices: Choices, voc
     parameters = sum(size for name, size in sizes[0].items() if name not in sizes[1]) / ranks
     third, scans = seconds / 3, 1 if vocab == 2 else 2  # of three products S makes two with one barrier
     output = next(iter(sharding.gradient.values())).nbytes
-    return Shard(scans * third, (3 - scans + (not kept)) * third, logits * kept, parameters, output)
+    return ShardPrice(scans * third, (3 - scans + (not kept)) * third, logits * kept, parameters, output)
 
 
 def _trains(node: Node) -> bool:

@@ -42,7 +42,7 @@ class StepTimes(NamedTuple):
         return f"{self.median:.4g} s ({self.shortest:.4g} to {self.longest:.4g} s)"
 
 
-class Trial:
+class TrialProgram:
     """A program bound to tensors like the model's, and equal microbatches for it. The model itself is only read: a
     trial shares its parameters, copies its buffers, and fills with random numbers what is on the meta device."""
 

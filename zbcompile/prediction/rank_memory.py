@@ -31,7 +31,7 @@ from zbcompile.schedules.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)
-class Memory:
+class RankMemory:
     """Bytes of one rank. `activations` and `messages` are the most of each at any moment of a step, `peak` the most of
     all together, which need not be their sum. Not predicted: what the allocator rounds up and cannot use in fragments,
     what kernels and libraries take for themselves, the user's batch.
@@ -58,14 +58,14 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Sharding:
+class ReplicaSharding:
     """How many replicas hold the same parameters, and what they divide: as `zero` of `pipe.optimizer`."""
 
     replicas: int = 1
     zero: int = 0
 
 
-ALONE = Sharding()
+ALONE = ReplicaSharding()
 
 
 class Held(NamedTuple):
@@ -89,9 +89,9 @@ def rank_memories(
     program: Program,
     costs: Costs,
     model: Mapping[str, torch.Tensor],
-    sharding: Sharding = ALONE,
+    sharding: ReplicaSharding = ALONE,
     running: Mapping[str, Sequence[int]] | None = None,
-) -> tuple[Memory, ...]:
+) -> tuple[RankMemory, ...]:
     """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program, and
     `running` those of its passes, if they are known already (`running_bytes`)."""
     moments = partial(_moments, program, costs, running or running_bytes(program), model)
@@ -110,7 +110,7 @@ def running_bytes(program: Program) -> dict[str, tuple[int, ...]]:
 
 
 def complete_peak(
-    program: Program, model: Mapping[str, torch.Tensor], sharding: Sharding = ALONE
+    program: Program, model: Mapping[str, torch.Tensor], sharding: ReplicaSharding = ALONE
 ) -> Callable[[Timeline], float]:
     """What the fullest rank of `program` holds altogether under the schedule of a timeline."""
     running = cache(partial(running_bytes, program))
@@ -124,8 +124,8 @@ def complete_peak(
 
 
 def _memory(
-    rank: int, program: Program, moments: list[Held], model: Mapping[str, torch.Tensor], sharding: Sharding
-) -> Memory:
+    rank: int, program: Program, moments: list[Held], model: Mapping[str, torch.Tensor], sharding: ReplicaSharding
+) -> RankMemory:
     held = list(_resident(rank, program, model))
     trained = [(value, share) for value, share, trains in held if trains]
     sums = [share * gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v, share in trained]
@@ -139,7 +139,7 @@ def _memory(
     last = moments[-1]
     communicators = communicators_of(program, rank, replicas).bytes
     stays = parameters + gradients + state + communicators
-    return Memory(
+    return RankMemory(
         parameters=int(parameters),
         gradients=int(gradients + parts + last.sums),
         optimizer_state=int(state),

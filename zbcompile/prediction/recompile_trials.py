@@ -17,7 +17,7 @@ PeakOf = Callable[[Program | None], Peak]  # what the fullest rank holds of a pr
 
 
 @dataclass(frozen=True)
-class Trial:
+class Recompilation:
     """One compilation: `change` in words, `option` as it is written on the command line, the schedules to try on it."""
 
     change: str
@@ -60,7 +60,9 @@ def _costs_like(costs: Costs, predicted: Costs, fused: bool) -> Callable[[Progra
     return lambda program: replace(predicted_costs(program, fused, factors), **links)
 
 
-def _judged(trial: Trial, program: Program, costs: Costs, before: Timeline, peak_of: PeakOf) -> list[Alternative]:
+def _judged(
+    trial: Recompilation, program: Program, costs: Costs, before: Timeline, peak_of: PeakOf
+) -> list[Alternative]:
     """Those of the trial's schedules, which have the same stages, that nothing beats in both time and memory."""
     whole, now = peak_of(program), peak_of(None)(before)
 
@@ -73,22 +75,22 @@ def _judged(trial: Trial, program: Program, costs: Costs, before: Timeline, peak
     return front(map(judged, trial.schedules))
 
 
-def _trials(program: Program) -> Iterator[Trial]:
+def _trials(program: Program) -> Iterator[Recompilation]:
     schedule, choices = program.schedule, program.choices
     here = (schedule,)
     if choices.recompute != "full":
         more = replace(choices, recompute="full")
-        yield Trial("B recomputes everything of F", "--recompute full", here, more)
+        yield Recompilation("B recomputes everything of F", "--recompute full", here, more)
     if any(stage.recomputed for stage in program.stages):
-        yield Trial("B recomputes nothing of F", "--recompute off", here, replace(choices, recompute="off"))
+        yield Recompilation("B recomputes nothing of F", "--recompute off", here, replace(choices, recompute="off"))
     if choices.vocab == "off" and not choices.exact:
-        yield Trial("output layer sharded over all ranks", "--vocab 1", here, replace(choices, vocab=1))
+        yield Recompilation("output layer sharded over all ranks", "--vocab 1", here, replace(choices, vocab=1))
     if choices.balance != "flops":
-        yield Trial("cut into equal FLOPs", "--balance flops", here, replace(choices, balance="flops"))
+        yield Recompilation("cut into equal FLOPs", "--balance flops", here, replace(choices, balance="flops"))
     yield from _other_placements(schedule, choices)
 
 
-def _other_placements(schedule: Schedule, choices: Choices) -> Iterator[Trial]:
+def _other_placements(schedule: Schedule, choices: Choices) -> Iterator[Recompilation]:
     """The schedules that cut the model otherwise, by their stages. Of those with two copies of the model none."""
     by_placement: dict[Placement, list[Schedule]] = {}
     for name in names():
@@ -102,7 +104,7 @@ def _other_placements(schedule: Schedule, choices: Choices) -> Iterator[Trial]:
         cut = f"{placement.stages} stages, {_KINDS[placement.kind]}"
         given = choices if isinstance(choices.balance, str) else replace(choices, balance="flops")
         given = replace(given, recompute="hints") if isinstance(given.recompute, tuple) else given
-        yield Trial(cut, f"schedules of {cut}", tuple(others), given)
+        yield Recompilation(cut, f"schedules of {cut}", tuple(others), given)
 
 
 _KINDS = {"linear": "one a rank", "looped": "in turn on the ranks", "v": "down the ranks and up again"}

@@ -7,7 +7,7 @@ from typing import Any
 
 from zbcompile.distributed.clocks import Clock
 from zbcompile.program.program import Program
-from zbcompile.program.step_record import Span, StepRecord
+from zbcompile.program.step_record import RecordedSpan, StepRecord
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.schedules.ir.actions import SENDS, Action
 from zbcompile.schedules.ir.dependencies import target, travels_as
@@ -21,7 +21,7 @@ class Seen:
 
     begin: float
     end: float
-    timed: dict[int, list[Span]]
+    timed: dict[int, list[RecordedSpan]]
     held: dict[int, list[int]]
     sent: dict[int, int]
 
@@ -68,7 +68,8 @@ class ActionTimes:
         """Waits for the device. The times are on a clock that this process's clock is `ahead` of."""
         at = self.clock.seconds
         timed = {
-            r: [Span(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in found] for r, found in self.marks.items()
+            r: [RecordedSpan(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in found]
+            for r, found in self.marks.items()
         }
         return Seen(self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent)
 
@@ -77,7 +78,7 @@ def make_record(times: ActionTimes, parts: Sequence[Seen], in_process: bool) -> 
     """One record of what all processes have seen, on one clock."""
     started = min(part.begin for part in parts)
     timed = _merged([part.timed for part in parts])
-    spans = {r: [Span(a, s - started, e - started) for a, s, e in found] for r, found in timed.items()}
+    spans = {r: [RecordedSpan(a, s - started, e - started) for a, s, e in found] for r, found in timed.items()}
     return StepRecord(
         spans=spans,
         held_bytes=_merged([part.held for part in parts]),

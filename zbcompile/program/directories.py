@@ -19,7 +19,7 @@ from zbcompile.distributed.ranks import LocalRanks, Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import has_values, on_meta
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.serialization.graph_modules import Reading
+from zbcompile.passes.serialization.graph_modules import GraphReading
 from zbcompile.program.consistency import require_consistent, require_whole
 from zbcompile.program.manifest import (
     AGAIN,
@@ -213,7 +213,7 @@ def _read_part(
     index = reader.json(rank_file(rank, RANK))
     with reader.understanding(rank_file(rank, TENSORS)):
         tensors = tensors_from_file(index, reader.bytes(rank_file(rank, TENSORS)), device)
-    reading, pieces = Reading(device, tensors, operators), {}
+    reading, pieces = GraphReading(device, tensors, operators), {}
     for stem, number in graph_files(program, rank).items():
         with reader.understanding(rank_file(rank, f"{stem}.json")):
             pieces[stem] = pieces_from_data(stem, number, reader.json(rank_file(rank, f"{stem}.json")), reading)

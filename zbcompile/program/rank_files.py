@@ -13,7 +13,7 @@ from zbcompile.model.model_info import Member, has_values
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.serialization.graph_modules import (
-    Reading,
+    GraphReading,
     foreign_operators,
     piece_from_data,
     piece_to_data,
@@ -147,7 +147,7 @@ def tensors_from_file(index: dict[str, Any], content: bytes, device: torch.devic
     return {name: _laid_out(tensor.to(device), index["strides"][name]) for name, tensor in load(content).items()}
 
 
-def pieces_from_data(stem: str, number: int, data: dict[str, Any], reading: Reading) -> Pieces:
+def pieces_from_data(stem: str, number: int, data: dict[str, Any], reading: GraphReading) -> Pieces:
     """The graphs that `files_of` wrote to the file of this stem; `number` is that of `graph_files`."""
     for name in data["pieces"]:
         require_name(name)

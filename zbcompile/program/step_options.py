@@ -6,7 +6,7 @@ from typing import Any
 
 from zbcompile.model.batch_split import Split
 from zbcompile.model.placements import Placements, read_placements
-from zbcompile.passes.option import Kind, OptionFields, accept, one_of, option, options, whole
+from zbcompile.passes.option import OptionFields, OptionKind, accept, one_of, option, options, whole
 
 
 def _read_split(given: Any) -> dict[str, bool | int]:
@@ -23,12 +23,12 @@ def _split_from_text(text: str) -> tuple[str, bool | int]:
     return name, int(answer) if answer.isdecimal() else answer == "yes"
 
 
-SPLIT = Kind(
+SPLIT = OptionKind(
     _read_split,
     'a mapping of inputs to False, True or the dimension to cut, such as {"mask": False}',
     {"metavar": "INPUT=yes|no|DIM", "type": _split_from_text, "action": "append"},
 )
-PLACEMENTS = Kind(
+PLACEMENTS = OptionKind(
     read_placements,
     'a mapping of name patterns to "replicate", "partial" or "shard" along "tp", "cp" or "ep", such as '
     '{"*norm*": {"tp": "partial"}}',

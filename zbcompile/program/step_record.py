@@ -33,7 +33,7 @@ from zbcompile.tables import Figure, grid
 from zbcompile.untrusted_text import VALUES, parse_json, read_text
 
 
-class Span(NamedTuple):
+class RecordedSpan(NamedTuple):
     """One action with its start and end in seconds since the step began."""
 
     action: str
@@ -41,7 +41,7 @@ class Span(NamedTuple):
     end: float
 
 
-Spans = Mapping[int, Sequence[Span]]
+Spans = Mapping[int, Sequence[RecordedSpan]]
 
 
 def mean_seconds(spans: Spans, middle: Callable[[Iterable[float]], float] = mean) -> dict[tuple[str, int], float]:
@@ -88,7 +88,7 @@ def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timelin
     return Timeline(schedule, costs, Outcome(begin, end, [], {}, events), peak_memory(schedule, costs))
 
 
-def _time_of(step: Step, rank: int, by_name: Mapping[str, Span]) -> tuple[float, float]:
+def _time_of(step: Step, rank: int, by_name: Mapping[str, RecordedSpan]) -> tuple[float, float]:
     """Of a pair: from the beginning of its forward to the end of its backward."""
     actions = flatten((step,))
     missing = next((action for action in actions if str(action) not in by_name), None)
@@ -112,7 +112,7 @@ class StepRecord:
     the manifest of the program that it was compiled to. `print(pipe.last_step)` shows where the time of each rank went.
     """
 
-    spans: dict[int, list[Span]]
+    spans: dict[int, list[RecordedSpan]]
     held_bytes: dict[int, list[int]]
     bytes_sent: dict[int, int]
     step_time: float
@@ -252,10 +252,10 @@ def _record(data: dict[str, Any]) -> StepRecord:
     )
 
 
-def _span(action: Any, start: Any, end: Any) -> Span:
+def _span(action: Any, start: Any, end: Any) -> RecordedSpan:
     _require(type(action) is str, action, "an action")
     _require(_seconds(start) <= _seconds(end), start, f"a start before {end}")
-    return Span(action, start, end)
+    return RecordedSpan(action, start, end)
 
 
 def _seconds(value: Any) -> float:

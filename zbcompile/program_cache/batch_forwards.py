@@ -7,14 +7,14 @@ from torch import nn
 from zbcompile.compiler.inference import Computation, Frame, compile_forward
 from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Batch
-from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.program import Program, call_of, listed
 
 
 def compile_forwards(
-    model: nn.Module, batch: Batch, count: int, wanted: Computation, frame: Frame, given: Given | None = None
+    model: nn.Module, batch: Batch, count: int, wanted: Computation, frame: Frame, given: ForeignAnswers | None = None
 ) -> tuple[Program, ...]:
     """The programs of the microbatches of this batch, with the batch's own answers to what forward asks, or those
     `given`; each is right for batches that answer as the `guards` of the first one say.

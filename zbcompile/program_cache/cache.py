@@ -21,7 +21,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.batch import Microbatch
 from zbcompile.passes.capture.attention_kernels import attention_kernels
 from zbcompile.passes.capture.guards import Guards, read_answers
-from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.capture.training_step import Kept
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.passes.values.premises import Standing
@@ -212,7 +212,7 @@ class ProgramCache:
     def capture(
         self,
         what: str,
-        capture: Callable[[Given | None], Capture],
+        capture: Callable[[ForeignAnswers | None], Capture],
         guards_of: Callable[[Capture], Guards | None],
         leads: bool,
     ) -> Capture:

@@ -25,7 +25,7 @@ from zbcompile.model.placements import SHARD, along, placement_of
 from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.options import Options, is_searched
 from zbcompile.passes.capture.guards import Guards
-from zbcompile.passes.capture.questions import Given
+from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
@@ -52,7 +52,7 @@ Graphs = tuple[BoundGraphs, ...]
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ProgramRequest:
     """What is compiled, together with all ranks, if the cache has nothing right: for `what`, in words, and under `key`,
     which changes if forward installs hooks when it first runs. `make` is given the entries for other answers, which of
     this rank's microbatches has new ones (None: none has), and what has changed since the last entry; it returns the
@@ -140,11 +140,11 @@ class Programs(BoundPrograms):
                 f"the program was compiled for microbatches of {listed(self.saved.call)}; received "
                 f"{listed(call_of(first))}. Pass such batches, or compile and save a program for these."
             )
-        wanted = Wanted(f"microbatches of {first.summary()}", key, partial(self._make_step, microbatches))
+        wanted = ProgramRequest(f"microbatches of {first.summary()}", key, partial(self._make_step, microbatches))
         return self._find(wanted, [each.tensors for each in microbatches])
 
     def _find(
-        self, wanted: Wanted, microbatches: Sequence[Mapping[str, torch.Tensor]]
+        self, wanted: ProgramRequest, microbatches: Sequence[Mapping[str, torch.Tensor]]
     ) -> tuple[list[Entry], list[Entry]]:
         def add(new: int | None, known: Sequence[Entry]) -> None:
             if self.saved is not None:
@@ -153,7 +153,7 @@ class Programs(BoundPrograms):
 
         return self.cache.find(wanted.key, microbatches, add)
 
-    def _add(self, wanted: Wanted, known: Sequence[Entry], new: int | None) -> None:
+    def _add(self, wanted: ProgramRequest, known: Sequence[Entry], new: int | None) -> None:
         """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it."""
         change = self.cache.change(wanted.key())
         what = f"compiling {wanted.what}" + f" (on this rank, of {change})" * bool(change)
@@ -267,7 +267,7 @@ class Programs(BoundPrograms):
     def drawn(self, microbatch: Microbatch, leads: bool) -> Drawn:
         """The captured step, with the same answers on all ranks."""
 
-        def draw(given: Given | None) -> Drawn:
+        def draw(given: ForeignAnswers | None) -> Drawn:
             undecided = is_searched(self._options) and not self.trains and self.decided is None
             schedule = None if undecided else self.schedule
             step = self._model, microbatch, self._options.loss, self._choices(), schedule
@@ -360,7 +360,7 @@ class Programs(BoundPrograms):
         if self.program is not None:
             self.require_same_model()
         task = batch, wanted, count or self.schedule.microbatches
-        made = Wanted(
+        made = ProgramRequest(
             f"{wanted.computes} for {batch.whole.summary()}",
             partial(self._forward_key, *task),
             partial(self._make_forwards, *task),
@@ -395,7 +395,7 @@ class Programs(BoundPrograms):
         if change and self.ranks.is_first:
             print(f"zbcompile: compiling {wanted.computes} again for {change}.")
 
-        def compile_(given: Given | None) -> tuple[Program, ...]:
+        def compile_(given: ForeignAnswers | None) -> tuple[Program, ...]:
             with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
                 return compile_forwards(self._model, batch, count, wanted, self._frame, given)
 

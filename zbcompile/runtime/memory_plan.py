@@ -157,7 +157,7 @@ def plan_memory(
 ) -> MemoryPlan:
     """Places for all that the instructions of a rank make. `program_of` has the stage that an action runs, `shared`
     the parameters whose gradients wait for other stages."""
-    values = _Values(program_of, shared)
+    values = _ValuePlaces(program_of, shared)
     for first, *others in instructions:
         for instruction in (first, *others[1:], *others[:1]):  # a pair's messages leave in its middle
             values.follow(instruction)
@@ -180,7 +180,7 @@ Span = list[int]  # of a value: its bytes, and the moments in which it is made a
 Held = int | None  # the number of a value, None for one that stays from step to step
 
 
-class _Values:
+class _ValuePlaces:
     """Follows the values of a rank through its actions. Each operation is a moment, and so is what is around them."""
 
     def __init__(self, program_of: Callable[[Action], StageProgram], shared: Set[str]) -> None:

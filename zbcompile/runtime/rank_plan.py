@@ -22,7 +22,7 @@ from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
 from zbcompile.runtime.overlapped_pairs import make_pairs
-from zbcompile.runtime.stage_plan import AFTER, Arrival, CompiledStage, arrivals_of
+from zbcompile.runtime.stage_plan import AFTER, ArrivalUses, CompiledStage, arrivals_of
 from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, RECEIVES, SENDS, Action, Pair, Step, flatten
 from zbcompile.schedules.ir.dependencies import SEND_OF, travels_as
 from zbcompile.schedules.ir.schedule import Lowered
@@ -133,7 +133,7 @@ def assign_buffers(
     program: Program, rank: int, stage_of: Callable[[Action], Receiver]
 ) -> dict[Action, tuple[Buffer, ...]]:
     """A buffer for every tensor of every receive; each comes back after its last reader, in the order of actions."""
-    arrivals: dict[int, dict[str, tuple[Arrival, ...]]] = {}  # by what runs, of which there is little
+    arrivals: dict[int, dict[str, tuple[ArrivalUses, ...]]] = {}  # by what runs, of which there is little
     free: dict[TensorSpec, list[int]] = defaultdict(list)
     made: dict[TensorSpec, int] = defaultdict(int)
     live: dict[tuple[int, int], list[tuple[Buffer, frozenset[str]]]] = defaultdict(list)
@@ -155,7 +155,7 @@ def assign_buffers(
     return assigned
 
 
-def _take_buffer(arrival: Arrival, free: dict[TensorSpec, list[int]], made: dict[TensorSpec, int]) -> Buffer:
+def _take_buffer(arrival: ArrivalUses, free: dict[TensorSpec, list[int]], made: dict[TensorSpec, int]) -> Buffer:
     spec = TensorSpec(*arrival.spec[:4])  # whether a gradient comes back does not change the memory
     if arrival.escapes:
         return Buffer(spec, -1)
@@ -165,13 +165,13 @@ def _take_buffer(arrival: Arrival, free: dict[TensorSpec, list[int]], made: dict
     return Buffer(spec, free[spec].pop())
 
 
-def arrivals_at(stage: Receiver) -> dict[str, tuple[Arrival, ...]]:
+def arrivals_at(stage: Receiver) -> dict[str, tuple[ArrivalUses, ...]]:
     """What arrives at a stage; generator state comes last and is used up by F."""
     arrivals = arrivals_of(stage.program)
     if not stage.generator_arrives:
         return arrivals
     size = gpu.generator_state(stage.device).numel()
-    state = Arrival(TensorSpec((size,), (1,), "uint8", str(stage.device)), frozenset("F"), escapes=False)
+    state = ArrivalUses(TensorSpec((size,), (1,), "uint8", str(stage.device)), frozenset("F"), escapes=False)
     return {**arrivals, "F": (*arrivals["F"], state)}
 
 

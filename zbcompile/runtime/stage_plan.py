@@ -172,7 +172,7 @@ def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
 
 
 @dataclass(frozen=True)
-class Arrival:
+class ArrivalUses:
     """The uses of a tensor that arrives: the passes that read it, or a view of it; `escapes` if it is passed on."""
 
     spec: TensorSpec
@@ -180,7 +180,7 @@ class Arrival:
     escapes: bool
 
 
-def arrivals_of(program: StageProgram) -> dict[str, tuple[Arrival, ...]]:
+def arrivals_of(program: StageProgram) -> dict[str, tuple[ArrivalUses, ...]]:
     """What arrives in `F` and in `B`, in the order in which it travels.
 
     A graph may keep what arrived, or a view of it, for a later pass, or pass it on (a skip connection): its memory is
@@ -191,7 +191,7 @@ def arrivals_of(program: StageProgram) -> dict[str, tuple[Arrival, ...]]:
     return {"F": forward, "B": backward}
 
 
-def _arrival(program: StageProgram, slot: Slot, spec: TensorSpec) -> Arrival:
+def _arrival(program: StageProgram, slot: Slot, spec: TensorSpec) -> ArrivalUses:
     aliases, escapes = {slot}, False
     pieces = {name: program.pieces[name] for name in AFTER if name in program.pieces}
     for piece in pieces.values():
@@ -201,4 +201,4 @@ def _arrival(program: StageProgram, slot: Slot, spec: TensorSpec) -> Arrival:
         same = [result for result, node in results if storage_key(node.meta["val"]) in keys]
         aliases |= {result for result in same if result.kind == "saved"}
         escapes |= any(result.kind != "saved" for result in same)
-    return Arrival(spec, frozenset(name for name in pieces if aliases & set(pieces[name].inputs)), escapes)
+    return ArrivalUses(spec, frozenset(name for name in pieces if aliases & set(pieces[name].inputs)), escapes)

@@ -38,7 +38,7 @@ from zbcompile.runtime.rank_plan import RankPlan
 from zbcompile.runtime.slices import LATE
 from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
 from zbcompile.runtime.stage_run import StageRun
-from zbcompile.runtime.vocabulary_collectives import Shard
+from zbcompile.runtime.vocabulary_collectives import ShardStep
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules.ir.actions import EXCHANGES, Action
 from zbcompile.schedules.ir.kinds import KINDS
@@ -91,7 +91,7 @@ class StepRun:
             if vocabulary is not None and collectives is not None:
                 runs |= self._shards(vocabulary, plan.rank, reduction.gradients)
                 number = self.program.stages_of(plan.rank)[0]
-                collectives.shards[plan.rank] = Shard(number, runs[SHARD], runs.get(LOOKUPS))
+                collectives.shards[plan.rank] = ShardStep(number, runs[SHARD], runs.get(LOOKUPS))
             self.runs.append(RankRun(plan, runs, transport, self.ranks.watch.position, observe, collectives, once=self))
 
     def _stages(self, rank: int, gradients: Gradients) -> dict[int, StageRun]:

@@ -134,7 +134,7 @@ class OverGroup:
 
 
 @dataclass
-class Shard:
+class ShardStep:
     """A rank's shard during one step: its passes, and those of its rows of the embedding. `stage` names it.
 
     Gradients of looked up rows arrive with SPREAD and wait in `spread` until a collective that was posted after it is
@@ -168,7 +168,7 @@ class Arrived:
     """Waits for a collective, and adds the gradients of rows that SPREAD has brought before it."""
 
     complete: Job
-    shard: Shard
+    shard: ShardStep
     before: int
 
     def wait(self) -> None:
@@ -184,7 +184,7 @@ class Collectives:
     ends: Ends
     carrier: InProcess | OverGroup
     transport: Transport
-    shards: dict[int, Shard] = field(default_factory=dict)
+    shards: dict[int, ShardStep] = field(default_factory=dict)
 
     def post(self, op: str, rank: int, microbatch: int) -> None:
         """Let a rank take part in a collective."""
@@ -216,7 +216,7 @@ class Collectives:
         if rank == self.ends.first and op == LOOKUP:
             yield Message(op, 0, microbatch)
 
-    def _held(self, shard: Shard, microbatch: int) -> list[torch.Tensor]:
+    def _held(self, shard: ShardStep, microbatch: int) -> list[torch.Tensor]:
         boxes = [each for each in self.transport.boxes.items() if each[0].kind not in (F, B)]
         messages = [value for message, found in boxes if message.microbatch == microbatch for value in found]
         return [*shard.held(microbatch), *messages]

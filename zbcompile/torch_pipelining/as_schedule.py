@@ -42,7 +42,7 @@ class ScheduleLike:
 
     def __init__(self, pipe: Steps) -> None:
         self._pipe = pipe
-        self._known: Given | None = None
+        self._known: StepInputs | None = None
 
     def step(
         self,
@@ -67,10 +67,10 @@ class ScheduleLike:
         """
         target, target_mbs = _with_arguments(loss_kwargs, target, target_mbs)
         split = (arg_mbs, kwarg_mbs, target_mbs) != (None, None, None)
-        whole = Given([args] if args else None, [kwargs] if kwargs else None, None if target is None else [target])
+        whole = StepInputs([args] if args else None, [kwargs] if kwargs else None, None if target is None else [target])
         if split and whole != (None, None, None):
             raise PipelineError("the step received a batch and split microbatches. Pass one of them.")
-        given = Given(arg_mbs, kwarg_mbs, target_mbs) if split else whole
+        given = StepInputs(arg_mbs, kwarg_mbs, target_mbs) if split else whole
         if self._known is None:
             known = self._shared(given)
             self._with(self._pipe.compile, known, split, return_outputs=return_outputs)
@@ -82,7 +82,7 @@ class ScheduleLike:
         self._fill(losses, found)
         return output if self._is_last else None
 
-    def _with(self, run: Callable[..., Any], given: "Given", split: bool, **options: Any) -> Any:
+    def _with(self, run: Callable[..., Any], given: "StepInputs", split: bool, **options: Any) -> Any:
         if split:
             return run(microbatches=given.microbatches(), **options)
         ((args, kwargs, target),) = given.microbatches()
@@ -98,7 +98,7 @@ class ScheduleLike:
     ) -> Any:
         """The model's output for one batch, on the last rank (None elsewhere), and with a target its losses."""
         target, _ = _with_arguments(loss_kwargs, target, None)
-        given = Given([args] if args else None, [kwargs] if kwargs else None, None if target is None else [target])
+        given = StepInputs([args] if args else None, [kwargs] if kwargs else None, None if target is None else [target])
         ((args, kwargs, target),) = self._shared(given).microbatches()
         if self._known is None and target is not None:  # a first step would have to place the parameters
             self._pipe.compile(*args, target=target, return_outputs=True, **kwargs)
@@ -121,14 +121,14 @@ class ScheduleLike:
         if losses is not None and self._is_last:
             losses[:] = found
 
-    def _shared(self, given: "Given") -> "Given":
+    def _shared(self, given: "StepInputs") -> "StepInputs":
         """Inputs, every keyword and target, each from the first rank that passed it."""
-        found = Given(None, None, None)
+        found = StepInputs(None, None, None)
         for each in self._pipe.ranks.gather_here(given):
             found = found.over(each)
         return found
 
-    def _require_known_shapes(self, given: "Given") -> None:
+    def _require_known_shapes(self, given: "StepInputs") -> None:
         known = self._known or given
         names = [set(kwargs) for kwargs in given.kwargs or ()]
         passed = [{n: v for n, v in k.items() if n in own} for k, own in zip(known.kwargs or (), names, strict=False)]
@@ -140,7 +140,7 @@ class ScheduleLike:
                     "another pipe.as_schedule()."
                 )
 
-    def _require_what_is_read(self, given: "Given") -> None:
+    def _require_what_is_read(self, given: "StepInputs") -> None:
         passed = (given.args, given.kwargs, given.targets)
         absent = [name for name, own in zip(("args", "kwargs", "target"), passed, strict=True) if own is None]
         own = {name for kwargs in given.kwargs or () for name in kwargs}
@@ -152,19 +152,19 @@ class ScheduleLike:
                 )
 
 
-class Given(NamedTuple):
+class StepInputs(NamedTuple):
     """What a rank passes, by microbatches (a whole batch counts as one); None for what it does not pass."""
 
     args: Sequence[tuple[Any, ...]] | None
     kwargs: Sequence[dict[str, Any]] | None
     targets: Sequence[Any] | None
 
-    def over(self, other: "Given") -> "Given":
+    def over(self, other: "StepInputs") -> "StepInputs":
         """This, completed by another."""
         pairs = zip(other.kwargs or (), self.kwargs or (), strict=True) if other.kwargs and self.kwargs else ()
         kwargs = [{**theirs, **own} for theirs, own in pairs] or self.kwargs or other.kwargs
         first, last = (own if own is not None else its for own, its in zip(self[::2], other[::2], strict=True))
-        return Given(first, kwargs, last)
+        return StepInputs(first, kwargs, last)
 
     def microbatches(self) -> list[tuple[Any, ...]]:
         """`(args, kwargs, target)` of each."""

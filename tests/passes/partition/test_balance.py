@@ -6,19 +6,19 @@ from itertools import combinations, pairwise
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from zbcompile.passes.partition.balance import CHUNK_SHARE, PIECE_SLACK, Row, best_cuts, heaviest_piece
+from zbcompile.passes.partition.balance import CHUNK_SHARE, PIECE_SLACK, LoadRow, best_cuts, heaviest_piece
 from zbcompile.schedules.ir.placement import Placement
 
 LOADS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 60)), min_size=1, max_size=13)
 PLACEMENTS = [Placement("linear", 3), Placement("looped", 2, 2), Placement("v", 2, 2), Placement("v", 3, 2)]
 
 
-def row_of(loads: Sequence[float], placement: Placement, edges: Sequence[int]) -> Row:
+def row_of(loads: Sequence[float], placement: Placement, edges: Sequence[int]) -> LoadRow:
     totals = [0.0]
     for load in loads:
         totals.append(totals[-1] + load)
     ranks_of = [placement.rank(stage) for stage in range(placement.stages)]
-    return Row(totals, ranks_of, heaviest_piece(totals, edges))
+    return LoadRow(totals, ranks_of, heaviest_piece(totals, edges))
 
 
 def heaviest(loads: Sequence[float], cuts: Sequence[int], placement: Placement, edges: Sequence[int]) -> float:

@@ -23,7 +23,7 @@ from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import is_view
-from zbcompile.passes.partition.balance import Row, Spans, heaviest_piece
+from zbcompile.passes.partition.balance import LoadRow, Spans, heaviest_piece
 from zbcompile.passes.partition.memory_estimate import DistinctBytes
 from zbcompile.passes.partition.node_costs import kernel_key, loads_of
 from zbcompile.passes.partition.search import THINNER, Cuts, rank_spans
@@ -76,9 +76,9 @@ class Problem:
     def ranks_of(self) -> list[int]:
         return [self.schedule.placement.rank(stage) for stage in range(self.schedule.stages)]
 
-    def row(self, basis: str = "flops") -> Row:
+    def row(self, basis: str = "flops") -> LoadRow:
         totals = [0.0, *accumulate(loads_of(self.drawn.line, basis, {})[0])]
-        return Row(totals, self.ranks_of, heaviest_piece(totals, [0, *self.places, len(self.drawn.line.nodes)]))
+        return LoadRow(totals, self.ranks_of, heaviest_piece(totals, [0, *self.places, len(self.drawn.line.nodes)]))
 
     @property
     def places(self) -> list[int]:

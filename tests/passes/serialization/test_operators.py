@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.serialization.graph_modules import Reading, piece_from_data
+from zbcompile.passes.serialization.graph_modules import GraphReading, piece_from_data
 from zbcompile.passes.serialization.operators import HIGHER_ORDER, SILENT, name_of_operator, operator_named
 from zbcompile.passes.torch_private import OpOverload
 
@@ -105,7 +105,7 @@ def test_a_thousand_hostile_operations() -> None:
     names += ["getitem"] * 200 + ["aten.relu.default", "aten.unbind.int", "aten.add.Tensor", f"{FOREIGN}.default"] * 100
     taken = {"op": "placeholder", "name": "x", "target": "x", "value": ["float32", "cpu", [4], [1], 0, 0]}
     result = {"op": "output", "name": "output", "args": [{"tuple": [{"node": "x"}]}]}
-    reading, read = Reading(torch.device("cpu"), {}, {"zbtests::doubled"}), 0
+    reading, read = GraphReading(torch.device("cpu"), {}, {"zbtests::doubled"}), 0
     for _ in range(1000):
         nodes = [taken, *(hostile_node(chance, names) for _ in range(chance.choice((1, 1, 2)))), result]
         slots = {"inputs": [["input", "x"]], "outputs": [["output", "0"]]}
@@ -126,7 +126,7 @@ def read_with(*nodes: dict[str, Any]) -> Any:
     calls = [{"op": "call_function", "name": f"made_{number}", **node} for number, node in enumerate(nodes)]
     slots = {"inputs": [["input", "x"]], "outputs": [["output", "0"]]}
     data = {**slots, "storages": [2**30, 4, 64], "nodes": [taken, *calls, result], "graphs": {}}
-    return piece_from_data("F", data, Reading(torch.device("cpu"), {}), "", "F")
+    return piece_from_data("F", data, GraphReading(torch.device("cpu"), {}), "", "F")
 
 
 def expanded(*shape: int) -> list[dict[str, Any]]:

@@ -27,7 +27,7 @@ from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.searching import hunt
 from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
-from zbcompile.schedules.searching.clock import Clock, Order
+from zbcompile.schedules.searching.clock import Order, PassTimes
 from zbcompile.schedules.searching.dispatcher import Direction
 from zbcompile.schedules.searching.justification import Justifier, turned_around
 from zbcompile.schedules.searching.problem import Problem
@@ -112,7 +112,7 @@ def test_every_move_is_timed_as_the_simulator_would(draws: Noise | None) -> None
     annealer.run(lambda moves: moves / 700, target=0)
     assert problem.fits(annealer.order.words)
     for clock in annealer.clocks:
-        fresh = Clock(annealer.order, clock.time, clock.delay)
+        fresh = PassTimes(annealer.order, clock.time, clock.delay)
         assert fresh.complete
         assert fresh.end == pytest.approx(clock.end)
         assert fresh.tail == pytest.approx(clock.tail)
@@ -328,7 +328,7 @@ def test_a_circle_is_no_order() -> None:
     problem = Problem(build("1f1b", 2, 2).placement, 2, costs)
     words = one_by_one(problem)
     words[0] = sorted(words[0], key=lambda n: problem.actions[n].op)  # B before F
-    assert not Clock(Order(problem, words), *draws_of(problem, None)[0]).complete
+    assert not PassTimes(Order(problem, words), *draws_of(problem, None)[0]).complete
 
 
 def test_the_command_line_searches_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

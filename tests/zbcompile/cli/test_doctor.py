@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from tests.support.pool import Pool
-from zbcompile.cli.doctor_command import Report, _examine, lines_of, main, problems_of, report_here
-from zbcompile.distributed.link_speed import Pair
+from zbcompile.cli.doctor_command import MachineReport, _examine, lines_of, main, problems_of, report_here
+from zbcompile.distributed.link_speed import MeasuredLink
 from zbcompile.distributed.process_group import find_ranks
 
-GOOD = Report("one", "zbcompile 1", 8, 2, 4, "eth0", {"eth0": "10.0.0.1"}, free=2**30, written=2.0**20)
-LINKS = [Pair(0, other, 1e-4, 1e9, 0.0) for other in (1, 2, 3)]
+GOOD = MachineReport("one", "zbcompile 1", 8, 2, 4, "eth0", {"eth0": "10.0.0.1"}, free=2**30, written=2.0**20)
+LINKS = [MeasuredLink(0, other, 1e-4, 1e9, 0.0) for other in (1, 2, 3)]
 WRONG = {
     "Install the same": (replace(GOOD, versions="zbcompile 2"), LINKS),
     "Set OMP_NUM_THREADS alike": (replace(GOOD, threads=1), LINKS),

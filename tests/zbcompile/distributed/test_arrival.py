@@ -13,33 +13,33 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.ports import free_port
-from zbcompile.distributed.arrival import Arrival
+from zbcompile.distributed.arrival import Rendezvous
 from zbcompile.errors import PipelineError
 
 pytestmark = pytest.mark.waits
 
 
-def gather(arrival: Arrival) -> None:
+def gather(arrival: Rendezvous) -> None:
     with contextlib.suppress(PipelineError):
         arrival.join("gloo")
 
 
-def wait_inside_torch(arrival: Arrival) -> None:
+def wait_inside_torch(arrival: Rendezvous) -> None:
     """Where Python's handlers of signals do not run."""
     arrival.absent = "rank 0 did not arrive"
     with arrival._heard(), contextlib.suppress(RuntimeError):
         dist.HashStore().wait(["never"])
 
 
-def come(port: int, launcher: bool, said: Path, wait: Callable[[Arrival], None]) -> None:
+def come(port: int, launcher: bool, said: Path, wait: Callable[[Rendezvous], None]) -> None:
     sys.stderr = said.open("w")
     place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    wait(Arrival(place | {"TORCHELASTIC_USE_AGENT_STORE": str(launcher)}, 60.0))
+    wait(Rendezvous(place | {"TORCHELASTIC_USE_AGENT_STORE": str(launcher)}, 60.0))
 
 
 @pytest.mark.parametrize("wait", [gather, wait_inside_torch])
 @pytest.mark.parametrize("launcher", [True, False])
-def test_who_is_missing_is_said_at_the_end(launcher: bool, wait: Callable[[Arrival], None], tmp_path: Path) -> None:
+def test_who_is_missing_is_said_at_the_end(launcher: bool, wait: Callable[[Rendezvous], None], tmp_path: Path) -> None:
     port, said = free_port(), tmp_path / "said"
     store = dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False) if launcher else None
     process = multiprocessing.get_context("fork").Process(target=come, args=(port, launcher, said, wait))

@@ -12,7 +12,7 @@ import train_gpt
 from devices import own_device
 from step_report import measured_costs, observed, report
 from tests.support.pool import Pool
-from zbcompile.program.step_record import Span, StepRecord
+from zbcompile.program.step_record import RecordedSpan, StepRecord
 from zbcompile.schedules import build
 
 SMALL = ["--layers", "3", "--width", "32", "--sequence-length", "16", "--batch", "8", "--steps", "12", "--verify"]
@@ -88,8 +88,8 @@ def test_text_is_the_same_at_every_call_and_held_out() -> None:
 def record(in_process: bool) -> StepRecord:
     """1F1B on two ranks with one microbatch: F takes 1 s, BW 2 s; the clock runs until 7 s."""
     spans = {
-        0: [Span("F0.0", 0, 1), Span("SEND_F0.0", 1, 1.1), Span("BW0.0", 4, 6)],
-        1: [Span("RECV_F1.0", 0, 0.1), Span("F1.0", 1, 2), Span("BW1.0", 2, 4)],
+        0: [RecordedSpan("F0.0", 0, 1), RecordedSpan("SEND_F0.0", 1, 1.1), RecordedSpan("BW0.0", 4, 6)],
+        1: [RecordedSpan("RECV_F1.0", 0, 0.1), RecordedSpan("F1.0", 1, 2), RecordedSpan("BW1.0", 2, 4)],
     }
     held = {0: [1_000_000], 1: [2_000_000]}
     return StepRecord(spans, held, {}, 7.0, 0.0, in_process, build("1f1b", ranks=2, microbatches=1), {})

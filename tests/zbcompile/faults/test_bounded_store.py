@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from zbcompile.distributed.arrival import Arrival
+from zbcompile.distributed.arrival import Rendezvous
 from zbcompile.faults.abort import cut_after
 from zbcompile.faults.board import BoundedStore, SilentStoreError
 
@@ -116,12 +116,12 @@ def test_who_comes_no_more_after_an_earlier_start_is_named() -> None:
     assert all("rank 2 did not arrive" in each for each in found)
 
 
-def arrival(rank: int, ranks: int, timeout: float) -> Arrival:
+def arrival(rank: int, ranks: int, timeout: float) -> Rendezvous:
     place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
-    return Arrival(place, timeout)
+    return Rendezvous(place, timeout)
 
 
-def reason_of(one: Arrival, store: Any) -> str:
+def reason_of(one: Rendezvous, store: Any) -> str:
     with pytest.raises(RuntimeError) as raised:
         one.meet(store)
     return str(raised.value)

@@ -13,7 +13,7 @@ from tests.support.oracle import PROBLEMS
 from tests.support.training import Case, pipeline_of
 from zbcompile.inspection.measured_report import PARTS, compare_step
 from zbcompile.prediction.predict import Basis, basis_of
-from zbcompile.program.step_record import Span, StepRecord, read_record, record_to_text
+from zbcompile.program.step_record import RecordedSpan, StepRecord, read_record, record_to_text
 from zbcompile.schedules import Costs, build, chain, critical_path, simulate
 from zbcompile.schedules.simulation.critical_path import time_by_kind
 from zbcompile.tables import WIDTH, Figure, to_text
@@ -26,11 +26,11 @@ def simulated_record(costs: Costs, host: float = 0.0, late: float = 0.0) -> Step
     """What the simulator says, as if it had been measured: `host` seconds pass before every pass that waits for
     nothing, and rank 1's clock started `late`."""
     timeline = simulate(SCHEDULE, costs)
-    spans: dict[int, list[Span]] = {0: [], 1: []}
+    spans: dict[int, list[RecordedSpan]] = {0: [], 1: []}
     for rank in (0, 1):
         for index, span in enumerate(timeline.spans_of(rank)):
             shift = late + host * index
-            spans[rank].append(Span(str(span.step), span.start + shift, span.end + shift))
+            spans[rank].append(RecordedSpan(str(span.step), span.start + shift, span.end + shift))
     return StepRecord(spans, {0: [10, 20], 1: [15]}, {0: 1, 1: 2}, 40.0, 5.0, False, SCHEDULE, MANIFEST)
 
 

@@ -13,7 +13,7 @@ from zbcompile.compiler.compile_model import draw_step
 from zbcompile.inspection.plan_command import main, plan_table
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import Connection
-from zbcompile.planning.factorisations import Captured, Row, factorisations, on_mesh, ranked
+from zbcompile.planning.factorisations import CapturedStep, PlanRow, factorisations, on_mesh, ranked
 from zbcompile.program.choice import Choice, Layout
 from zbcompile.schedules import build
 from zbcompile.tables import to_text
@@ -154,9 +154,11 @@ def test_collectives_have_latency_and_links_of_their_own() -> None:
     assert paired.exchange_seconds(1e9, "all_reduce") == pytest.approx(2e-5 + 2e9 / 3.36e11)
 
 
-def row(seconds: float, peak: float, ranks: int = 1) -> Row:
+def row(seconds: float, peak: float, ranks: int = 1) -> PlanRow:
     order = build("1f1b", 1, 4)
-    return Row(Choice(Layout("linear", ranks, 4), order, "1f1b", seconds, seconds, (0.0,), (peak,), 0.0, "costs"), 1)
+    return PlanRow(
+        Choice(Layout("linear", ranks, 4), order, "1f1b", seconds, seconds, (0.0,), (peak,), 0.0, "costs"), 1
+    )
 
 
 def test_rows_that_nobody_means_are_left_out() -> None:
@@ -186,7 +188,7 @@ def test_replicas_sum_their_gradients(name: str) -> None:
     (batch,), model, choices = problem.batches(1, 2), problem.model(), Choices(hardware=hardware)
     example = Example(model, batch.args, loss=problem.loss, target=batch.target)
     drawn = draw_step(model, one_microbatch(example), problem.loss, choices)
-    rows, _ = factorisations(Captured(drawn, 2), choices, 2, 16, 0.1, lambda text: None, ("dp",))
+    rows, _ = factorisations(CapturedStep(drawn, 2), choices, 2, 16, 0.1, lambda text: None, ("dp",))
     link = hardware.exchange or hardware.within
     assert link is not None
     size = sum(parameter.nbytes for parameter in model.parameters())

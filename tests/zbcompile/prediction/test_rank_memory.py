@@ -15,7 +15,7 @@ from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.prediction.predict import predicted_costs
-from zbcompile.prediction.rank_memory import Memory, Sharding, rank_memories
+from zbcompile.prediction.rank_memory import RankMemory, ReplicaSharding, rank_memories
 from zbcompile.schedules import build
 
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
@@ -54,7 +54,7 @@ def test_storages_that_live_in_a_step_are_predicted(pool: Pool, schedule: str) -
         assert predicted == pytest.approx(lived, rel=0.005)
 
 
-def _memory(dtype: torch.dtype, sharding: Sharding) -> Memory:
+def _memory(dtype: torch.dtype, sharding: ReplicaSharding) -> RankMemory:
     """Of the first of two ranks, which has one layer of 64 x 64."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(2)))
     x = torch.ones(4, 64, dtype=dtype)
@@ -66,8 +66,8 @@ def _memory(dtype: torch.dtype, sharding: Sharding) -> Memory:
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_what_replicas_divide(zero: int) -> None:
     size = 64 * 64
-    whole = _memory(torch.float32, Sharding(2, zero))
-    half = _memory(torch.bfloat16, Sharding(2, zero))
+    whole = _memory(torch.float32, ReplicaSharding(2, zero))
+    half = _memory(torch.bfloat16, ReplicaSharding(2, zero))
     assert (whole.parameters, half.parameters) == (4 * size, 2 * size)
     part = size * 4 // 2 if zero == 1 else 0  # of the summed gradients
     assert whole.gradients == half.gradients == 4 * size + part
@@ -100,7 +100,7 @@ def held_by_replicas(zero: int) -> tuple[int, int, int, int]:
             lived[name].append(alive.most)
         optimizer.zero_grad()
     parameters = dict(model.named_parameters())
-    memory = rank_memories(pipe.program, predicted_costs(pipe.program), parameters, Sharding(2, zero))[0]
+    memory = rank_memories(pipe.program, predicted_costs(pipe.program), parameters, ReplicaSharding(2, zero))[0]
     pipe.close()
     return max(lived["step"]), memory.peak - memory.parameters, max(lived["update"]), memory.parameters
 
