@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from zbcompile.distributed.packing import Buffer
-from zbcompile.distributed.transport import Link, Ordered, Tensors, Transport
+from zbcompile.distributed.transport import Ordered, Tensors, Transport
+from zbcompile.faults.abort import LinkGroup
 from zbcompile.schedules.lowering.edges import Message
 
 Channel = tuple[int, int]  # source rank, destination rank
@@ -59,7 +60,7 @@ class InTurn:
     """A link whose operations run one after the other, as on a stream. A send of gloo's ends when its receive has been
     posted, so one that stands behind another waits for that."""
 
-    def __init__(self, link: Link) -> None:
+    def __init__(self, link: LinkGroup) -> None:
         self.link = link
         self.stream = ThreadPoolExecutor(1)
 
