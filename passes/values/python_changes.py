@@ -144,8 +144,9 @@ def _name_of(found: Reached) -> str:
 
 
 def _is_same(now: Any, before: Any) -> bool:
-    """Whether it is the same object, or an equal plain value: what a C object tells is made anew for each who asks."""
-    return now is before or (type(now) is type(before) and type(now) in PLAIN and bool(now == before))
+    """Whether it is the same object, or an equal plain value: a C object makes a new one for each read. Texts tell 0.0
+    from -0.0, and a NaN from nothing but other values."""
+    return now is before or (type(now) is type(before) and type(now) in PLAIN and repr(now) == repr(before))
 
 
 def _store(value: Any, own: dict[str, Any], name: str, old: Any) -> None:
