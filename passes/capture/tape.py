@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -45,13 +46,16 @@ class Tape(TorchDispatchMode):
     def __init__(self, places: dict[int, int]) -> None:
         super().__init__()
         self.places = places
+        self._numbers = count(max(places.values(), default=-1) + 1)
         self.steps: list[tuple[Callable[..., Any], Any, list[int]]] = []
         self.random = self.exchanges = self.statistics = False
         self._alive: list[Tensor] = []  # so that no other tensor gets the identity of one of these
 
     def place(self, tensor: Tensor) -> int:
         self._alive.append(tensor)
-        return self.places.setdefault(id(tensor), max(self.places.values(), default=-1) + 1)
+        if id(tensor) not in self.places:
+            self.places[id(tensor)] = next(self._numbers)
+        return self.places[id(tensor)]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind not in _PLAIN for kind in types):  # a wrapper, which does the same to what it wraps
