@@ -126,6 +126,7 @@ def llama(reentrant: bool) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_hooks_that_transformers_installs(reentrant: bool) -> None:

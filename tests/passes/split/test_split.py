@@ -85,6 +85,7 @@ def stages(request: pytest.FixtureRequest) -> list[Stage]:
     return compile_stages(request.param, 64, 64, 2, Choices(exact=True, balance=CUTS))
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 def test_a_first_stage_is_balanced_like_a_middle_one(stages: list[Stage]) -> None:
     first, middle, _ = (stage.program.flops for stage in stages)

@@ -84,6 +84,7 @@ def _check_same_bits(inspected: Inspected) -> None:
             values[Slot("tangent", slot.name) if slot.kind == "input_gradient" else slot] = value
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 def test_a_printed_graph_computes_the_same_bits(inspected: Inspected) -> None:
     _check_same_bits(inspected)

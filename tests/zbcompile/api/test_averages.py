@@ -147,6 +147,7 @@ def of_dtensors(folder: str) -> tuple[list[bool], list[bool]]:
     return found[0], found[1]
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_averages_of_dtensors(pool: Pool, tmp_path: Path) -> None:
     for at_once, loaded in pool.run(of_dtensors, str(tmp_path)):

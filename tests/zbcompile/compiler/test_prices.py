@@ -67,6 +67,7 @@ def test_stages_of_whole_blocks(recompute: Policy) -> None:
     )
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 def test_stages_that_are_cut_anywhere(compiled: Inspected) -> None:
     prices, edges = line_prices(compiled)

@@ -36,6 +36,7 @@ def check_output(printed: str, schedule: str, ranks: int, source: str) -> None:
     assert source in printed
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "ranks", "more"),

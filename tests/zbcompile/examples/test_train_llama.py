@@ -46,6 +46,7 @@ def swept(*schedules: str) -> list[float]:
     return [float(difference(schedule, mesh, expected, one).max()) for schedule in schedules]
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_a_schedule_beside_replicas(pool: Pool) -> None:
     for found in pool.run(swept, "interleaved-1f1b-overlap", ranks=4, timeout=240):

@@ -143,6 +143,7 @@ def test_twelve_steps_in_two_processes(tmp_path: Path, pool: Pool) -> None:
     assert abs(plain.evaluate()["eval_loss"] - evaluated) <= 1e-6
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_two_replicas(tmp_path: Path, pool: Pool) -> None:
     """Of two ranks each; a replica takes the samples that DistributedDataParallel would give it: together they train on
@@ -183,6 +184,7 @@ def test_adapters_in_two_processes(tmp_path: Path, pool: Pool) -> None:
         PipelineTrainer(adapted(gpt2()), arguments(tmp_path), pipeline=TWO, weights=tmp_path)
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_adapters_go_on_with_the_same_bits(tmp_path: Path, pool: Pool) -> None:
     """A checkpoint of two processes, resumed in one, has no base model in it, and needs none but that of the model."""
@@ -225,6 +227,7 @@ def test_accumulation_and_clipping(tmp_path: Path) -> None:
     assert (ours.label_ids == theirs.label_ids).all()
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_bfloat16(tmp_path: Path) -> None:
     """Autocast rounds each microbatch's weight gradients to bfloat16, where the plain Trainer rounds those of a batch:
@@ -251,6 +254,7 @@ def test_losses_of_ones_own(tmp_path: Path) -> None:
     assert abs(piped.evaluate()["eval_loss"] - plain.evaluate()["eval_loss"]) <= 2e-6
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_a_collator_that_pads_to_few_lengths(tmp_path: Path) -> None:
     """Seven lengths, two programs, and one where the mask of a batch is all ones, which GPT-2 asks about; losses are

@@ -26,6 +26,7 @@ SLOW = [
 ]
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.parametrize(
     "training",
     [

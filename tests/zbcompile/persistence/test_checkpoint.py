@@ -35,6 +35,7 @@ def assert_same_state(ours: State, theirs: State) -> None:
     assert_same_tensors(ours.moments, theirs.moments, "optimizer's")
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # four processes take turns on a busy machine
 def test_other_ranks_another_schedule_and_one_process(

@@ -154,6 +154,7 @@ def with_few_rows(least: int, rows: int) -> int:
     return count
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_microbatches_with_too_few_rows_for_the_model(capsys: pytest.CaptureFixture[str]) -> None:
     refused = "auto does not split this batch into {} microbatches, or more: torch.export cannot capture NeedsRows"
@@ -251,6 +252,7 @@ def on_each_rank_without_an_order_for(fails: int) -> str:
     return without_an_order_for(fails, Noting(), search_seconds=30)
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_a_finalist_without_an_order_is_left_out_on_every_rank(pool: Pool) -> None:
     for fails, says in ((100, "no order fits"), (1, "tried on the ranks, which decided")):

@@ -105,6 +105,7 @@ def held_by_replicas(zero: int) -> tuple[int, int, int, int]:
     return max(lived["step"]), memory.peak - memory.parameters, max(lived["update"]), memory.parameters
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("zero", "most"), [(0, 3.6), (1, 3.1), (2, 2.1)])
 def test_storages_of_replicas_are_predicted(pool: Pool, zero: int, most: float) -> None:

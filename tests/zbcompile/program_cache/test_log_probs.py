@@ -203,6 +203,7 @@ def test_from_shards_in_processes(pool: Pool) -> None:
     assert max(max(each) for each in pool.run(sharded, "tied", 1, True)) <= 2e-6
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", ["llama", "gemma2"])
 def test_models_that_people_train(problem: str) -> None:

@@ -120,6 +120,7 @@ def test_numbers_that_decide_and_answers_that_do_not(capsys: pytest.CaptureFixtu
         pipe.step(x, mask, target=target)
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 def test_uses_on_several_stages_in_some_microbatches(pool: Pool, exact: bool) -> None:

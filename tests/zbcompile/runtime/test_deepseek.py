@@ -29,6 +29,7 @@ def eager() -> dict[str, torch.Tensor]:
     return {"first": losses[0], "second": losses[1], **gradients_of(model), **dict(model.named_buffers())}
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "ranks", "recompute"),
@@ -49,6 +50,7 @@ def test_bitwise(schedule: str, ranks: int, recompute: str, eager: dict[str, tor
     assert [name for name, value in eager.items() if not torch.equal(found[name], value)] == []
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "vocab"), [("zb-h1", 1), ("zb-v", 2)])
 def test_the_output_layer_of_three_losses_is_sharded(

@@ -130,7 +130,11 @@ def scaled(pipe: Any, one: Llama) -> tuple[float, list[bool], float, str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "schedule", "exact", "ranks"),
-    [("plain", "zb-h1", True, 4), ("loss", "zb-v", False, 2), ("odd", "interleaved-zb", True, 2)],
+    [
+        ("plain", "zb-h1", True, 4),
+        ("loss", "zb-v", False, 2),
+        pytest.param("odd", "interleaved-zb", True, 2, marks=pytest.mark.beyond_sample),
+    ],
 )
 def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: bool, ranks: int, pool: Pool) -> None:
     """On two ranks each has all stages of the pipeline. On four also scaling, and infinities over all dimensions."""
@@ -233,6 +237,7 @@ def head_sharded_twice() -> None:
     zbcompile.pipeline(model, mesh=mesh, vocab=1, **options).compile(x, target=y)
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
     cases = [

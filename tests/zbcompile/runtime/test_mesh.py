@@ -95,10 +95,10 @@ def trained(
     ("kind", "schedule", "names", "ranks"),
     [
         ("tp plain", "zb-h1", ("tp", "pp"), 4),
-        ("tp functions", "zb-v", ("tp", "pp"), 2),
+        pytest.param("tp functions", "zb-v", ("tp", "pp"), 2, marks=pytest.mark.beyond_sample),
         ("tp sequence", "zb-v", ("tp", "pp"), 2),
-        ("cp gather", "1f1b", ("cp", "pp"), 4),
-        ("cp ulysses", "dualpipe-v", ("cp", "pp"), 2),
+        ("cp gather", "1f1b", ("cp", "pp"), 2),
+        pytest.param("cp ulysses", "dualpipe-v", ("cp", "pp"), 2, marks=pytest.mark.beyond_sample),
         ("cp ring", "interleaved-zb", ("cp", "pp"), 2),
     ],
 )

@@ -41,6 +41,7 @@ def done() -> Done:
     return {}, {}, {}
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_in_one_process(case: ModelCase, done: Done) -> None:

@@ -46,6 +46,7 @@ def replica(folder: str) -> Seen:
     return seen | {"output": pipe.eval(*own.args, microbatches=1)}
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_replicas_clipping_and_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
     """Losses, the norm (each row counted once) and clipped gradients are those of one process on the whole batch; what

@@ -64,6 +64,7 @@ def marks_of(case: Case) -> list[pytest.MarkDecorator]:
 ONE_BY_ONE = [pytest.param(case, id=str(case), marks=marks_of(case)) for case in CASES]
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ONE_BY_ONE)
 def test_in_one_process(case: Case) -> None:
@@ -83,6 +84,7 @@ def built(problem: str) -> None:
     problem_of(problem).model()
 
 
+@pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
