@@ -246,6 +246,7 @@ def is_compiled(module: torch.nn.Module) -> bool:
 
 
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_FORWARD_HOOK_OPTIONS = (*(f"{kind}_with_kwargs" for kind in _FORWARD_HOOKS), "_forward_hooks_always_called")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
@@ -257,6 +258,11 @@ def forward_hooks(module: torch.nn.Module) -> tuple[int, ...]:
 def forward_hook_functions(module: torch.nn.Module) -> list[Any]:
     """The hooks in the forward of `module` (2.11-2.13: no public way)."""
     return [hook for kind in _FORWARD_HOOKS for hook in getattr(module, kind, {}).values()]
+
+
+def forward_hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
+    """The tables that hold the hooks in the forward of `module`, and how each is called (2.11-2.13: no public way)."""
+    return [getattr(module, kind) for kind in (*_FORWARD_HOOKS, *_FORWARD_HOOK_OPTIONS)]
 
 
 def own_parameters(module: torch.nn.Module) -> list[torch.Tensor | None]:

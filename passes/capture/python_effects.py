@@ -7,6 +7,7 @@ has no bound, so it is refused. Printing, or reading a value for logging, happen
 import builtins
 import contextlib
 import inspect
+import itertools
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -15,9 +16,11 @@ from typing import Any
 
 import torch
 
+from zbcompile.passes.capture.torch_private import traced_graph
 from zbcompile.passes.capture_refusals import Refusal
+from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line
-from zbcompile.passes.torch_private import outside_of_trace, replaced
+from zbcompile.passes.torch_private import HigherOrderOperator, outside_of_trace, replaced
 from zbcompile.passes.values.executed_code import is_users_name, line_that_writes
 from zbcompile.passes.values.tokens import state_of
 
@@ -93,18 +96,27 @@ def refuse_unanswered(codes: Collection[CodeType], problem: Callable[[str], None
 @contextlib.contextmanager
 def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
     """Around a forward: call `problem` if it seeds torch's generator, also inside of torch.random.fork_rng. A trace
-    draws nothing, so that nothing else sets its state."""
-    before, lines = torch.get_rng_state(), list[tuple[str, str]]()
-    restore = torch.set_rng_state
+    draws nothing, so that nothing else sets its state. A state that is put back seeds nothing if eager would have drawn
+    nothing since forward read it."""
+    before, lines, states = torch.get_rng_state(), list[tuple[str, str]](), dict[int, tuple[torch.Tensor, int]]()
+    read, restore = torch.get_rng_state, torch.set_rng_state
+
+    def noted() -> torch.Tensor:
+        graph, state = traced_graph(), read()
+        if graph is not None:
+            states[id(state)] = state, len(graph.nodes)
+        return state
 
     def restored(state: torch.Tensor) -> None:
+        known = id(state) in states and not _may_have_drawn(states[id(state)][1])
         with outside_of_trace():
-            if not torch.equal(state, torch.get_rng_state()) or _is_users_call(inspect.currentframe()):
+            if not torch.equal(state, read()) or (not known and _is_users_call(inspect.currentframe())):
                 lines.append(("puts back the state of", calling_line()))
             restore(state)
 
     with contextlib.ExitStack() as stack:
         for module in (torch, torch.random):
+            stack.enter_context(replaced(module, "get_rng_state", noted))
             stack.enter_context(replaced(module, "set_rng_state", restored))
             for name in ("manual_seed", "seed"):
                 stack.enter_context(replaced(module, name, _noted(getattr(module, name), lines)))
@@ -113,6 +125,13 @@ def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
         torch.set_rng_state(before)
         does, line = next(iter(lines), ("seeds", ""))
         problem(Refusal.SEED.text(does=does, line=f" ({line})" if line else ""))
+
+
+def _may_have_drawn(first: int) -> bool:
+    """Whether the operations that were traced from this number on draw random numbers; those of a region might."""
+    graph = traced_graph()
+    nodes = itertools.islice(graph.nodes, first, None) if graph is not None else ()
+    return graph is None or any(is_random(node) or isinstance(node.target, HigherOrderOperator) for node in nodes)
 
 
 def _is_users_call(frame: FrameType | None) -> bool:

@@ -67,13 +67,17 @@ class PythonReads:
         copying = contextlib.ExitStack()
         for name in ("copy", "deepcopy"):
             copying.enter_context(replaced(copy, name, self._copying(getattr(copy, name))))
-        with replaced(torch, "compile", functools.partial(self._compile, torch.compile)), copying, self._patches:
-            self._patch(nn.Module)
-            self._reach.add("model", None, "root", "model", self._roots.model)
-            if self._roots.loss is not None:
-                self._reach.add("loss", None, "root", "loss", self._roots.loss)
-            with self.functions.watching():
-                yield
+        try:
+            with replaced(torch, "compile", functools.partial(self._compile, torch.compile)), copying, self._patches:
+                self._patch(nn.Module)
+                self._reach.add("model", None, "root", "model", self._roots.model)
+                if self._roots.loss is not None:
+                    self._reach.add("loss", None, "root", "loss", self._roots.loss)
+                with self.functions.watching():
+                    yield
+        except Exception:
+            self.changes.put_back(self._reach.known.values())
+            raise
         self.changes.restore(self._reach.found, self._reach.known.values())
 
     def premises(self) -> Premises:

@@ -202,9 +202,15 @@ def unchecked_distributions() -> contextlib.AbstractContextManager[None]:
     return replaced(torch.distributions.Distribution, "_validate_args", False)
 
 
+def traced_graph() -> Graph | None:
+    """The graph that gets the operations which are called now, if they are traced (2.11-2.13: no public name)."""
+    mode = proxy_tensor.get_proxy_mode()
+    return None if mode is None else mode.tracer.graph
+
+
 def is_traced() -> bool:
-    """Whether operations that are called now are traced (2.11-2.13: no public name)."""
-    return proxy_tensor.get_proxy_mode() is not None
+    """Whether operations that are called now are traced."""
+    return traced_graph() is not None
 
 
 @contextlib.contextmanager

@@ -38,8 +38,13 @@ class PythonChanges:
             runs = each.code is None or id(each.code) in self._codes
             if runs and each.parent is not None and each.step not in _UNJUDGED and token(each.now) != each.saw:
                 self._judge(each)
-        for each in [each for each in known if each.stored is not None and each.step != "module"]:
+        for each in _owned(known):
             self._judge_new(each)
+            self._put_back(each)
+
+    def put_back(self, known: Collection[Reached]) -> None:
+        """As `restore` without a judgement: the trace has failed, and forward may be traced in another way."""
+        for each in _owned(known):
             self._put_back(each)
 
     def settle(self) -> None:
@@ -80,7 +85,8 @@ class PythonChanges:
         if parent is not None and (settles or (found.step == "size" and _remembers(parent))):
             self.unsettled.append(problem)
             self._undo.append((found, found.now))
-            self._kept.add((id(parent), str(found.key)) if found.step != "size" else id(parent))
+            name = "hooks" if found.step in ("hooks", "hook") else str(found.key)
+            self._kept.add((id(parent), name) if found.step != "size" else id(parent))
         else:
             self._problem(problem)
 
@@ -89,6 +95,10 @@ class PythonChanges:
         value, stored = found.value, found.stored
         if id(found) in self._kept:
             return
+        for table, before in found.hooks if (id(found), "hooks") not in self._kept else ():
+            if list(table) != list(before):
+                table.clear()
+                table.update(before)
         if isinstance(stored, list):
             if isinstance(value, list | deque) and [*map(id, value)] != [*map(id, stored)]:
                 value.clear()
@@ -114,6 +124,11 @@ class PythonChanges:
         self._warning(
             f"forward changes {path} ({line}), for others to read; a compiled step runs no Python, and never does it."
         )
+
+
+def _owned(known: Collection[Reached]) -> list[Reached]:
+    """What has something written in it that can be put back: not what belongs to libraries."""
+    return [each for each in known if each.stored is not None and each.step != "module"]
 
 
 def _remembers(found: Reached) -> bool:

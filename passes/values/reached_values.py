@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from zbcompile.passes.graph.source_location import is_users_file
-from zbcompile.passes.torch_private import children_of, forward_hook_functions, module_tables
+from zbcompile.passes.torch_private import children_of, forward_hook_functions, forward_hook_tables, module_tables
 from zbcompile.passes.values.executed_code import names_in, text_constants
 from zbcompile.passes.values.premises import MOST, attribute, items_of, owner_of, step_from, vars_of
 from zbcompile.passes.values.tokens import (
@@ -61,8 +61,9 @@ _PARTS: Mapping[Any, tuple[str, ...]] = {
 
 @dataclass(eq=False)
 class Reached:
-    """A value that forward can reach. `stored` is what it held when it was found, `asked` the names read since; `code`
-    that of the function whose closure it is in."""
+    """A value that forward can reach. `stored` is what it held when it was found, of a module beside it `hooks`, each
+    table with what was in it; `asked` are the names read since, `code` is that of the function whose closure it is in.
+    """
 
     path: str
     parent: "Reached | None"
@@ -72,6 +73,7 @@ class Reached:
     saw: Any
     code: types.CodeType | None = None
     stored: Any = None
+    hooks: list[tuple[dict[int, Any], dict[int, Any]]] = field(default_factory=list)
     asked: set[str] = field(default_factory=set)
 
     @property
@@ -310,6 +312,7 @@ class Reach:
     def _follow_module(self, found: Reached) -> None:
         module: nn.Module = found.value
         found.stored = dict(vars(module))
+        found.hooks = [(table, dict(table)) for table in forward_hook_tables(module)]
         self.add(f"the submodules of {found.path}", found, "children", None, ", ".join(children_of(module)))
         if id(vars(module)) not in self._own:
             self._follow_state(found)

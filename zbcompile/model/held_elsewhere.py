@@ -6,7 +6,7 @@ Such a tensor keeps its identity and its memory; its class becomes one that lets
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ _FORMS = {
     *("is_floating_point", "is_complex", "is_contiguous", "is_shared", "is_pinned", "requires_grad_"),
     *("data_ptr", "untyped_storage", "register_hook", "register_post_accumulate_grad_hook"),
 }
+_MERGE = ("merge_adapter", "merge_and_unload")  # methods of PEFT's models
 
 
 class HeldElsewhere:
@@ -77,6 +78,22 @@ def withhold(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> None:
     if not is_held_elsewhere(tensor):
         tensor.__class__ = _class_of(type(tensor))
         setattr(tensor, _WHERE, (name, " and ".join(map(str, ranks))))
+
+
+def refuse_merging(model: nn.Module) -> None:
+    """Let adapters of PEFT be merged only while the model is whole: PEFT writes into weights layer by layer, so an
+    error at one of another rank would leave those before it merged."""
+    for module in model.modules():
+        for name in _MERGE:
+            if hasattr(type(module), name):
+                setattr(module, name, partial(_merge_if_whole, module, name))
+
+
+def _merge_if_whole(module: nn.Module, name: str, *args: Any, **kwargs: Any) -> Any:
+    held = next(filter(is_held_elsewhere, module.parameters()), None)
+    if held is not None:
+        raise PipelineError(_refusal(held))
+    return getattr(type(module), name)(module, *args, **kwargs)
 
 
 def release(tensor: torch.Tensor) -> None:

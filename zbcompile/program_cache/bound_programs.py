@@ -16,7 +16,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
-from zbcompile.model.held_elsewhere import is_held_elsewhere, release, state_in_process, withhold
+from zbcompile.model.held_elsewhere import is_held_elsewhere, refuse_merging, release, state_in_process, withhold
 from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
@@ -182,6 +182,7 @@ class BoundPrograms:
             changed = [n for each in program.stages if each.pieces for n in each.changed] if program else []
             newer = self._saved if program is None else {*program.trained, *changed}
             self._others |= {name: self._saved[name] for name in newer if name in self._saved and name not in self._own}
+            refuse_merging(self._model)
         assert self.program is not None
         for name, tensor in self._others.items():
             if not is_held_elsewhere(tensor):

@@ -74,22 +74,66 @@ def _drawn_in_fork(net: Net) -> Tensor:
         return torch.rand(1)
 
 
+def _dropout_in_fork(net: Net) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        return torch.nn.functional.dropout(net.first.weight, 0.5)
+
+
+def _branch_in_fork(net: Net) -> Tensor:
+    with torch.random.fork_rng(devices=[]):
+        weight = net.first.weight
+        return torch.cond(weight.sum() > 0, torch.sin, torch.cos, (weight,))
+
+
+def _state_before(net: Net) -> None:
+    state = torch.get_rng_state()
+    torch.rand(1)
+    torch.set_rng_state(state)
+
+
+STATE = [torch.empty(0)]
 SEEDS: dict[str, Callable[[Net], object]] = {
     "torch": lambda net: torch.manual_seed(1),
     "the generator": lambda net: torch.default_generator.manual_seed(1),
     "any": lambda net: torch.seed(),
     "inside of fork_rng": _in_fork,
-    "the state again": lambda net: torch.set_rng_state(torch.get_rng_state()),
     "drawn twice by fork_rng": _drawn_in_fork,
+    "a state from elsewhere": lambda net: torch.set_rng_state(STATE[0]),
+    "the state before what was drawn": _state_before,
+    "a dropout in fork_rng": _dropout_in_fork,
+    "a branch in fork_rng": _branch_in_fork,
 }
 
 
 @pytest.mark.parametrize("how", SEEDS)
 def test_seeds_in_forward_are_refused(how: str) -> None:
     """Eager would draw the same numbers in every step; the compiled steps drew others."""
-    does = "puts back the state of" if how in ("the state again", "drawn twice by fork_rng") else "seeds"
+    STATE[0] = torch.get_rng_state()
+    seeds = ("torch", "the generator", "any", "inside of fork_rng")
+    does = "seeds" if how in seeds else "puts back the state of"
     with pytest.raises(zbcompile.CaptureError, match=f"forward {does} torch's generator"):
         train(Net(lambda net: float(SEEDS[how](net) is None)))
+
+
+class Forked(Net):
+    """Draws after a fork in which nothing is drawn."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        with torch.random.fork_rng(devices=[]):
+            x = torch.tanh(x)
+        state = torch.get_rng_state()
+        x = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+        torch.set_rng_state(state)
+        return self.last(torch.nn.functional.dropout(x, 0.5))  # type: ignore[no-any-return]
+
+
+def test_a_fork_in_which_nothing_is_drawn_changes_nothing() -> None:
+    net, rows, loss = Forked(lambda net: 0.0), ROWS[:4], torch.nn.functional.mse_loss
+    pipe = zbcompile.pipeline(net, schedule="1f1b", ranks=2, microbatches=1, loss=loss, exact=True)
+    found = pipe.step(rows, target=rows)
+    torch.manual_seed(zbcompile.microbatch_seed(0, 0))
+    assert torch.equal(found, loss(net(rows), rows))
 
 
 QUESTIONS: dict[str, Callable[[], object]] = {

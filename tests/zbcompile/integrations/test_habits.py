@@ -2,6 +2,10 @@
 adapters that take turns, evaluations before the first step, averages, saving, and the model that is whole again."""
 
 import copy
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +30,7 @@ from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, WIDTH, Pipelined, 
 
 pytestmark = [pytest.mark.slow, pytest.mark.several_processes]
 
+ROOT = Path(__file__).resolve().parents[3]
 DECAY = 0.9
 IDS = torch.arange(48).view(4, 12) * 7 % 32
 
@@ -81,6 +86,15 @@ def adapted() -> Any:
     return found.train()
 
 
+def assert_not_merged(pipe: zbcompile.Pipeline, net: Any) -> None:
+    """While the module is not whole, a refusal comes before PEFT has written into the first layer."""
+    before = copy.deepcopy(pipe.state_dict())
+    for merge in (net.merge_adapter, net.merge_and_unload):
+        with pytest.raises(zbcompile.PipelineError, match="old values of it"):
+            merge()
+    assert_same_tensors(pipe.state_dict(), before, "not merged")
+
+
 def adapters_take_turns() -> None:
     from peft.tuners.lora import LoraLayer
 
@@ -100,6 +114,7 @@ def adapters_take_turns() -> None:
         assert_alike(pipe, theirs)
         compare_step(pipe, theirs)
     assert_same_tensors(pipe.state_dict(full=True), theirs.state_dict(), "trained")
+    assert_not_merged(pipe, ours)
     close_whole(pipe, ours)
     for net in (ours, theirs):
         net.merge_adapter()
@@ -175,13 +190,42 @@ def fitted_by_lightning(folder: str) -> tuple[list[float], list[Tensor], dict[st
 
 
 def test_lightning_validates_first_and_by_averages(pool: Pool, tmp_path: Path) -> None:
+    assert_as_eager(pool.run(fitted_by_lightning, str(tmp_path)))
+
+
+def assert_as_eager(fitted: Sequence[tuple[list[float], list[Tensor], dict[str, Tensor]]]) -> None:
     net = model()
     average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     first = copy.deepcopy(net)
     losses = eager(net, lambda: average.update_parameters(net))
-    for found, outputs, state in pool.run(fitted_by_lightning, str(tmp_path)):
+    for found, outputs, state in fitted:
         assert found == losses
         inputs = [batch[0] for batch in loader(1)]
         for output, by, rows in zip(outputs, (first, *[average.module] * 6), (inputs[0], *inputs), strict=True):
             torch.testing.assert_close(output, by(rows).detach())
         assert_same_tensors(state, dict(average.module.named_parameters()), "averages")
+
+
+SCRIPT = """
+import sys
+import torch
+from tests.zbcompile.integrations import test_habits
+
+test_habits.adapters_take_turns()
+test_habits.saved_as_transformers_does(f"{sys.argv[1]}/saved")
+found = test_habits.fitted_by_lightning(f"{sys.argv[1]}/fitted")
+torch.save(found, f"{sys.argv[1]}/{torch.distributed.get_rank()}.pt")
+torch.distributed.destroy_process_group()
+"""
+
+
+def test_all_of_it_in_a_script_that_torchrun_starts(tmp_path: Path) -> None:
+    """Processes that share nothing, and no process group before the first pipeline."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "examples")])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([*command, str(tmp_path)], env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert_as_eager([torch.load(tmp_path / f"{rank}.pt") for rank in range(2)])

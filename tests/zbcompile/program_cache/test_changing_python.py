@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 import zbcompile
 from tests.support import shared_captures
-from tests.support.changing import STEPS, Net, batch, eager, saved, scaled
+from tests.support.changing import ROWS, STEPS, Net, batch, eager, saved, scaled
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
+from zbcompile.passes.torch_private import forward_hook_tables
 
 
 @pytest.fixture(autouse=True)
@@ -267,11 +269,32 @@ def registers_another(module: nn.Module, args: Any, output: Tensor) -> None:
 
 @pytest.mark.parametrize("hook", [removes_itself, registers_another])
 def test_a_hook_that_changes_hooks_is_refused(hook: Callable[..., Any]) -> None:
-    """In eager mode each microbatch runs with others; every one was like the first."""
+    """In eager mode each microbatch runs with others; every one was like the first. A refusal leaves what there was."""
     net = Net(scaled)
-    net.layers[0].register_forward_hook(hook)
+    handle = net.layers[0].register_forward_hook(hook, always_call=True)
+    before = [dict(table) for table in forward_hook_tables(net.layers[0])]
     with pytest.raises(zbcompile.CaptureError, match=r"forward changes the hooks of model\.layers\.0"):
         pipeline_of(net).step(batch(0), target=batch(0))
+    assert [dict(table) for table in forward_hook_tables(net.layers[0])] == before
+    handle.remove()
+    compare(pipeline_of(net), net, F.mse_loss, 0)
+
+
+def test_a_trace_that_fails_leaves_nothing_for_the_next_one() -> None:
+    """Forward computes a shape with a number that it reads, for which it is traced twice: the second trace found the
+    state that the first one had left, and the step lost what only a first microbatch does."""
+    state = types.SimpleNamespace(begun=False)
+
+    class Reading(Net):
+        def forward(self, x: Tensor, n: Tensor) -> Tensor:  # type: ignore[override]
+            x = self.layers[0](x)
+            if not state.begun:
+                state.begun, x = True, x * 3
+            return x[:, :2].repeat(1, int(n.max().item()))
+
+    with pytest.raises(zbcompile.CaptureError, match=r"forward changes state in the closure of .*\.begun"):
+        pipeline_of(Reading(scaled)).step(batch(0), torch.full((ROWS,), 2), target=batch(0))
+    assert not state.begun
 
 
 class Twice(TorchFunctionMode):
