@@ -34,7 +34,7 @@ from zbcompile.program.program import Program
 from zbcompile.program.step_record import StepRecord
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import kind_of
-from zbcompile.runtime.engines import Engine
+from zbcompile.runtime.step_run import Engine
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
     from zbcompile.torch_pipelining.as_schedule import ScheduleLike

@@ -12,7 +12,7 @@ from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.process_group import device_of, find_ranks, is_alone
 from zbcompile.errors import PipelineError
 from zbcompile.options import GROUPS, OPTIONS, Options, document, options_from, options_in
-from zbcompile.runtime.engines import Engine
+from zbcompile.runtime.step_run import Engine
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.torch_private import warn_of_untried
 

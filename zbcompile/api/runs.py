@@ -23,7 +23,7 @@ from zbcompile.profiling.observation import Observation
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import joined_outputs, joined_rows, keyword
 from zbcompile.runtime.engine import BoundGraphs, Executable, StepInput
-from zbcompile.runtime.engines import Engine
+from zbcompile.runtime.step_run import Engine
 
 MODES = ("eval", "train")
 OUTPUTS = ("all", "last")

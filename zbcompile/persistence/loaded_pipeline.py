@@ -26,7 +26,7 @@ from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import ANSWERS, Program
 from zbcompile.program.step_options import BACKENDS
-from zbcompile.runtime.engines import Engine
+from zbcompile.runtime.step_run import Engine
 
 SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
 

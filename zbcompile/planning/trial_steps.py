@@ -24,7 +24,7 @@ from zbcompile.passes import gpu
 from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.runtime.engine import Executable, StepInput, plan_step
-from zbcompile.runtime.engines import Engine
+from zbcompile.runtime.step_run import Engine
 
 WARM_UP = 1
 ROUNDS = (3, 15)  # at least, at most

@@ -75,7 +75,7 @@ class Program:
         """In notebooks, the predicted step: prediction says how to `draw` it, because it imports this room."""
         return type(self).draw(self)
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         return self.lowered.schedule
 
@@ -127,7 +127,7 @@ class Program:
         late = {stage.deferred[name]: PARTIAL for stage in self.stages if name in stage.deferred}
         return placement_of(name, self.step.placements or {}) | late
 
-    @property
+    @cached_property
     def tied(self) -> dict[str, int]:
         """Rows of a sharded output layer that a stage looks up as its embedding, by name, with that stage's rank."""
         sharded = () if self.vocabulary is None else self.vocabulary.parameters

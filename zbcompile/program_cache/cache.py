@@ -9,6 +9,7 @@ import itertools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from zbcompile.schedules import Lowered
 
 Capture = TypeVar("Capture")
 Tensors = Mapping[str, torch.Tensor]
+NUMBER = attrgetter("number")
 UNKNOWN = ""  # the dimension of a process group that is not of the mesh
 
 
@@ -161,7 +163,7 @@ class ProgramCache:
         `everywhere`, in the `order` of a program for as many; a new one as `finish` makes it."""
         first = graphs[0].program
         evaluates = first.output is not None
-        named = evaluates, tuple(each.number for each in graphs), tuple(each.number for each in everywhere)
+        named = evaluates, tuple(map(NUMBER, graphs)), tuple(map(NUMBER, everywhere))
         found = self._plans.pop(named, None)
         self._plans[named] = found = found or finish(
             plan_step(graphs, everywhere, order(first, len(graphs)), self._ranks.local)

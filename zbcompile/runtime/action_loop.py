@@ -38,8 +38,7 @@ class StepRecorder(Protocol):
 class OnceActions(Protocol):
     """The actions that a step has once per stage or rank (`zbcompile.runtime.step_run`)."""
 
-    def arrive(self, op: str) -> None: ...
-    def ready(self, op: str) -> bool: ...
+    def ready(self, op: str, rank: int) -> bool: ...
     def carry_out(self, action: Action, rank: int) -> None: ...
 
 
@@ -67,8 +66,7 @@ class RankRun:
         """Carry out the rank's program. Yields an action for as long as its input has not arrived."""
         for step in self.plan.instructions:
             if self.once is not None and step[0].action.op in EXCHANGES:
-                self.once.arrive(step[0].action.op)
-                while not self.once.ready(step[0].action.op):
+                while not self.once.ready(step[0].action.op, self.rank):
                     yield step[0].action
             for instruction in step:
                 self.position.action = instruction.action

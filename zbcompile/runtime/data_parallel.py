@@ -43,29 +43,53 @@ def sums_of(program: Program, mesh: Mesh, rank: int) -> dict[str, Sum]:
     return {name: Sum(group, first) for name, (group, first) in found.items() if group is not None}
 
 
+@dataclass(frozen=True)
+class SumPlan:
+    """When the gradients of a rank are complete, and which of them are summed over other ranks, as `over` says.
+
+    `complete` are those that the last W of a stage completes, by stage, and `early` those of them that are summed then;
+    `late` are summed at the end of the step.
+    """
+
+    complete: Mapping[int, tuple[str, ...]]
+    early: Mapping[int, tuple[str, ...]]
+    late: tuple[str, ...]
+    over: Mapping[str, Sum]
+
+    @cached_property
+    def summed(self) -> frozenset[str]:
+        return frozenset(self.late).union(*self.early.values())
+
+
+def plan_sums(program: Program, rank: int, over: Mapping[str, Sum]) -> SumPlan:
+    """The plan of pipeline rank `rank`."""
+    complete = {stage: program.complete_with(stage) for stage in program.stages_of(rank)}
+    early = {stage: tuple(name for name in names if name in over) for stage, names in complete.items()}
+    held = {name for stage in complete for name in program.stages[stage].trained}
+    late = sorted(name for name in program.late - (program.shared - held) if name in over)
+    return SumPlan(complete, early, tuple(late), over)
+
+
+def unobserved(name: str, part: torch.Tensor) -> None:
+    """Nobody looks at the parts of sums."""
+
+
 def start_reduction(
     replicas: Replicas,
-    program: Program,
-    rank: int,
+    plan: SumPlan,
     gradients: Gradients,
-    sums: Mapping[str, Sum],
     slices: Sequence[Slices] = (),
-    observe: Observe = lambda name, part: None,
+    observe: Observe = unobserved,
 ) -> "Reduction":
-    """The reductions of one step on pipeline rank `rank`. `sums` has the parameters whose gradients are summed; what
-    replicas divide in `slices` is summed to its owners. `observe` sees what this rank adds to each."""
-    stages = program.stages_of(rank)
-    names = {stage: [name for name in program.complete_with(stage) if name in sums] for stage in stages}
-    held = {name for stage in stages for name in program.stages[stage].trained}
-    shared = sorted(name for name in program.late - (program.shared - held) if name in sums)
-    reduces = bool(sums or any(each.divided for each in slices)) and replicas.synchronise
-    summed = {name for found in (*names.values(), shared) for name in found}
+    """The reductions of one step on a rank. What replicas divide in `slices` is summed to its owners. `observe` sees
+    what this rank adds to each sum."""
+    reduces = bool(plan.over or any(each.divided for each in slices)) and replicas.synchronise
     if reduces:
-        _require_all(name for name in replicas.partial - summed if gradients.parameters[name].grad is not None)
-    for name in summed - replicas.partial:
-        if not sums[name].first and (gradient := gradients.parameters[name].grad) is not None:
+        _require_all(name for name in replicas.partial - plan.summed if gradients.parameters[name].grad is not None)
+    for name in plan.summed - replicas.partial:
+        if not plan.over[name].first and (gradient := gradients.parameters[name].grad) is not None:
             gradient.zero_()
-    return Reduction(replicas, gradients, names, shared, reduces, sums, slices, observe)
+    return Reduction(replicas, plan, gradients, reduces, slices, observe)
 
 
 def _require_all(parts: Iterable[str]) -> None:
@@ -83,11 +107,9 @@ class Reduction:
     """The reductions of one step: `parcels[stage]` are under way. `slices` are those of all optimizers."""
 
     replicas: Replicas
+    plan: SumPlan
     gradients: Gradients
-    names: Mapping[int, Sequence[str]]
-    shared: Sequence[str]
     reduces: bool
-    sums: Mapping[str, Sum]
     slices: Sequence[Slices]
     observe: Observe
     parcels: defaultdict[int, list[Parcel[str]]] = field(default_factory=lambda: defaultdict(list))
@@ -97,7 +119,7 @@ class Reduction:
         replica did: it takes part with zeros."""
         for each in self._divided:
             each.reduce(stage, self.gradients, self.observe)
-        names = sorted(self._whole(self.names[stage]), key=lambda name: self.order[self._way(name)])
+        names = sorted(self._whole(self.plan.early[stage]), key=lambda name: self.order[self._way(name)])
         for way, found in groupby(names, key=self._way):
             self._send(stage, way, ((name, self._part(name, stage)) for name in found))
 
@@ -123,11 +145,10 @@ class Reduction:
 
         Shared gradients are sent alone: their holders must add in the same order, or they would drift apart.
         """
-        summed = {name for found in (*self.names.values(), self.shared) for name in found}
-        self.replicas.partial = set() if self.reduces else self.replicas.partial | summed
+        self.replicas.partial = set() if self.reduces else self.replicas.partial | self.plan.summed
         for each in self._divided if self.reduces else ():
             each.reduce(LATE, self.gradients, self.observe)
-        for name in self._whole(self.shared) if self.reduces else ():
+        for name in self._whole(self.plan.late) if self.reduces else ():
             found = self.gradients[name].total()
             if found is not None:
                 self.observe(name, found)
@@ -154,9 +175,9 @@ class Reduction:
 
     def _way(self, name: str) -> Way:
         """Over whom a whole gradient is summed, and in which dtype, None: its own."""
-        return self.sums[name].group, next((s.reduce_dtype for s in self.slices if name in s.names), None)
+        return self.plan.over[name].group, next((s.reduce_dtype for s in self.slices if name in s.names), None)
 
     @cached_property
     def order(self) -> dict[Way, int]:
         """The ways, numbered as all ranks of a group do: as the parameters come."""
-        return {way: i for i, way in enumerate(dict.fromkeys(map(self._way, self.sums)))}
+        return {way: i for i, way in enumerate(dict.fromkeys(map(self._way, self.plan.over)))}

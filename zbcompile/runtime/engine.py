@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -10,10 +11,12 @@ from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.errors import PipelineError
 from zbcompile.model.losses import Losses
 from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.data_parallel import Sum
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.slices import Slices
 from zbcompile.runtime.step_agreement import StepAgreement
@@ -62,20 +65,25 @@ class BoundGraphs:
 class Executable:
     """What a step runs: microbatch i the graphs `graphs[i]`, and in the same step some microbatch of some replica each
     of `everywhere`. `program` is that of the first, in the order of the step, with the parameters that any of them
-    trains; `plans` are those of this process's ranks. `memory` is where the values of a step are, if all steps have
-    them at the same addresses."""
+    trains; `plans` are those of this process's ranks, `gradients` their sums, which its steps share. `memory` is where
+    the values of a step are, if all steps have them at the same addresses."""
 
     program: Program
     graphs: tuple[BoundGraphs, ...]
     everywhere: tuple[BoundGraphs, ...]
     plans: tuple[RankPlan, ...]
     memory: StepMemory | None = None
-    ordered: dict[frozenset[str], tuple[Schedule, tuple[RankPlan, ...]]] = field(init=False, default_factory=dict)
+    ordered: dict[frozenset[str], tuple[Schedule, tuple[RankPlan, ...]]] = field(default_factory=dict)
+    gradients: dict[int, Gradients] = field(init=False, default_factory=dict)
 
-    @property
+    @cached_property
     def first(self) -> BoundGraphs:
         """The graphs of the first microbatch. Those of all others have the parameters and sums in the same places."""
         return self.graphs[0]
+
+    @cached_property
+    def loss_dtype(self) -> torch.dtype:
+        return dtype_named(self.program.loss_dtype)
 
     def with_updates(self, kinds: frozenset[str]) -> tuple[Schedule, tuple[RankPlan, ...]]:
         """The schedule and the plans with the actions of these kinds, which a step has once; each is made once."""
@@ -127,7 +135,8 @@ def plan_step(
         program = replace(program, stages=_trained_by_any(program, programs))
     if program.lowered is not lowered:
         program = replace(program, lowered=lowered)
-    plans = tuple(plan_rank(program, rank, [each.stages for each in graphs]) for rank in ranks)
+    stages, sums = [each.stages for each in graphs], graphs[0].sums
+    plans = tuple(plan_rank(program, rank, stages, sums) for rank in ranks)
     return Executable(program, tuple(graphs), distinct, plans)
 
 

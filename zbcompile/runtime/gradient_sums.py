@@ -48,16 +48,14 @@ class GradientSum:
             if WHOLE not in part:
                 part[WHOLE] = [self._zeros(stage, self.whole if looks_up else None)]
             return part[WHOLE][0]
-        if self._odd or self.dtype != grad_dtype(self.parameter):
+        parameter = self.parameter
+        grad = parameter.grad
+        odd = grad is not None and grad.stride() != parameter.stride()
+        if odd or self.dtype != grad_dtype(parameter):
             return self._running()
-        if self.parameter.grad is None:
-            self.parameter.grad = self._zeros()
-        return self.parameter.grad
-
-    @property
-    def _odd(self) -> bool:
-        grad = self.parameter.grad
-        return grad is not None and grad.stride() != self.parameter.stride()
+        if grad is None:
+            grad = parameter.grad = self._zeros()
+        return grad
 
     def _running(self) -> torch.Tensor:
         if self.running is None:
@@ -146,15 +144,15 @@ class GradientSum:
 
     def settle(self) -> None:
         """Put the own sum into `.grad`, rounded to its dtype once."""
-        if self.running is not None:
-            running, self.running = self.running, None
+        running, self.running = self.running, None
+        if running is not None:
             self._accumulate(running)
 
 
 class Gradients(dict[str, GradientSum]):
-    """The sums of one rank during one step by parameter, each made when it is first asked for. `shared` are the
-    parameters of several stages; of those in `whole` this rank trains rows. `staying` keeps their memory for the next
-    step, if that is to be the same."""
+    """The sums of one rank by parameter, each made when it is first asked for; a step begins and ends with empty ones.
+    `shared` are the parameters of several stages; of those in `whole` this rank trains rows. `staying` keeps their
+    memory for the next step, if that is to be the same."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: Choices) -> None:
         super().__init__()
@@ -171,8 +169,9 @@ class Gradients(dict[str, GradientSum]):
 
     def settle(self, names: Iterable[str] | None = None) -> None:
         """Put the own sums of `names` (default: all) into `.grad`."""
-        for name in self if names is None else self.keys() & set(names):
-            self[name].settle()
+        for each in self.values() if names is None else [self[name] for name in names if name in self]:
+            if each.running is not None:
+                each.settle()
 
 
 def grad_dtype(parameter: nn.Parameter) -> torch.dtype:

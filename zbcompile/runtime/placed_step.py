@@ -42,7 +42,8 @@ def with_places(executable: Executable, device: torch.device, gradients: dict[st
     fills. Raises PipelineError if a value has no place."""
     program, graphs = executable.program, executable.graphs
     apart = [{i: replace(stage, mergeable=False) for i, stage in each.stages.items()} for each in graphs]
-    ordered = [plan_rank(program, plan.rank, apart) for plan in executable.plans]
+    sums = executable.first.sums
+    ordered = [plan_rank(program, plan.rank, apart, sums) for plan in executable.plans]
 
     def program_of(action: Action) -> StageProgram:
         return graphs[action.microbatch].stages[action.stage].program
@@ -57,11 +58,12 @@ def with_places(executable: Executable, device: torch.device, gradients: dict[st
     placed = tuple(replace(each, stages=own, buffers=buffers) for each, own in zip(graphs, apart, strict=True))
     found = []
     for plan in ordered:
-        again = plan_rank(program, plan.rank, apart)  # pairs of the placed runs
+        again = plan_rank(program, plan.rank, apart, sums)  # pairs of the placed runs
         posts = _Posts(plans[plan.rank], blocks[plan.rank], buffers)
         steps = tuple(tuple(map(posts.placed, step)) for step in again.instructions)
         found.append(replace(again, instructions=steps))
-    return replace(executable, graphs=placed, plans=tuple(found), memory=StepMemory(device, plans, blocks, gradients))
+    memory = StepMemory(device, plans, blocks, gradients)
+    return replace(executable, graphs=placed, plans=tuple(found), memory=memory, ordered={})
 
 
 def _with_run(

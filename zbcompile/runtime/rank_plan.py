@@ -21,6 +21,7 @@ from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
+from zbcompile.runtime.data_parallel import Sum, SumPlan, plan_sums
 from zbcompile.runtime.overlapped_pairs import make_pairs
 from zbcompile.runtime.stage_plan import AFTER, ArrivalUses, CompiledStage, arrivals_of
 from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, RECEIVES, SENDS, Action, Pair, Step, flatten
@@ -49,11 +50,14 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The instructions of a rank; a pair is two, and the send of what its first makes. `merged` runs its pairs."""
+    """The instructions of a rank; a pair is two, and the send of what its first makes. `merged` runs its pairs,
+    `stages` are those that it has, and `sums` says which of their gradients are summed over other ranks, and when."""
 
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]
     merged: Mapping[tuple[Action, Action], Run]
+    stages: tuple[int, ...]
+    sums: SumPlan
 
     def with_updates(self, order: Iterable[Step]) -> "RankPlan":
         """The plan with the actions that a step has once where `order`, which has all others as well, has them."""
@@ -87,14 +91,16 @@ class Receiver(Protocol):
 Stages = Mapping[int, CompiledStage]
 
 
-def plan_rank(program: Program, rank: int, graphs: Sequence[Stages]) -> RankPlan:
-    """The plan of `rank`; `graphs[i]` are the compiled stages of this process as microbatch i runs them."""
+def plan_rank(program: Program, rank: int, graphs: Sequence[Stages], sums: Mapping[str, Sum]) -> RankPlan:
+    """The plan of `rank`; `graphs[i]` are the compiled stages of this process as microbatch i runs them, `sums` says
+    over whom gradients are summed."""
 
     def stage_of(action: Action) -> CompiledStage:
         return graphs[action.microbatch][action.stage]
 
     pairs = make_pairs(_steps(program, rank), stage_of)
-    return RankPlan(rank, instructions_of(program, rank, stage_of), pairs)
+    instructions, sum_plan = instructions_of(program, rank, stage_of), plan_sums(program, rank, sums)
+    return RankPlan(rank, instructions, pairs, program.stages_of(rank), sum_plan)
 
 
 def instructions_of(

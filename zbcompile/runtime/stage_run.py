@@ -39,10 +39,6 @@ class StageRun:
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
     accumulators: dict[int, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
 
-    def of(self, microbatch: int) -> CompiledStage:
-        """The stage as it runs for a microbatch."""
-        return self.stages[microbatch]
-
     @property
     def index(self) -> int:
         return self.stages[0].index
@@ -51,12 +47,12 @@ class StageRun:
         """A pass: `arrived` and the result are the boundary tensors, of F in the order of the stage's `receives` and
         `sends`. B makes the gradients of the stage's inputs from those of its outputs and leaves to W, to which nothing
         arrives, what that needs; BW makes the weight gradients in the same graph, and nothing stays behind."""
-        run = self.of(microbatch).calls[name].run
+        run = self.stages[microbatch].calls[name].run
         return self.end(name, microbatch, run(self.begin(name, microbatch, arrived)))
 
     def begin(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         """The inputs of a pass, in the order of its graph."""
-        call = self.of(microbatch).calls[name]
+        call = self.stages[microbatch].calls[name]
         if call.opens:
             self._open(microbatch, arrived)
         frame = self.frames.pop(microbatch) if call.closes else self.frames[microbatch]
@@ -67,7 +63,7 @@ class StageRun:
         return self._take(call, frame)
 
     def _open(self, microbatch: int, arrived: Tensors) -> None:
-        stage = self.of(microbatch)
+        stage = self.stages[microbatch]
         frame = self.frames[microbatch] = list(stage.template)
         if stage.loss_factor is not None:
             frame[stage.loss_factor] = self.loss_factor
@@ -81,7 +77,7 @@ class StageRun:
 
     def end(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
         """Store the results of a pass; the tensors to pass on."""
-        stage = self.of(microbatch)
+        stage = self.stages[microbatch]
         call = stage.calls[name]
         if call.opens:
             for at, _ in call.checks:
@@ -105,7 +101,7 @@ class StageRun:
         return sends
 
     def _violation(self, at: int, microbatch: int) -> str:
-        check = output_values(self.of(microbatch).program.pieces["F"].module.graph)[at]
+        check = output_values(self.stages[microbatch].program.pieces["F"].module.graph)[at]
         return f"microbatch {microbatch} violates what forward requires on stage {self.index}: {source_line(check)}"
 
     def _take(self, call: Call, frame: Frame) -> Tensors:
@@ -119,8 +115,9 @@ class StageRun:
 
     def _add_accumulators(self, call: Call, frame: Frame) -> None:
         """Passes add into the same buffers, which exist from the first of them on."""
-        index, wanted = self.index, id(call.accumulators)  # hashing all names takes longer than a small pass
+        wanted = id(call.accumulators)  # hashing all names takes longer than a small pass
         if wanted not in self.accumulators:
+            index = self.index
             sums = [(at, self.gradients[name].buffer(index)) for at, name in call.accumulators]
             self.accumulators[wanted] = [(at, each if self.rows is None else each[self.rows]) for at, each in sums]
         for place, buffer in self.accumulators[wanted]:
@@ -128,7 +125,7 @@ class StageRun:
 
     def live_bytes(self) -> int:
         """Bytes of the distinct storages that the frames hold, without parameters, inputs and the loss factor."""
-        held = (frame[place] for i, frame in self.frames.items() for place in self.of(i).passing)
+        held = (frame[place] for i, frame in self.frames.items() for place in self.stages[i].passing)
         resident = [t for stage in {id(each): each for each in self.stages}.values() for t in stage.resident.values()]
         not_counted = [*resident, self.loss_factor, *(t for mb in self.inputs for t in mb.values())]
         return storage_bytes((value for value in held if value is not None), set(map(storage_key, not_counted)))

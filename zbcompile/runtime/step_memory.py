@@ -29,7 +29,7 @@ def refuse(reasons: Iterable[str]) -> None:
 @dataclass
 class StepMemory:
     """The memory of one executable: by rank the plan of its values and the block that they lie in, the tensors of the
-    batch, the gradients by parameter, and sums of them by rank. `losses` are those of the last step, `graph` is the
+    batch, and the gradients by parameter. `losses` are those of the last step, `graph` is the
     recorded one; `holding` lives as long, because the recording reads it; `steps` counts those that ran without it.
     """
 
@@ -38,7 +38,6 @@ class StepMemory:
     blocks: Mapping[int, torch.Tensor]
     gradients: dict[str, torch.Tensor]
     inputs: Inputs = field(default_factory=list)
-    sums: dict[int, dict[str, dict[int, torch.Tensor]]] = field(default_factory=dict)
     graph: gpu.Graph | None = None
     losses: Losses = field(default_factory=lambda: Losses(()))
     holding: object = None
@@ -61,9 +60,10 @@ class StepMemory:
             kept.copy_(value)
         return self.inputs
 
-    def hold(self, gradients: Gradients, rank: int, trained: Iterable[str]) -> None:
+    def hold(self, gradients: Gradients, trained: Iterable[str]) -> None:
         """Let `.grad` of what a rank trains, and its sums, be where they were in the first step."""
-        gradients.staying = self.sums.setdefault(rank, {})
+        if gradients.staying is None:
+            gradients.staying = {}
         for name in trained:
             if name not in self.gradients:
                 self.gradients[name] = gradients[name].new_gradient()

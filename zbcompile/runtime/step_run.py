@@ -1,54 +1,161 @@
-"""One step on the ranks of this process: what their runs share, and the actions that it has once, one method for each
-kind: those of the optimizer for every stage, and the exchanges, which all ranks do together before or behind all other
-actions.
+"""One function runs an executable, a training step or a forward alone, on the ranks of this process: all of them in a
+deterministic interleaving, or the one that this process is of a group.
 
-An exchange happens once all ranks have come to it; it is done once for all ranks of this process, which need no message
+A `StepRun` is what their runs share, and the actions that a step has once, one method for each kind: those of the
+optimizer for every stage, and the exchanges, which all ranks do together before or behind all other actions. An
+exchange happens once all ranks have come to it; it is done once for all ranks of this process, which need no message
 among each other.
-
-Eager autograd adds the uses of a parameter per microbatch, the last use first, and then accumulates the sums in
-microbatch order. So TIE adds the stages' gradients from the last stage to the first, before they are folded. Of two
-model copies (DualPipe) the first has the lower microbatches: its sums are folded first.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from zbcompile.distributed.mesh import BATCHES, broadcast
 from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import Transport
 from zbcompile.distributed.under_way import complete, outlives_its_step
+from zbcompile.errors import PipelineError
 from zbcompile.faults.watchdog import Alone, Watch
 from zbcompile.model.losses import Losses
-from zbcompile.model.seeds import microbatch_seed
-from zbcompile.passes.torch_names import dtype_named
-from zbcompile.program.program import Program
+from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.runtime.action_loop import Observer, RankRun
-from zbcompile.runtime.data_parallel import Reduction
-from zbcompile.runtime.engine import Executable, Made, StepInput
+from zbcompile.runtime.data_parallel import Reduction, start_reduction, unobserved
+from zbcompile.runtime.engine import Executable, Made, StepInput, StepResult
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
-from zbcompile.runtime.gradient_sums import WHOLE, Gradients, add_uses
+from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.labels import Labels
 from zbcompile.runtime.rank_plan import RankPlan
 from zbcompile.runtime.slices import LATE
 from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
 from zbcompile.runtime.stage_run import StageRun
+from zbcompile.runtime.step_memory import StepMemory, refuse
+from zbcompile.runtime.tied_gradients import TiedSums
 from zbcompile.runtime.vocabulary_collectives import ShardStep
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
+from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import EXCHANGES, Action
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.torch_private import profiler_is_on
 
 
 @dataclass
+class Engine:
+    """Runs executables on `ranks`."""
+
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        self.equal = EqualResults(self.ranks) if self.ranks.mesh.beside("pp", "dp") else None
+
+    def run(
+        self,
+        executable: Executable,
+        given: StepInput,
+        parameters: Mapping[str, nn.Parameter],
+        channels: Schedule | None = None,
+    ) -> StepResult:
+        """Carry out the actions of this process's ranks; gradients accumulate into `parameters`. `channels` is the
+        schedule whose channels are opened if there are none yet: the training step's, which a forward opens, too.
+
+        Does not advance the caller's random state.
+        """
+        program, ranks, memory = executable.program, self.ranks, executable.memory
+        for each in (each for each in given.slices if each.divided):
+            each.begin(program)
+        if self.equal is not None and program.output is None:
+            self.equal.begin(program)
+        reductions = {plan.rank: self._reduction(plan, executable, given, parameters) for plan in executable.plans}
+        if memory is not None:
+            _require_fixed(given)
+            if given.agreement is not None:
+                given.agreement.require()
+            given = replace(given, microbatches=memory.stage(given.microbatches))
+            for plan in executable.plans:
+                trained = [name for stage in plan.stages for name in program.stages[stage].trained]
+                memory.hold(reductions[plan.rank].gradients, trained)
+            if memory.graph is not None and given.recorder is None:
+                return StepResult(memory.replay(), {})
+        buffers, count = executable.first.buffers, program.schedule.microbatches
+        opened, number = channels or program.schedule, executable.first.number
+        transport = ranks.transport(opened, count, buffers, number, program.step.max_ctas)
+        step = StepRun(executable, given, ranks, self.equal, reductions)
+        schedule, plans = executable.with_updates(step.kinds)
+        step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)
+        with undisturbed(ranks.device), torch.no_grad():
+            if memory is None:
+                interleave(step.runs)
+            else:
+                _keep_memory(step, memory)
+        step.runs.clear()  # they know the step, and would live until the collector comes
+        if given.recorder is not None:
+            with ranks.watch.position.waiting("the end"):
+                given.recorder.end()
+        return StepResult(step.losses if memory is None else memory.read_out(), step.made)
+
+    def _reduction(
+        self, plan: RankPlan, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
+    ) -> Reduction:
+        program = executable.program
+        if plan.rank not in executable.gradients:
+            executable.gradients[plan.rank] = Gradients(parameters, program.shared, program.choices)
+        observe = unobserved if self.equal is None else self.equal.note
+        return start_reduction(self.ranks.replicas, plan.sums, executable.gradients[plan.rank], given.slices, observe)
+
+
+def _require_fixed(given: StepInput) -> None:
+    """Raise PipelineError for what changes from step to step, which one recording cannot hold."""
+    reasons = {
+        "an optimizer updates parameters, or divides gradients, inside of it": any(given.actions.values()),
+        "a GradScaler scales its loss": given.scale is not None,
+    }
+    refuse(reason for reason, holds in reasons.items() if holds)
+
+
+def _keep_memory(step: "StepRun", memory: StepMemory) -> None:
+    """Run a step whose values have places; record it, if it is time, and replay the recording."""
+    if step.given.recorder is not None or not memory.records():
+        interleave(step.runs)
+        memory.losses = step.losses
+        return
+    with memory.recording():
+        interleave(step.runs)
+    memory.losses, memory.holding = step.losses, step
+    memory.replay()
+
+
+def interleave(ranks: Sequence[RankRun]) -> None:
+    """Run the ranks in turn, each until it must wait, until all are done."""
+    running = {run.rank: (run, run.run()) for run in ranks}
+    before: dict[int, Action] = {}
+    while running:
+        turns = {rank: _turn(*each, alone=len(ranks) == 1) for rank, each in running.items()}
+        waiting = {rank: action for rank, action in turns.items() if action is not None}
+        if waiting and waiting == before:
+            stuck = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())
+            raise PipelineError(f"no rank can proceed: {stuck}; the schedule's order is not executable")
+        before, running = waiting, {rank: running[rank] for rank in waiting}
+
+
+def _turn(run: RankRun, program: Iterator[Action], alone: bool) -> Action | None:
+    if not alone:
+        run.position.rank = run.rank  # a process of its own has a number in the whole mesh
+    return next(program, None)
+
+
+@dataclass
 class StepRun:
-    """`runs` are those of this process's ranks, `reductions` the sums of their gradients. `losses` are there after
-    LOSS; `made`, the leaves of the model's output by microbatch, after OUTPUT, on ranks that were to have them.
+    """`runs` are those of this process's ranks, `reductions` the sums of their gradients, by rank. `equal` compares
+    what other ranks compute as well, None if none does. `come` are the ranks that have come to each exchange, `done`
+    the exchanges that have begun. `losses` are there after LOSS; `made`, the leaves of the model's output by
+    microbatch, after OUTPUT, on ranks that were to have them.
 
     Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch.
     """
@@ -56,25 +163,23 @@ class StepRun:
     executable: Executable
     given: StepInput
     ranks: Ranks
-    equal: EqualResults
-    reductions: Sequence[Reduction]
+    equal: EqualResults | None
+    reductions: Mapping[int, Reduction]
     runs: list[RankRun] = field(default_factory=list)
     losses: Losses = field(default_factory=lambda: Losses(()))
     made: Made = field(default_factory=dict)
-    come: dict[str, int] = field(default_factory=dict)  # how many of the runs, to each exchange
+    come: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
+    done: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.program = self.executable.program
+        self.trains = self.program.output is None
+        self.reduces = any(each.reduces for each in self.reductions.values())
 
     @property
     def kinds(self) -> frozenset[str]:
         """The kinds of actions that the step has once per stage or rank."""
         return frozenset(op for op, once in ONCE_ACTIONS.items() if once.is_needed(self))
-
-    @property
-    def program(self) -> Program:
-        return self.executable.program
-
-    @property
-    def trains(self) -> bool:
-        return self.program.output is None
 
     @property
     def looks_up_rows(self) -> bool:
@@ -86,20 +191,14 @@ class StepRun:
         observe = Labels(observer) if profiler_is_on() else observer
         vocabulary = self.executable.first.vocabulary
         collectives = None if vocabulary is None else vocabulary.collectives(transport)
-        for plan, reduction in zip(plans, self.reductions, strict=True):
-            runs = self._stages(plan.rank, reduction.gradients)
+        graphs, position = self.executable.graphs, self.ranks.watch.position
+        for plan in plans:
+            gradients = self.reductions[plan.rank].gradients
+            runs = {i: self._run_of([each.stages[i] for each in graphs], gradients) for i in plan.stages}
             if vocabulary is not None and collectives is not None:
-                runs |= self._shards(vocabulary, plan.rank, reduction.gradients)
-                number = self.program.stages_of(plan.rank)[0]
-                collectives.shards[plan.rank] = ShardStep(number, runs[SHARD], runs.get(LOOKUPS))
-            self.runs.append(RankRun(plan, runs, transport, self.ranks.watch.position, observe, collectives, once=self))
-
-    def _stages(self, rank: int, gradients: Gradients) -> dict[int, StageRun]:
-        graphs = self.executable.graphs
-        return {
-            stage: self._run_of([each.stages[stage] for each in graphs], gradients)
-            for stage in self.program.stages_of(rank)
-        }
+                runs |= self._shards(vocabulary, plan.rank, gradients)
+                collectives.shards[plan.rank] = ShardStep(plan.stages[0], runs[SHARD], runs.get(LOOKUPS))
+            self.runs.append(RankRun(plan, runs, transport, position, observe, collectives, once=self))
 
     def _shards(self, vocabulary: VocabularyExecutable, rank: int, gradients: Gradients) -> dict[int, StageRun]:
         shards, count = vocabulary.shards[rank], len(self.executable.graphs)
@@ -119,35 +218,30 @@ class StepRun:
     def _loss_factor(self) -> torch.Tensor:
         """The gradient of the step's loss by a microbatch's: 1/m enters the backward here, as in eager's (loss / m)."""
         program, given = self.program, self.given
-        one = torch.ones((), dtype=dtype_named(program.loss_dtype), device=self.executable.first.buffers.device)
+        one = torch.ones((), dtype=self.executable.loss_dtype, device=self.executable.first.buffers.device)
         count = program.schedule.microbatches * self.ranks.replicas.count
         scaled = given.scale(one).to(one.dtype) if given.scale else one  # a GradScaler answers in float32
         return scaled / count if given.reduction == "mean" else scaled
 
-    def arrive(self, op: str) -> None:
-        """A rank comes to an exchange."""
-        self.come[op] = self.come.get(op, 0) + 1
-
-    def ready(self, op: str) -> bool:
-        """Whether all ranks of this process have come; processes wait for each other inside of it."""
-        return self.come[op] >= len(self.runs)
+    def ready(self, op: str, rank: int) -> bool:
+        """A rank has come to an exchange: whether all of this process have; processes wait for each other inside of
+        it."""
+        self.come[op].add(rank)
+        return len(self.come[op]) == len(self.runs)
 
     def carry_out(self, action: Action, rank: int) -> None:
-        """Do it: an exchange if no other rank of this process has. If replicas take different steps, nothing is
+        """Do it: an exchange once, for all ranks of this process. If replicas take different steps, nothing is
         exchanged between them, and all ranks raise once their passes have run."""
         op, agreement = action.op, self.given.agreement
         if op in OVER_REPLICAS and agreement is not None and agreement.differs():
             if op == "LOSS":
                 agreement.require()
         elif op not in EXCHANGES:
-            ONCE_ACTIONS[op].run(self, self._reduction(rank), action.stage)
-        elif self.come[op] == len(self.runs):
-            self.come[op] += 1
+            ONCE_ACTIONS[op].run(self, self.reductions[rank], action.stage)
+        elif op not in self.done:
+            self.done.add(op)
             with self.ranks.watch.position.waiting(KINDS[op].meaning):
                 ONCE_ACTIONS[op].run(self)
-
-    def _reduction(self, rank: int) -> Reduction:
-        return self.reductions[self.ranks.local.index(rank)]
 
     # For a stage
 
@@ -157,7 +251,7 @@ class StepRun:
 
     def _update_stage(self, reduction: Reduction, stage: int) -> None:
         reduction.finish_stage(stage)
-        reduction.gradients.settle(self.program.complete_with(stage))
+        reduction.gradients.settle(reduction.plan.complete[stage])
         self._act("OPT", stage)
 
     # For all ranks together
@@ -166,7 +260,7 @@ class StepRun:
         vocabulary = self.executable.first.vocabulary
         assert vocabulary is not None
         assert vocabulary.group is not None
-        vocabulary.rows.gather_lookups(self._gradients(), self.program.tied, vocabulary.group)
+        vocabulary.rows.gather_lookups(self._own_gradients, self.program.tied, vocabulary.group)
 
     def _drain(self) -> None:
         for run in self.runs:
@@ -175,59 +269,20 @@ class StepRun:
             run.transport.finish()
 
     def _sum_tied(self) -> None:
-        """The running sum walks from the rank of the last use to that of the first, which gives all holders the
-        total."""
-        for name in sorted(self.program.shared):
-            holders = sorted(self.program.holders(name))
-            totals = [self._share(name, walk, self._walk(name, walk), holders) for walk in walks(self.program, name)]
-            first = next((rank for rank in self.ranks.local if rank in holders), None)
-            for total in totals if first is not None else ():
-                self._gradients(first)[name].fold(total)
+        gradients = {rank: each.gradients for rank, each in self.reductions.items()}
+        TiedSums(self.program, self.ranks, gradients).run()
         vocabulary = self.executable.first.vocabulary
         if vocabulary is not None and vocabulary.group is not None and self.looks_up_rows:
-            vocabulary.rows.share_lookups(self._gradients(), self.program.tied, vocabulary.group)
+            vocabulary.rows.share_lookups(self._own_gradients, self.program.tied, vocabulary.group)
 
-    def _gradients(self, rank: int | None = None) -> Gradients:
-        return self._reduction(self.ranks.local[0] if rank is None else rank).gradients
-
-    def _walk(self, name: str, walk: "Walk") -> list[torch.Tensor]:
-        """The total, on the rank of the first use; other processes end with an empty list."""
-        running: list[torch.Tensor] = []
-        before, local = walk.ranks[0], self.ranks.local
-        for stage, here in zip(walk.stages, walk.ranks, strict=True):
-            if before in local and here not in local:
-                self._send(running, here)
-                running = []
-            if here in local:
-                running = running if before in local else self._receive(name, before, walk)
-                running = add_uses(running, self._gradients(here)[name].take(stage, walk.microbatches))
-            before = here
-        return running
-
-    def _share(self, name: str, walk: "Walk", total: list[torch.Tensor], holders: Sequence[int]) -> list[torch.Tensor]:
-        """The total, in the processes of all holders."""
-        owner, local = walk.ranks[-1], self.ranks.local
-        if owner not in local:
-            return self._receive(name, owner, walk) if set(local) & set(holders) else []
-        for holder in holders:
-            if holder not in local:
-                self._send(total, holder)
-        return total
-
-    def _send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
-        for tensor in tensors:
-            dist.send(tensor.contiguous(), group=self.ranks.group, group_dst=to)
-
-    def _receive(self, name: str, source: int, walk: "Walk") -> list[torch.Tensor]:
-        own = self._gradients()[name]
-        like, dtype = own.parameter, own.dtype_of_parts
-        buffers = [torch.empty(like.shape, dtype=dtype, device=like.device) for _ in walk.microbatches]
-        for buffer in buffers:
-            dist.recv(buffer, group=self.ranks.group, group_src=source)
-        return buffers
+    @property
+    def _own_gradients(self) -> Gradients:
+        """Those of the rank that this process is."""
+        (reduction,) = self.reductions.values()
+        return reduction.gradients
 
     def _end_sums(self) -> None:
-        for reduction in self.reductions:
+        for reduction in self.reductions.values():
             reduction.finish()
             reduction.gradients.settle()
 
@@ -240,18 +295,18 @@ class StepRun:
     def _share_losses(self) -> None:
         """Whoever waits for all losses does not end its step before all have run their passes, and so does not update
         its parameters although another rank has failed."""
-        equal, found = self.equal, dict[str, torch.Tensor | None]()
-        for reduction in self.reductions if equal.pending else ():
-            found |= reduction.results()
         own = {i: loss for run in self.runs for i, loss in run.losses().items()}
         if self.ranks.group is None:
             self.losses = Losses([own[i].detach() for i in range(self.program.schedule.microbatches)])
             return
-        shared, news, work = share_losses(self.program, own, self.ranks, equal.has_news(self.executable, found))
+        equal = self.equal if self.equal is not None and self.equal.pending else None
+        found = {} if equal is None else self.reductions[self.ranks.local[0]].results()
+        has_news = equal is not None and equal.has_news(self.executable, found)
+        shared, news, work = share_losses(self.executable, own, self.ranks, has_news)
         self.losses = Losses(shared[:, 0].unbind(), partial(_wait, self.ranks.watch, work))
-        if equal.pending or not self.given.ahead:
+        if equal is not None or not self.given.ahead:
             self.losses.read()
-        if equal.pending and news:
+        if equal is not None and news:
             equal.compare(self.executable, found, shared)
 
     def _collect_outputs(self) -> None:
@@ -287,7 +342,9 @@ OVER_REPLICAS = {"REDUCE", "OPT", "SYNC", "BUFFERS", "FINAL", "LOSS"}
 ONCE_ACTIONS = {
     "VALIDATE": OnceAction(_has("VALIDATE"), lambda step, reduction, at: step._act("VALIDATE", at)),
     "GATHER": OnceAction(_has("GATHER"), lambda step, reduction, at: step._act("GATHER", at)),
-    "REDUCE": OnceAction(lambda step: step.reductions[0].reduces, lambda step, reduction, at: reduction.start(at)),
+    "REDUCE": OnceAction(
+        lambda step: step.reductions[step.ranks.local[0]].reduces, lambda step, reduction, at: reduction.start(at)
+    ),
     "OPT": OnceAction(_has("OPT"), StepRun._update_stage),
     "ROWS": OnceAction(lambda step: step.looks_up_rows, StepRun._gather_rows),
     "DRAIN": OnceAction(lambda step: True, StepRun._drain),
@@ -305,38 +362,17 @@ def _wait(watch: Alone | Watch, work: dist.Work) -> None:
         complete(work)
 
 
-@dataclass(frozen=True)
-class Walk:
-    """How the gradients of a shared parameter are summed for one model copy: `stages` that train it, the last first,
-    on `ranks`, for `microbatches`: a gradient is one tensor per microbatch in exact mode, else one of the WHOLE."""
-
-    stages: tuple[int, ...]
-    ranks: tuple[int, ...]
-    microbatches: Sequence[int]
-
-
-def walks(program: Program, name: str) -> list[Walk]:
-    """One walk per model copy, in the order in which their sums accumulate."""
-    stages = tuple(stage.stage for stage in reversed(program.stages) if name in stage.trained)
-    per_copy = program.schedule.microbatches // program.copies
-    copies = [range(first, first + per_copy) for first in range(0, program.schedule.microbatches, per_copy)]
-    return [
-        Walk(stages, tuple(program.rank_of(s, each[0]) for s in stages), each if program.exact else (WHOLE,))
-        for each in copies
-    ]
-
-
 def share_losses(
-    program: Program, own: Mapping[int, torch.Tensor], ranks: Ranks, news: bool = False
+    executable: Executable, own: Mapping[int, torch.Tensor], ranks: Ranks, news: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor, dist.Work]:
     """Begin to give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a
     tensor [replicas x microbatches, tp]. Beside it, how many ranks have `news`, on the device.
 
     Each has one owner and the other ranks add zeros, which changes no bit.
     """
-    count, mesh = program.schedule.microbatches, ranks.mesh
+    count, mesh = len(executable.graphs), ranks.mesh
     shape = (ranks.replicas.count * count + 1, mesh.size("tp"))
-    shared = torch.zeros(shape, dtype=dtype_named(program.loss_dtype), device=ranks.device)
+    shared = torch.zeros(shape, dtype=executable.loss_dtype, device=ranks.device)
     for microbatch, loss in own.items():
         shared[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
     shared[-1] += news

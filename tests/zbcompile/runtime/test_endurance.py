@@ -37,7 +37,8 @@ def test_receive_buffers_do_not_grow_with_microbatches() -> None:
         counts = []
         for microbatches in (8, 16):
             lowered = lower(build(name, 4, microbatches))
-            plans = [plan_rank(replace(program, lowered=lowered), rank, [stages] * microbatches) for rank in range(4)]
+            task = replace(program, lowered=lowered), [stages] * microbatches
+            plans = [plan_rank(task[0], rank, task[1], {}) for rank in range(4)]
             counts.append([sum(plan.buffers.values()) for plan in plans])
         few, many = counts
         if name == "gpipe":  # keeps what arrives of every microbatch

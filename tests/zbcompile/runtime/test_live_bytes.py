@@ -21,10 +21,10 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.runtime.engine import BoundGraphs, plan_step
-from zbcompile.runtime.engines import interleave
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.stage_run import StageRun
+from zbcompile.runtime.step_run import interleave
 from zbcompile.schedules.ir.actions import Action
 
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
