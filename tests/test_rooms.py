@@ -141,6 +141,7 @@ def test_every_room_has_its_place() -> None:
         assert {room(name) for name in MODULES if MODULES[name][0] == top} == set(order), top
 
 
+@pytest.mark.slow
 def test_no_import_circle() -> None:
     try:
         tuple(TopologicalSorter(arrows()).static_order())
@@ -194,6 +195,7 @@ def test_rooms_are_not_halls() -> None:
     assert max(crowd.values()) <= 24, crowd.most_common(3)
 
 
+@pytest.mark.slow
 def test_one_file_names_the_accelerator() -> None:
     """Another one is then another such file. Messages and docstrings may say what a user writes."""
     named = ("torch.cuda", "torch.accelerator", "is_cuda")

@@ -87,6 +87,7 @@ def test_errors_go_to_stderr_with_their_exit_code(tmp_path: Path) -> None:
         assert output == "" or "picture" in str(arguments)
 
 
+@pytest.mark.slow
 def test_formulas_with_their_conditions_and_the_simulator_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
     for name in sorted({*names()} - {"auto"}):
         assert main(["formula", name]) == 0

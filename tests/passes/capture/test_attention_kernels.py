@@ -66,6 +66,7 @@ def kernels_of(pipe: zbcompile.Pipeline) -> set[bool]:
     return {"flash_attention_for_cpu" in code for code in codes}
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("mask", ["", "bool", "float", "causal", "dropout"])
 def test_the_formula_where_the_model_asks_for_it(mask: str) -> None:
@@ -97,6 +98,7 @@ class Biased(nn.Module):
         return x
 
 
+@pytest.mark.slow
 def test_a_mask_that_is_trained() -> None:
     """Eager computes it by the formula, whose result and gradients have other strides than the kernel's."""
     torch.manual_seed(0)
@@ -121,6 +123,7 @@ def test_a_region_that_changes_nothing_here() -> None:
     assert kernels_of(pipe) == {True}
 
 
+@pytest.mark.slow
 def test_a_region_around_the_step() -> None:
     """Steps inside and outside of a region are compiled apart."""
     model, eager, given = made(ALL), made(ALL), batch()

@@ -80,6 +80,7 @@ def test_all_ways_on_one_stage(all_ways: tuple[Ways, Drawn]) -> None:
         as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule="1f1b")
 
 
+@pytest.mark.slow
 def test_frozen_and_tied_weights() -> None:
     """Gradients follow what needs one in each call, and are added over stages."""
     model = Ways("saving", "needs_input_grad", "nested", "module", "with_setup", "saving")
@@ -106,6 +107,7 @@ def test_its_memory_is_known_also_where_it_calls_torch_func() -> None:
     assert kept[0] >= kept[1] > 0
 
 
+@pytest.mark.slow
 def test_evaluation_runs_forward() -> None:
     model = Ways("saving", "module", "no_grad", "non_differentiable")
     pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss)
@@ -134,6 +136,7 @@ def test_equal_stages_are_compiled_once() -> None:
     assert [stage.original for stage in pipe.program.stages] == [0, 2, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_region_with_re_entry_is_recomputed() -> None:
     names = ("saving", "reentrant_checkpoint", "saving", "reentrant_checkpoint")
     kept = {}

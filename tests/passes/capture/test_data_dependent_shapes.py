@@ -58,6 +58,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
     return torch.randn(3, 4, generator=generator), torch.rand(3, 4, generator=generator) > 0.4
 
 
+@pytest.mark.slow
 def test_results_are_eagers_and_guards_count() -> None:
     model = All(*CALLS)
     captured = capture_inference(model, batch(0), {}, training=True)

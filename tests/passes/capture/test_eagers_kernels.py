@@ -38,6 +38,7 @@ class Drops(nn.Module):
         return torch.cat(parts).float()
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("seed", range(2))
@@ -77,6 +78,7 @@ class Rewritten(nn.Module):
         return torch.cat([value.flatten() for value in made]).float()
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_operators_that_tracing_rewrites_have_eagers_bits(dtype: torch.dtype) -> None:

@@ -68,6 +68,7 @@ def assert_eagers_gradients(pipe: zbcompile.Pipeline, hooked: Callable[[nn.Modul
         assert torch.equal(parameter.grad, eager.get_parameter(name).grad), name
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("kind", HOOKS)
 def test_as_eager_runs_them(kind: str) -> None:
@@ -76,6 +77,7 @@ def test_as_eager_runs_them(kind: str) -> None:
     assert_eagers_gradients(pipeline_of(model, "zb-v"), HOOKS[kind])
 
 
+@pytest.mark.slow
 def test_a_hook_that_comes_or_goes_compiles_again(capsys: pytest.CaptureFixture[str]) -> None:
     model = made()
     pipe = pipeline_of(model, "zb-h1")

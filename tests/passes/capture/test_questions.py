@@ -71,6 +71,7 @@ def asked(guards: Guards, given: tuple[Tensor, ...]) -> list[Any]:
     return list(read_answers(guards.begin({f"args[{i}]": value for i, value in enumerate(given)})))
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("questions", [NUMBERS, DECISIONS], ids=["numbers", "decisions"])
 def test_guards_answer_as_eager_does(questions: tuple[Question, ...]) -> None:

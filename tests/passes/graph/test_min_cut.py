@@ -13,6 +13,7 @@ EDGES = st.tuples(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, derandomize=True)
 @given(st.lists(EDGES, max_size=16))
 def test_the_smallest_of_the_cheapest_cuts(edges: list[tuple[object, object, int | None]]) -> None:

@@ -98,6 +98,7 @@ def hostile_node(chance: random.Random, names: list[str]) -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow
 def test_a_thousand_hostile_operations() -> None:
     """Each is refused with a line, or makes tensors and numbers of what it is given."""
     chance, packets = random.Random(0), (*SILENT, FOREIGN, "aten.relu", "aten.unbind", "aten.item")

@@ -147,6 +147,7 @@ class Pooled(nn.Module):
         return x
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("make", "schedule"),
     [

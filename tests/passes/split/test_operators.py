@@ -33,6 +33,7 @@ def samples(names: str) -> list[Case]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("group", GROUPS)
 def test_bitwise(group: str) -> None:

@@ -46,18 +46,21 @@ def require_proven(case: Case) -> None:
     assert counts["unknown"] < 0.02 * sum(counts.values())
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=6, suite=1)
 @pytest.mark.parametrize("kind", BY_HAND)
 def test_models_parallelised_by_hand_are_proven(kind: str) -> None:
     require_proven(by_hand(kind))
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize("form", DISTRIBUTED)
 def test_models_of_dtensors_are_proven(form: str) -> None:
     require_proven(distributed(form))
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=4, suite=1)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_is_refused_by_name_and_line(fault: str) -> None:

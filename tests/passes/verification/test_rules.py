@@ -486,6 +486,7 @@ def test_collectives(damaged: Captured, rule: str, said: str) -> None:
         verify("name-groups", rules, damaged)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [3, 7])
 def test_random_models_break_no_rule(seed: int) -> None:
     """Every test of this suite runs the checker; here are graphs with everything that a model may contain."""

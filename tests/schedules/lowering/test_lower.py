@@ -48,6 +48,7 @@ def test_receives_do_not_pile_up() -> None:
     assert max(check(lower(build("1f1b", ranks=8, microbatches=64))).receive_buffers or ()) == 3
 
 
+@pytest.mark.slow
 def test_sends_that_block_cost_nothing_when_costs_are_known(small_schedules, random_costs) -> None:
     """A receive is posted before its message is made: the program is as fast as with unlimited buffers."""
     generator = random.Random(1)

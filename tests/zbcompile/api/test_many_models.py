@@ -77,6 +77,7 @@ class Convolutions(nn.Module):
         return self.head(x.flatten(1))
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=10)
 @pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 2), ("zb-v", 2)])
 @pytest.mark.parametrize("make", [Residual, PartlyFrozen, Shortcuts, BiasTied, Convolutions])

@@ -105,6 +105,7 @@ def files(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.slow
 def test_without_memory_the_program_is_the_same(target: str, tmp_path: Path) -> None:
     """For the same hardware: with fake tensors that is not taken to be the machine at hand."""
     whole, fake = tmp_path / "whole", tmp_path / "fake"
@@ -167,6 +168,7 @@ def test_a_wrong_place_is_known_at_once(place: str, says: str, target: str, tmp_
     assert says in said
 
 
+@pytest.mark.slow
 def test_a_directory_is_inspected_as_its_model_is(
     target: str, program: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:

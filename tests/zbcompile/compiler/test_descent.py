@@ -65,6 +65,7 @@ def test_even_layers_stay() -> None:
     assert Layers([1] * 9).moved(3, 6) == (3, 6)
 
 
+@pytest.mark.slow
 @settings(max_examples=5)
 @given(st.lists(st.integers(1, 4), min_size=4, max_size=7), st.sampled_from([None, 4.0, 6.0]))
 def test_never_longer(times: list[int], limit: float | None) -> None:
@@ -82,6 +83,7 @@ CORNERS: tuple[Policy, ...] = ("off", 0.5, "full")
 AGAIN, KEPT = {"off": 0, 0.5: 0.4, "full": 1}, {"off": 1, 0.5: 0.5, "full": 0.2}  # of a forward, of what it keeps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "times"),
     [(9.0, (4, 4, 4)), (6.0, (3, 4, 6)), (12.0, (4, 4, 5)), (5.0, (5, 4, 3)), (8.0, (3, 5, 4))],

@@ -62,6 +62,7 @@ def test_what_does_not_fit_is_an_error() -> None:
         compiled(memory=1 << 20)
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(("words", "layers", "shards"), [(2048, 2, True), (16, 4, False)])
 def test_auto_shards_where_that_makes_the_step_shorter(words: int, layers: int, shards: bool) -> None:

@@ -141,6 +141,7 @@ def other_backends(store: str) -> list[str]:
     return [*said, str(caught.value)]
 
 
+@pytest.mark.slow
 def test_the_backend_must_fit_the_device(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> None:
     found = pool.run(other_backends, str(tmp_path_factory.mktemp("store") / "again"))
     pool.group = None

@@ -34,6 +34,7 @@ def die_on(rank: int) -> None:
         os._exit(1)
 
 
+@pytest.mark.slow
 def test_groups_of_every_size(pool: Pool) -> None:
     for ranks in (2, 4, 1, 2):
         assert pool.run(sum_of_ranks, ranks=ranks) == [ranks * (ranks - 1) / 2] * ranks

@@ -14,6 +14,7 @@ from tests.support.pool import DIED, Outcome, Pool
 pytestmark = pytest.mark.waits
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=23)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=[f"{s.name} on rank {s.rank}" for s in SCENARIOS])
 def test_every_rank_ends_with_one_message(scenario: Scenario, pool: Pool) -> None:

@@ -45,6 +45,7 @@ def dropping(**options: Any) -> zbcompile.Pipeline:
     return pipe.compile(X, target=X)  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_two_pipelines_in_two_threads_draw_as_alone() -> None:
     expected = dropping().step(X, target=X)
     seeded, disturbed, drawn = threading.Event(), threading.Event(), threading.Event()

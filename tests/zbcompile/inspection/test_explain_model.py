@@ -40,6 +40,7 @@ def test_a_gpt(capsys: pytest.CaptureFixture[str]) -> None:
     assert thinnest == 2 * 16 * 32 * 4  # the residual stream: batch x sequence x width, float32
 
 
+@pytest.mark.slow
 def test_the_places_are_those_where_a_pipeline_can_be_cut() -> None:
     model = MLP(4)
     pipe = zbcompile.pipeline(model, schedule="1f1b", ranks=4, microbatches=1, loss=F.mse_loss)

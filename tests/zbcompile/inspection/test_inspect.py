@@ -133,6 +133,7 @@ def test_summary(
     golden(f"inspect_{model}.txt", text)
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("graph", ["0.F", "1.B", "1.W"])
 def test_graph(graph: str, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
@@ -159,6 +160,7 @@ def test_causes(tiny: Path, inspect: Callable[..., str], golden: Callable[[str, 
     golden("inspect_causes.txt", "\n".join(texts))
 
 
+@pytest.mark.slow
 def test_a_recorded_step(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
     """A step of four processes (examples/record_step.py under torchrun), beside its prediction."""
     text = inspect(f"{TARGETS}:gpt", "--measured", RECORD)
@@ -379,6 +381,7 @@ def test_advice_is_what_inspect_predicts_with_that_option(
         assert each["peak memory"] == pytest.approx(most / memory - 1), each["option"]
 
 
+@pytest.mark.slow
 def test_uniform_costs_are_the_textbooks(tiny: Path, inspect: Callable[..., str]) -> None:
     given = (f"{tiny}:two", "--schedule", "1f1b", "--ranks", 2, "--microbatches", 4, "--json", "--quick")
     data = json.loads(inspect(*given, "--costs", "uniform"))

@@ -89,6 +89,7 @@ def layers(recompute: str = "off") -> Program:
     return compile_example(example, build("zb-h1", 2, 4), choices).program
 
 
+@pytest.mark.slow
 def test_an_operation_of_unknown_cost_is_named_and_takes_its_bytes(inspect: Callable[..., Any]) -> None:
     found = inspect("net", "--schedule", "zb-h1")
     assert "FLOPs unknown, so timed by the bytes that they move: numbers.twice." in found["notes"]["notes"][0]
@@ -112,6 +113,7 @@ def test_what_is_alive_while_b_rebuilds_counts() -> None:
     assert alive[1] / alive[0] > waits[1] / waits[0]
 
 
+@pytest.mark.slow
 def test_the_cut_and_the_step_are_of_one_balance(inspect: Callable[..., Any]) -> None:
     """The ratio of the heaviest rank's load is that of its work in the step."""
     found = inspect("net", "--schedule", "zb-h1")
@@ -137,6 +139,7 @@ def test_recomputation_is_advised_by_what_is_alive() -> None:
     assert advised.peak_ratio > max(then.peak_memory) / max(before.peak_memory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["net", "half"])
 def test_fake_models_run_on_a_gpu(name: str, inspect: Callable[..., Any]) -> None:
     """Not on a CPU core, where a step takes a quarter of an hour; of half precision too."""
@@ -186,6 +189,7 @@ def test_no_number_has_an_exponent() -> None:
     assert not [number for text in shown for number in re.findall(r"\d[.\d]*e[+-]\d+", text)]
 
 
+@pytest.mark.slow
 def test_parameters_are_elements_on_every_page(inspect: Callable[..., Any]) -> None:
     found = inspect("net", "--schedule", "zb-h1")
     elements = 4 * (64 * 64 + 64)

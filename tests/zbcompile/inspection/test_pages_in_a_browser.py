@@ -78,6 +78,7 @@ def look(page: str, folder: Path, width: int = 1400) -> dict[str, Any]:
     return seen
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("ranks", "width"), [(2, 800), (8, 1400), (32, 800)])
 def test_a_timeline(ranks: int, width: int, tmp_path: Path) -> None:
@@ -101,6 +102,7 @@ def test_compared_timelines(tmp_path: Path) -> None:
     assert seen["boxes"] >= sum(len(timeline.spans) for timeline in timelines)
 
 
+@pytest.mark.slow
 def test_a_recorded_step_below_a_prediction(tmp_path: Path) -> None:
     """In milliseconds, with the overhead of the host as a cause of its own."""
     record = read_record("tests/golden/recorded_gpt.json")

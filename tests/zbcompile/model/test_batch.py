@@ -64,6 +64,7 @@ def test_nested_keywords_replicated_tables_and_numbers(wide: int, split: dict[st
     assert_same_tensors(gradients_of(pipe), gradients_of(other), "gradient of")
 
 
+@pytest.mark.slow
 def test_numbers_specialise() -> None:
     """Another value of an argument that is no tensor compiles again instead of using the old value."""
     x, extra, table, goal = inputs(8, 1)

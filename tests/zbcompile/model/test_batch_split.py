@@ -120,6 +120,7 @@ def made() -> SequenceFirst:
     return SequenceFirst()
 
 
+@pytest.mark.slow
 def test_other_dimensions_and_lengths() -> None:
     """A batch along dimension 1 beside one with twice its rows: eager's bits, in `eval` too."""
     model, eager = made(), made()
@@ -137,6 +138,7 @@ def test_other_dimensions_and_lengths() -> None:
     assert torch.equal(pipe.eval(x, prompt=prompt), eager(x, prompt))
 
 
+@pytest.mark.slow
 def test_an_evaluation_lacks_labels() -> None:
     """`split=` may name inputs that a step alone has."""
     pipe = zbcompile.pipeline(

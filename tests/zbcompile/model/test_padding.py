@@ -31,6 +31,7 @@ def longest(samples: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return nn.utils.rnn.pad_sequence(list(tokens), batch_first=True), padded
 
 
+@pytest.mark.slow
 def test_a_loader_of_seven_lengths_compiles_twice(capsys: pytest.CaptureFixture[str]) -> None:
     """The padding counts in no loss: the losses are those of the batches without it."""
     generator = torch.Generator().manual_seed(0)

@@ -58,6 +58,7 @@ def train_and_save(program: str, folder: str, steps: int) -> None:
     train_pipe(program, folder, steps)
 
 
+@pytest.mark.slow
 def test_from_one_process_to_a_pipeline(small_program: Callable[[str, int], Path], tmp_path: Path) -> None:
     """A plain model is saved after three steps; a pipeline trains on, and another one starts from its weights."""
     model = PROBLEM.model()
@@ -123,6 +124,7 @@ def test_torchs_own_functions_read_it(small_program: Callable[[str, int], Path],
     assert_same_state(state_of(model, optimizer), uninterrupted(2))
 
 
+@pytest.mark.slow
 def test_every_tensor_is_written_once(small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path) -> None:
     """Under dualpipe-v both ranks hold all stages; the tied matrix is in two of them."""
     pool.run(train_and_save, str(small_program("dualpipe-v", 2)), str(tmp_path), 1)

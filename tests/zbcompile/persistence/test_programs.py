@@ -418,6 +418,7 @@ def test_a_program_is_read_as_it_was_saved(saved: Callable[[Case], Path]) -> Non
         assert arrivals_of(our) == arrivals_of(their)
 
 
+@pytest.mark.slow
 def test_operators_of_other_libraries_must_be_named(saved: Callable[[Case], Path]) -> None:
     case = Case("custom-op", "1f1b", 2, 2, steps=1)
     directory, state = saved(case), problem_of(case.problem).model().state_dict()

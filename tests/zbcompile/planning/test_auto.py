@@ -81,6 +81,7 @@ def test_another_shape_keeps_the_layout() -> None:
     assert torch.equal(loss, eager_step(PROBLEM.model(), PROBLEM.loss, more, 4, 1))
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("barriers", [1, 2])
 def test_a_sharded_output_layer_is_searched_with_its_barriers(barriers: int) -> None:
@@ -291,6 +292,7 @@ def test_what_is_asked_for_is_kept() -> None:
     assert {choice.layout.microbatches for choice in (decided(), decided(counts=(8,)))} == {8}
 
 
+@pytest.mark.slow
 def test_a_sharded_output_layer_counts_in_the_memory() -> None:
     """What the ranks hold together, sharded or not, is the model."""
     (batch,) = PROBLEM.batches(1, 2)

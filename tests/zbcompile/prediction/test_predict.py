@@ -35,6 +35,7 @@ def _recorded(name: str, schedule: str) -> zbcompile.Pipeline:
     return pipe
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(("name", "schedule"), [("gpt", "zb-v"), ("gpt", "1f1b"), ("llama", "zb-h1"), ("unet", "zb-v")])
 def test_what_is_predicted_happens(name: str, schedule: str) -> None:

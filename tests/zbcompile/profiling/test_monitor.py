@@ -47,6 +47,7 @@ def watched_while_rank_1_slows_down() -> Seen:
         return watched(every=2, steps=12)
 
 
+@pytest.mark.slow
 def test_the_rank_that_became_slow_is_named(pool: Pool) -> None:
     """Of two processes, one of which sleeps in its passes from the ninth step on: it is named at the second figures in
     which it is slow."""

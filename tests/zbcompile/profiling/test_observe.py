@@ -124,6 +124,7 @@ class Masked(nn.Module):
         return x / size
 
 
+@pytest.mark.slow
 def test_the_source_of_a_nan() -> None:
     pipe = zbcompile.pipeline(Masked(), schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss, debug_nan=True)
     x = torch.linspace(0.1, 1, 8 * WIDTH).view(8, WIDTH)

@@ -66,6 +66,7 @@ def test_a_change_is_seen(name: str) -> None:
         compare(pipe, net, loss, 2)
 
 
+@pytest.mark.slow
 def test_the_notice_names_the_value_and_the_old_program_comes_back(capsys: pytest.CaptureFixture[str]) -> None:
     net = Net(lambda net, x: net.drop(x))
     pipe = pipeline_of(net)
@@ -87,6 +88,7 @@ def test_what_nobody_reads_compiles_nothing(capsys: pytest.CaptureFixture[str]) 
     assert "compiling again" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_evaluations_see_changes(capsys: pytest.CaptureFixture[str]) -> None:
     net = Net(lambda net, x: x * net.alpha)
     pipe = pipeline_of(net)
@@ -326,6 +328,7 @@ def test_the_default_dtype_is_seen(capsys: pytest.CaptureFixture[str]) -> None:
     assert "compiling again for the default dtype float64" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_log_probabilities_see_changes() -> None:
     net = Net(lambda net, x: x * net.alpha)
     pipe, labels = pipeline_of(net), torch.tensor([0, 1, 2, 3])
@@ -346,6 +349,7 @@ def changed_on_one_rank(replicas: int) -> None:
     pipe.step(batch(0), target=batch(0))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_change_on_one_rank_ends_all(replicas: int, pool: Pool) -> None:
     for outcome in pool.outcomes(changed_on_one_rank, replicas):

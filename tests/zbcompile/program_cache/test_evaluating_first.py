@@ -98,6 +98,7 @@ def evaluated(model: nn.Module, x: Tensor) -> Tensor:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("own_loss", [False, True])
 @pytest.mark.parametrize("kind", MODELS)

@@ -79,6 +79,7 @@ def test_output_of_any_structure_for_any_batch_size(with_loss: bool, pool: Pool)
             assert_same_output(ours, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("problem", ["small-dropout", "small-tied"])
 def test_logits_after_a_step(problem: str) -> None:
@@ -92,6 +93,7 @@ def test_logits_after_a_step(problem: str) -> None:
         assert torch.equal(pipe.eval(*batch.args), model.eval()(*batch.args))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["scalar", "mapping"])
 def test_scalar_loss_is_that_of_the_whole_batch(form: str) -> None:
     model = WithLoss(form)
@@ -140,6 +142,7 @@ class EvalHead(nn.Module):
         return x.square().mean() if self.training else self.head(x)
 
 
+@pytest.mark.slow
 def test_a_head_that_only_evaluation_uses() -> None:
     """It lives on the last stage, after what it works on."""
     model = EvalHead()

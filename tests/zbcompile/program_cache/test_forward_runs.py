@@ -50,6 +50,7 @@ def pipe() -> zbcompile.Pipeline:
     return made()
 
 
+@pytest.mark.slow
 def test_train_mode_is_the_forward_of_the_next_step(pipe: zbcompile.Pipeline) -> None:
     """Dropout of the step's own seeds, statistics of each microbatch; what forward writes into buffers is dropped."""
     model, before = Layers(), torch.get_rng_state()

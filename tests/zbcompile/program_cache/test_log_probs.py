@@ -154,6 +154,7 @@ def test_an_output_without_logits(make: Callable[[Tensor], Any], reason: str) ->
         frozen.log_probs(torch.randn(4, 4), labels=torch.zeros(4, dtype=torch.int64))
 
 
+@pytest.mark.slow
 def test_a_frozen_model_has_no_backward_graphs() -> None:
     """Nothing trains, so the first evaluation places the parameters; later ones keep to that."""
     model = gpt().requires_grad_(False)
@@ -192,6 +193,7 @@ def sharded(kind: str, vocab: int, frozen: bool) -> list[float]:
     return [(a - b).abs().max().item() for a, b in zip(found, (theirs, theirs, entropies, whole), strict=True)]
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("kind", "vocab", "frozen"), [("tied", 1, True), ("capped", 2, False), ("capped", 1, True)])
 def test_from_shards_of_the_output_layer(kind: str, vocab: int, frozen: bool) -> None:

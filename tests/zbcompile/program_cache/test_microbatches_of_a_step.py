@@ -49,6 +49,7 @@ def test_a_smaller_batch_takes_fewer_microbatches_and_compiles_nothing(schedule:
     assert len(pipe.compilations) == 1
 
 
+@pytest.mark.slow
 def test_rows_that_the_usual_do_not_divide_take_their_largest_divisor() -> None:
     pipe, model = made(), PROBLEM.model()
     for count, parts in ((8, 4), (5, 5), (9, 9)):
@@ -85,6 +86,7 @@ def test_microbatches_of_several_shapes_in_one_step(schedule: str) -> None:
     assert len(pipe.compilations) == 4 + 3
 
 
+@pytest.mark.slow
 def test_packed_microbatches_share_the_valid_tokens_of_their_batch() -> None:
     """Lengths and masks of their own; the loss is the mean over all tokens that count, whoever holds them."""
 
@@ -108,6 +110,7 @@ def test_packed_microbatches_share_the_valid_tokens_of_their_batch() -> None:
     torch.testing.assert_close(gradients(pipe), {name: p.grad for name, p in eager.named_parameters()})
 
 
+@pytest.mark.slow
 def test_the_first_step_may_bring_its_own_count(tmp_path: Path) -> None:
     pipe, model = made(microbatches=None), PROBLEM.model()
     parts = [each for part in split(EIGHT, 8) for each in [part] * 3]
@@ -120,6 +123,7 @@ def test_the_first_step_may_bring_its_own_count(tmp_path: Path) -> None:
     assert same(loaded, model)
 
 
+@pytest.mark.slow
 def test_what_a_step_cannot_take() -> None:
     parts = split(EIGHT, 2, 2, 2, 2)
     pipe = made("dualpipe-v")
@@ -161,6 +165,7 @@ def test_inputs_of_two_lengths_that_no_small_count_divides() -> None:
         pipe.step(torch.randn(5, 32), target=torch.randn(5, 32), extra=torch.randn(7, 32))
 
 
+@pytest.mark.slow
 def test_a_first_step_that_is_refused_leaves_nothing_to_the_next() -> None:
     problem, settings = PROBLEMS["short-mlp"], {"search_seconds": 0.2, "max_shapes": 1, "exact": True}
     pipe, model = (
@@ -225,6 +230,7 @@ def replicas_that_ask(uneven: tuple[int, ...]) -> str:
     return "as many"
 
 
+@pytest.mark.slow
 def test_replicas_ask_microbatches_of_equal_shapes(pool: Pool) -> None:
     assert pool.run(replicas_that_ask, (3, 3), ranks=2) == ["as many", "as many"]
     for found in pool.run(replicas_that_ask, (3, 2), ranks=2):

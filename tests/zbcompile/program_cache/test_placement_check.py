@@ -57,6 +57,7 @@ def unproven(folder: Path) -> Any:
     return found
 
 
+@pytest.mark.slow
 def test_inspect_says_what_is_unproven(tmp_path: Path, pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     one, other = pool.run(unproven, tmp_path / "program", ranks=2)
     assert one == other

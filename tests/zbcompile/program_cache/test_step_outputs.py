@@ -175,6 +175,7 @@ def on_each_rank(where: bool | str) -> tuple[bool, Any]:
     return found is not None, None if found is None else (found[0], found[1]["right"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", [True, "last"])
 def test_every_rank_or_the_last_one_gets_them(where: bool | str, pool: Pool) -> None:
     found = pool.run(on_each_rank, where, ranks=2)

@@ -204,6 +204,7 @@ class Deaf(nn.Module):
         return Saving.apply(one(x).relu(), other.weight, other.bias, 1.0)
 
 
+@pytest.mark.slow
 def test_an_answer_that_decides_nothing_compiles_nothing() -> None:
     options = {"schedule": "1f1b", "ranks": 2, "microbatches": 2, "loss": nn.functional.mse_loss}
     pipe = zbcompile.pipeline(Deaf(), **options)
@@ -227,6 +228,7 @@ class Picking(nn.Module):
         return self.last(hidden.mean(1)) + self.more(hidden)[kept].mean(0)
 
 
+@pytest.mark.slow
 def test_rows_that_a_mask_picks() -> None:
     """Every count has its program, also within one step: ten of ten rows, and eight."""
     pipe = follow(("both", "full"), "zb-h1", 2, model=Picking(), ranks=2)
@@ -245,6 +247,7 @@ class Limited(nn.Module):
         return self.layer(x) * (self.scales[0] if self.limit > 3 else self.scales[1])
 
 
+@pytest.mark.slow
 def test_plain_tensors_that_change_between_steps() -> None:
     """In place they count, alone as well as beside inputs; one that is replaced is read from then on."""
     model, x = Limited(), torch.randn(4, WIDTH)
@@ -257,6 +260,7 @@ def test_plain_tensors_that_change_between_steps() -> None:
     assert torch.equal(pipe.step(x, target=x), nn.functional.mse_loss(model(x), x).detach())
 
 
+@pytest.mark.slow
 def test_a_saved_program_holds_every_answer(tmp_path: Path) -> None:
     """What was compiled so far; each microbatch of a loaded program runs the graphs of its own answer."""
     pipe = follow(KINDS, "zb-h1", 2, ranks=2)
@@ -288,6 +292,7 @@ def test_a_saved_program_refuses_other_answers(tmp_path: Path) -> None:
             loaded.step(x, mask, target=target)
 
 
+@pytest.mark.slow
 def test_a_violated_assertion_ends_the_step_on_every_rank(pool: Pool) -> None:
     message = (
         r"rank 1 failed at F1\.2 of step 1: AssertionError: microbatch 2 violates what forward requires on stage 1: "

@@ -36,6 +36,7 @@ def test_bert_with_dropout() -> None:
     assert [name for name, value in theirs.items() if value is not None and not torch.equal(ours[name], value)] == []
 
 
+@pytest.mark.slow
 def test_a_program_without_parameters_on_the_last_stage() -> None:
     """Of a small model autocast's program has only casts and the loss there; without autocast there is but the loss."""
     torch.manual_seed(0)

@@ -135,6 +135,7 @@ def drawn_behind_functions() -> list[Tensor]:
     return outputs
 
 
+@pytest.mark.slow
 def test_what_is_summed_by_an_autograd_function_draws_alike(pool: Pool) -> None:
     one, other = pool.run(drawn_behind_functions, ranks=2)
     assert differ(*one[0].chunk(2, -1))

@@ -162,6 +162,7 @@ RANDOM = (  # seed, schedule, ranks, stages
 )
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize(("seed", "schedule", "ranks", "stages"), RANDOM)
 def test_random_model_cut_at_random(seed: int, schedule: str, ranks: int, stages: int) -> None:

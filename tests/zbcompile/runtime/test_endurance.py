@@ -148,6 +148,7 @@ def _held() -> dict[str, int]:
     return {"descriptors": len(os.listdir("/proc/self/fd")), "threads": threads, "megabytes": resident >> 20}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("close", [True, pytest.param(False, marks=pytest.mark.beyond_sample)])
 def test_pipelines_leave_nothing_behind(close: bool, pool: Pool) -> None:
     for found in pool.run(left_behind, close):

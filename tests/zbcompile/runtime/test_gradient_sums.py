@@ -19,6 +19,7 @@ def batch_of(problem: str, size: int = 8) -> Batch:
     return PROBLEMS[problem].batches(1, size)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("exact", [True, False])
 def test_none_where_eager_has_none(exact: bool, pool: Pool) -> None:

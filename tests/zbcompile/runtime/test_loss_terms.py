@@ -63,6 +63,7 @@ def worst(vocab: int, schedule: str, dtype: torch.dtype, bias: bool, ranks: int 
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(
     ("vocab", "schedule", "bias"), [(1, "zb-h1", False), (2, "zb-v", True), (1, "dualpipe-v", False)]
@@ -82,6 +83,7 @@ def test_in_processes(pool: Pool) -> None:
         assert max(found.values()) <= 2e-6
 
 
+@pytest.mark.slow
 def test_evaluation_has_all_terms() -> None:
     model, tokens = case(torch.float32)
     eager = sum(model(part).item() for part in tokens.chunk(MICROBATCHES)) / MICROBATCHES

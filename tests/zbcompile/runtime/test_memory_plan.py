@@ -183,6 +183,7 @@ def same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one, other) and torch.equal(one.signbit(), other.signbit())
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_block_is_as_large_as_predicted(schedule: str) -> None:

@@ -201,6 +201,7 @@ def trained_on(names: tuple[str, ...], shape: tuple[int, ...], mesh_names: Any =
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("names", "shape", "mesh_names", "part"),
     [

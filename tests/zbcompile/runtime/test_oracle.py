@@ -67,12 +67,14 @@ def test_in_one_process(case: Case) -> None:
     assert_bitwise(quickly(case), reference(case))
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=8)
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
     assert_bitwise(on_ranks(pool, quickly, case), reference(case))
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize("case", OTHER_MODELS, ids=str)
 def test_other_models(case: Case, pool: Pool) -> None:

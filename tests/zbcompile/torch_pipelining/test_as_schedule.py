@@ -117,6 +117,7 @@ def test_each_rank_passes_the_keywords_of_its_stages(pool: Pool) -> None:
     torch.testing.assert_close(torch.tensor(losses), torch.stack(expected))
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_losses_of_a_step() -> None:
     """Of outputs that are not a tensor, and a loss function with metrics; also of fewer rows."""
     schedule, losses, steps = scaled(2, ranks=2).as_schedule(), list[torch.Tensor](), list[torch.Tensor]()
