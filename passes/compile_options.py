@@ -150,7 +150,7 @@ class Choices(OptionFields):
         memory: The most bytes that a rank may hold. Parameters, gradients, optimizer state, activations in flight; a
             number, or a text ("80GiB"; a GB is 1e9).
         optimizer_state: Bytes of optimizer state per byte of trained parameter, for the limit of memory. Adam has 2. Of
-            parameters in half precision: per byte of their float32 masters, which count beside.
+            parameters in half precision: per byte of their float32 masters, which are counted as well.
         accumulate_dtype: The dtype in which a step sums the gradients of its microbatches. Each parameter takes the
             wider of this and its own; the sum is rounded into `.grad` once, at the end of the step. Default: float32
             for bfloat16 and float16 parameters, with `exact=True` the parameter's own, as in eager mode.

@@ -22,7 +22,7 @@ WIDTH = 100  # characters of a line of text
 @dataclass(frozen=True)
 class Figure:
     """One value of a report, as it was computed. `unit` says what it counts, and so how it is written (`WRITTEN`); a
-    unit that is not known there stands beside the name. `per` says what the value is of: a microbatch, a step."""
+    unit that is not known there follows the name. `per` says what the value is of: a microbatch, a step."""
 
     name: str
     value: Any

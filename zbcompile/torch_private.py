@@ -150,7 +150,7 @@ def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps in itself beside torch's own entries and flags (2.11-2.13), and in its state by names."""
+    """What an optimizer keeps in itself, torch's entries and flags aside (2.11-2.13), and in its state by names."""
     torchs = {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
     state = dict[Any, Any](optimizer.state)
     own = {name: value for name, value in vars(optimizer).items() if name not in {"state", "param_groups", *torchs}}
@@ -217,7 +217,7 @@ def no_graphs_printed() -> Iterator[None]:
             del module.print
 
 
-# What inductor is told beside the user's own torch._inductor.config: eager's random numbers (its own generator draws
+# What inductor is told besides the user's own torch._inductor.config: eager's random numbers (its own generator draws
 # others), no CUDA graphs (zbcompile captures its own) and no cache of its own (CompileCache is one).
 INDUCTOR = {
     "fallback_random": True,
@@ -309,7 +309,7 @@ def inductor_files_in(folder: Path) -> Iterator[None]:
 
 
 def inductor_settings() -> str:
-    """Everything beside the graph that enters the compiled code: torch's release, inductor's options and the switches
+    """Everything besides the graph that enters the compiled code: torch's release, inductor's options and the switches
     of torch that it reads (2.11-2.13: the options have no public list)."""
     from torch._inductor import config
 

@@ -1,4 +1,4 @@
-"""Bytes and seconds of a checkpoint, beside those of torch.distributed.checkpoint with its own files.
+"""Bytes and seconds of a checkpoint, in addition to those of torch.distributed.checkpoint with its own files.
 
     python examples/benchmarks/checkpoint_cost.py --mebibytes 64 --rounds 5
 

@@ -1,4 +1,4 @@
-"""What an action costs beside its graph: CPU microseconds of the host, without the operations that it runs.
+"""What an action costs besides its graph: CPU microseconds of the host, without the operations that it runs.
 
     python examples/benchmarks/loop_overhead.py                                              # in one process
     torchrun --standalone --nproc-per-node 2 examples/benchmarks/loop_overhead.py            # over messages

@@ -13,7 +13,7 @@ other files, `--beside`, predict is compared with the same measured times.
 
 With `--step` two processes train the same models over gloo. A step is measured from its first start on either rank to
 its last end, by the clock on the wall: only on a machine that does nothing else is that the step itself. The fastest
-and the median of some steps stand beside the simulation of the compiled schedule with predicted passes, and with the
+and the median of some steps stand next to the simulation of the compiled schedule with predicted passes, and with the
 connection that calibrating under torchrun has measured. The last columns are the work of the busiest rank, predicted
 and as the CPU time of its thread, which a loaded machine disturbs less.
 """

@@ -167,7 +167,7 @@ def _cover(entry: _Entry, last: Any) -> list[nn.Module] | None:
 
 
 def _handed_on(entry: _Entry, siblings: list[_Entry], last: Any) -> list[nn.Module] | None:
-    """A module whose DTensors come from modules called beside it, and go to exactly one of these."""
+    """A module whose DTensors come from sibling modules, and go to exactly one of these."""
     if not entry.given and not _distributed_in(entry.result):
         return _cover(entry, last)
     known = all(any(each.result is given for each in siblings) for given in entry.given)

@@ -98,7 +98,7 @@ def capture(
     keep: Kept = "",
 ) -> Captured:
     """Capture the training step of `model` for ONE microbatch, in the mode (train or eval) its modules are in; with
-    `keep` also what is kept beside the loss. Where forward asks about the values of its inputs, the answers are the
+    `keep` also what is kept besides the loss. Where forward asks about the values of its inputs, the answers are the
     microbatch's own, or those `given`.
 
     Raises CaptureError for what cannot be captured or would lose gradients.

@@ -1,4 +1,4 @@
-"""Python reads: what forward and loss read beside their inputs while a trace runs them, and what they leave changed.
+"""Python reads: what forward and loss read besides their inputs while a trace runs them, and what they leave changed.
 
 Attributes of modules, and of a user's own objects, are seen as they are read. Globals and variables of closures count
 if a function that names them ran; so do attributes of what tells nobody that it is read (a Python module, a class, a

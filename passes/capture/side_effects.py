@@ -1,4 +1,4 @@
-"""Watching: what a model's forward does beside computing, which a trace would silently lose or freeze.
+"""Watching: what a model's forward does besides computing, which a trace would silently lose or freeze.
 
 Findings are noted, not raised, so that one capture reports all of them.
 """

@@ -14,12 +14,12 @@ from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.torch_private import pytree
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]  # of (output, target); with metrics a pair
-Kept = Literal["", "outputs", "metrics"]  # of a step beside its loss
+Kept = Literal["", "outputs", "metrics"]  # of a step besides its loss
 Read = Callable[[Any, Any], Any]  # what to compute of the model's output and the target, in place of a loss
 
 
 class LossArguments(NamedTuple):
-    """A target, and what the loss function gets beside output and target: `loss(output, target, **loss_kwargs)`."""
+    """A target, and further arguments of the loss function: `loss(output, target, **loss_kwargs)`."""
 
     target: Any
     loss_kwargs: dict[str, Any]
@@ -98,7 +98,7 @@ def detached(output: Any) -> Any:
 
 
 class Inference(nn.Module):
-    """The model alone, or what `read` makes of its output, and beside it the tensors that forward asked about."""
+    """The model alone, or what `read` makes of its output, followed by the tensors that forward asked about."""
 
     def __init__(self, model: nn.Module, read: Read | None, watch: EffectsSeen) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ from zbcompile.passes.vocabulary.trunk import cut_off
 
 @dataclass(frozen=True)
 class StageTask:
-    """The inputs of the passes of a stage, beside the stage itself: trainable parameters, choices, the fake gradients
+    """The inputs of the passes of a stage, besides the stage itself: trainable parameters, choices, the fake gradients
     that arrive, what the graphs call each process group of this process, and the parameters of several stages."""
 
     trainable: frozenset[str]

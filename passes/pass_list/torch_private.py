@@ -17,8 +17,8 @@ from zbcompile.passes.torch_private import replaced
 
 @contextlib.contextmanager
 def quick_traces() -> Iterator[None]:
-    """Inside, torch's traces do without what nobody reads: code of their graphs; `tensor_meta` beside `val`; copies of
-    what a node is from; stack frames outside of the model; the stack of the place where a fake mode was made
+    """Inside, torch's traces leave out what is never read: code of their graphs; `tensor_meta`, which repeats `val`;
+    copies of what a node is from; stack frames outside of the model; the stack of the place where a fake mode was made
     (2.11-2.13)."""
     shared = SimpleNamespace(copy=copy.copy, deepcopy=lambda sources: sources)
     with (

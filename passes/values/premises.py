@@ -1,4 +1,4 @@
-"""Premises: the Python values that forward and loss read while they were captured, beside their inputs.
+"""Premises: the Python values that forward and loss read while they were captured, besides their inputs.
 
 The graph has them as constants, so it is right only while they are what they were. A record of them is data: steps from
 the model, the loss or a module's globals to each value. Two models built alike have equal records.

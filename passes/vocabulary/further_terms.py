@@ -1,4 +1,4 @@
-"""Terms of the loss beside the output layer's, such as a router's auxiliary loss.
+"""Terms of the loss besides the output layer's, such as a router's auxiliary loss.
 
 The trunk computes them and the shards add them up, so they travel with the output layer's input, in rows of their own
 behind the tokens, and their gradients come back with its gradient. A number of a wider dtype than the rows' is sent as

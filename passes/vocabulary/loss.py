@@ -171,7 +171,7 @@ def _totals(node: Node) -> bool:
 
 
 def _tail(results: Sequence[Node], exits: frozenset[Node]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
-    """What leads from exits to results, in graph order, and the trained numbers that it reads beside the exits."""
+    """What leads from exits to results, in graph order, and the trained numbers that it reads besides the exits."""
     after, nodes = set(exits), results[0].graph.nodes
     for node in nodes:
         if node.op == "call_function" and any(a in after for a in node.all_input_nodes):

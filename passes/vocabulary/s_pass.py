@@ -3,7 +3,7 @@
 The input gradient of one barrier leaves the label's word out of the sum, sum_{j != t} P_j W_j, and adds (P_t - 1) W_t
 with P_t - 1 = expm1(log P_t): for a confident token the two differ from P W - W_t by all the digits that bf16 has.
 
-Words are worked on tile by tile with a running maximum (as in flash attention), so that what S needs beside the logits
+Words are worked on tile by tile with a running maximum (as in flash attention), so that what S needs besides the logits
 does not grow with the vocabulary.
 """
 

@@ -1,5 +1,5 @@
-"""What stands once in a step, beside its passes: the optimizer's actions in the orders of all ranks, and the exchanges
-around their programs.
+"""Actions that run once per step, not once per microbatch: the optimizer's in the orders of all ranks, and the
+exchanges around their programs.
 
 VALIDATE and GATHER wait for the previous training step, before the first forward of their stage. REDUCE starts the sum
 of the stage's gradients right after its last W. OPT stands behind everything that another rank waits for and, where

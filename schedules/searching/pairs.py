@@ -1,9 +1,9 @@
 """Pairs of a pass that exchanges tensors in the middle of a microbatch and a W whose products hide that exchange.
 
 A pass with collectives (tensor parallelism) waits for them. A W needs nobody: run as one graph with the pass, it fills
-the gaps between issue and wait. `with_pairs` moves Ws beside such passes: forward in the order to the pass behind which
-they stand, or backward to a later one; a B beside its own W becomes BW. A move is made only if neither the simulated
-step nor any rank's memory suffers; the weight gradients of a stage keep their order, and so their bits.
+the gaps between issue and wait. `with_pairs` moves Ws next to such passes: forward in the order to the pass that
+precedes them, or backward to a later one; a B next to its own W becomes BW. A move is made only if neither the
+simulated step nor any rank's memory suffers; the weight gradients of a stage keep their order, and so their bits.
 """
 
 from collections import Counter
@@ -22,12 +22,12 @@ WORK = 100_000  # the most actions to simulate while looking for pairs
 EQUAL = 1 + 1e-9  # sums of floats differ in their last bits with the order of the additions
 
 Order = Sequence[Step]
-Partners = Mapping[Action, Action]  # the W beside each pass that has one
+Partners = Mapping[Action, Action]  # the W paired with each pass that has one
 
 
 def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
-    """`schedule` with Ws moved beside passes whose exchanges (`costs.forward_exchange`, `costs.backward_exchange`) they
-    hide; unchanged if no pass exchanges. Its own pairs stay, but for those that are a BW.
+    """`schedule` with Ws moved next to passes whose exchanges (`costs.forward_exchange`, `costs.backward_exchange`)
+    they hide; unchanged if no pass exchanges. Its own pairs stay, but for those that are a BW.
 
     >>> from zbcompile.schedules import Costs, build
     >>> costs = Costs((2,) * 2, (2,) * 2, (2,) * 2, backward_exchange=(1,) * 2)
@@ -142,7 +142,7 @@ def _own(action: Action) -> Pair:
 
 
 def _nearest(order: Order, partners: Partners, op: str) -> Iterator[tuple[Action, Action]]:
-    """Each W beside the last `op` pass in front of it that has no W yet; in a reversed order, the first behind it."""
+    """Each W with the last `op` pass in front of it that has no W yet; in a reversed order, the first behind it."""
     taken, free = set(partners.values()), list[Action]()
     for step in order:
         if isinstance(step, Action) and step.op == op and step not in partners:
@@ -152,7 +152,7 @@ def _nearest(order: Order, partners: Partners, op: str) -> Iterator[tuple[Action
 
 
 def _arranged(order: Order, partners: Partners) -> tuple[Step, ...]:
-    """The order with each W that is a partner beside its pass."""
+    """The order with each W that is a partner next to its pass."""
     taken = set(partners.values())
     return tuple(
         _fused(Pair(step, partners[step])) if isinstance(step, Action) and step in partners else step

@@ -29,7 +29,7 @@ def natural_scale(timeline: Timeline) -> float:
 
 
 def saving(timelines: Sequence[Timeline]) -> str:
-    """The shortest of several steps beside the first one, in words; empty if it is the first.
+    """The shortest of several steps compared with the first one, in words; empty if it is the first.
 
     >>> from zbcompile.schedules import build, simulate
     >>> saving([simulate(build(name, 4, 8)) for name in ("1f1b", "zb-h1")])
@@ -109,7 +109,7 @@ def swatch(fill: str, x: float = 0, y: float = 0) -> str:
 
 @dataclass(frozen=True)
 class Drawing:
-    """The parts of a picture; `names` and `plot` are pictures of their own, one beside the other."""
+    """The parts of a picture; `names` and `plot` are pictures of their own, side by side."""
 
     timeline: Timeline
     wanted_width: int | None

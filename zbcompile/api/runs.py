@@ -50,7 +50,7 @@ class Runs:
         given: Given | None = None,
         outputs: bool | str = False,
     ) -> Microbatches:
-        """The microbatches of a step that returns `outputs` beside its loss. Raises PipelineError for a batch that
+        """The microbatches of a step that returns `outputs` besides its loss. Raises PipelineError for a batch that
         cannot be split."""
         self.compiled.require_step(outputs)
         self.compiled.outputs = outputs
@@ -98,7 +98,7 @@ class Runs:
     def run(
         self, step: Microbatches, outputs: bool | str, index: int, scaler: torch.amp.GradScaler | None
     ) -> tuple[Losses, Any]:
-        """Run step number `index`: the losses of all microbatches, and what it returns beside them."""
+        """Run step number `index`: the losses of all microbatches, and what else it returns."""
         compiled = self.compiled
         executable = self.program_for(step, runs=True)
         compiled.require_values()

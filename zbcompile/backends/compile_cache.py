@@ -5,8 +5,8 @@ An entry is a folder that gets its final name once it is complete: it is made un
 holds a lock of the operating system, which ends with the process, so a killed one leaves neither a lock nor half an
 entry; its remains are removed by the next process that makes this entry.
 
-What is in an entry is executed. So its files are compared with checksums, which stand beside it, before it is loaded;
-and the folder must be this user's or root's, with nobody else allowed to write there.
+An entry is executable code. So before it is loaded its files are compared with the checksums stored with it, and the
+folder must belong to this user or to root, with nobody else allowed to write there.
 """
 
 import contextlib

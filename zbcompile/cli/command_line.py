@@ -28,7 +28,7 @@ _EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
 
 @dataclass(frozen=True)
 class Command:
-    """One command: what `--help` says of it, its own arguments beside those that all have, and what it runs.
+    """One command: what `--help` says of it, its own arguments besides those that all have, and what it runs.
 
     `run` gets what argparse read, and says what it is doing. It prints its result, and raises an error, of which one
     line goes to standard error.

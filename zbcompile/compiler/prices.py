@@ -172,7 +172,7 @@ class LinePrices:
 
     def _running(self, begin: int, end: int, policy: Policy, received: int) -> tuple[int, int]:
         """The most that is alive while F and while B run: at any operation what waits for those up to it, what those
-        behind it have left, and what is alive beside these."""
+        behind it have left, and what else is alive."""
         prices, kept, residue = self._known(policy)
         grown = waits = kept.growing(begin, end)
         if policy == "full":  # recomputed, all of it is there

@@ -29,8 +29,8 @@ BALLAST = 0.95  # unequal shards are worth it if they lower the busiest rank's w
 
 @dataclass(frozen=True)
 class VocabularySharding:
-    """An output layer to be sharded, and the embedding `lookup` beside it. `whole` is the graph that they were found
-    in, `trunk` the model without them."""
+    """An output layer to be sharded, and the embedding `lookup` that goes with it. `whole` is the graph in
+    which they were found, `trunk` the model without them."""
 
     whole: Canonical
     head: VocabularyHead
@@ -69,7 +69,7 @@ def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager =
 
 
 def shard_head(canonical: Canonical, manager: PassManager, rows: Collection[str] | None = None) -> VocabularySharding:
-    """The sharding of the output layer and the embedding beside it; `rows` are sharded already. Raises NotShardable."""
+    """The sharding of the output layer and its embedding; `rows` are sharded already. Raises NotShardable."""
     head = find_head(canonical)
     lookup = find_lookup(canonical, head)
     if rows is not None and head.weight not in rows:

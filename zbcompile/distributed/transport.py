@@ -6,7 +6,7 @@ a communicator by their order, and runs them on one stream, one after the other.
 may stand behind a receive that was posted early, for a message that is made from what is sent: so no two channels may
 share a communicator, not the two directions of a pair of ranks (which share one by default), nor the pairs of a group
 (which do once it is bound to a device, `init_process_group(device_id=...)`). And both ends may post in different
-orders. So every channel, from one rank to another, has a separate group, made beside those of torch.distributed, and
+orders. So every channel, from one rank to another, has a separate group of its own, and
 `zbcompile.schedules.checking.communication_rules` proves that both ends post the same messages in the same order. Each
 group has its own stream, so that a channel waits neither for another one nor for the passes.
 """

@@ -1,4 +1,4 @@
-"""The closed form of a schedule beside a predicted step."""
+"""The closed form of a schedule next to a predicted step."""
 
 from dataclasses import dataclass, replace
 from fractions import Fraction

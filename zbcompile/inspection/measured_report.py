@@ -1,4 +1,4 @@
-"""A recorded step beside its prediction: where the difference is, rank by rank, and what to try."""
+"""A recorded step next to its prediction: where the difference is, rank by rank, and what to try."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,7 +43,7 @@ PARTS: Mapping[str, Sequence[str]] = {
 
 @dataclass(frozen=True)
 class StepComparison:
-    """A record beside the prediction `predicted`, whose times are those of `basis`. Steps count from the first pass to
+    """A record next to the prediction `predicted`, whose times are those of `basis`. Steps count from the first pass to
     the end of the last, in seconds. `notes` say what else differs between the program that was recorded and this."""
 
     record: StepRecord

@@ -127,7 +127,7 @@ class Subject:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The one that was asked for; beside a record, its own unless another was asked for."""
+        """The one that was asked for; with a record, that of the record unless another was asked for."""
         if self.is_saved:
             return self.inspected.program.schedule
         of_record = self.record is not None and "schedule" not in self.request.given
@@ -145,7 +145,7 @@ class Subject:
 
     @cached_property
     def comparison(self) -> StepComparison | None:
-        """The record beside its prediction: of a machine whose speed is unknown, at the speed of the record."""
+        """The record next to its prediction: of a machine whose speed is unknown, at the speed of the record."""
         if self.record is None:
             return None
         program, now = self.inspected.program, self.prediction

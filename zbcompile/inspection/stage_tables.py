@@ -107,7 +107,7 @@ def _improvements(stage: StageProgram) -> Iterator[list[Figure]]:
 
 
 def _collectives(program: Program) -> Table:
-    """What stages exchange with ranks beside the pipeline; equal exchanges of a pass are one row. BW's are those of B
+    """What stages exchange with ranks outside the pipeline; equal exchanges of a pass are one row. BW's are those of B
     and W."""
     found = ((stage.stage, each) for stage in program.stages for each in seen(program, stage) if each.name != "BW")
     counts = Counter((n, c.name, c.dimension, c.kind, c.bytes, c.seconds, c.behind) for n, c in found)

@@ -141,7 +141,7 @@ class Microbatches:
 
 
 def amount(inputs: Any) -> tuple[int, str]:
-    """The size of inputs without target: in tokens if integers have a length beside the samples, else in samples."""
+    """The size of inputs without target: in tokens if integer inputs have a length dimension, else in samples."""
     tensors = [leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     tokens = next((t for t in tensors if not t.is_floating_point() and t.dim() > 1), None)
     if tokens is not None:
@@ -226,7 +226,7 @@ THIRD = {"eval": None, "step": "target"}  # what stands behind args and kwargs; 
 
 
 def split_batches(given: Any, computes: str, beside: bool) -> list[Batch]:
-    """The microbatches of `microbatches=[...]`; `beside` it stand other inputs. Raises PipelineError."""
+    """The microbatches of `microbatches=[...]`; `beside` says whether there are other inputs. Raises PipelineError."""
     third = THIRD.get(computes, "labels")
     form = ", ".join(("args", "kwargs", *([third] if third else ())))
     expected = f"expected one or more ({form}), args a tuple and kwargs a mapping"

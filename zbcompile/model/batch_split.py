@@ -87,7 +87,7 @@ def _require_samples(lengths: Mapping[str, int]) -> None:
 
 def _refuse_ambiguous(batched: Mapping[str, torch.Tensor]) -> None:
     """Refuse a table that may only happen to be as long as the batch. The first tensor is the batch itself, and so are
-    tensors of its shape (labels beside token ids). A target has a row per sample."""
+    tensors of its shape (labels alongside token ids). A target has a row per sample."""
     batch = {(leaf.shape, leaf.dtype) for leaf in list(batched.values())[:1]}
     for path, leaf in batched.items():
         is_square = leaf.ndim >= 2 and leaf.shape[0] == leaf.shape[1]

@@ -1,4 +1,4 @@
-"""Python values as JSON, and back: what a checkpoint holds beside tensors.
+"""Python values as JSON, and back: what a checkpoint holds besides tensors.
 
 None, booleans, integers, strings, finite floats and lists stand for themselves. Everything else is an object with one
 key, its tag: `{"tuple": [1, 2]}`, `{"dict": {"lr": 0.1}}`, `{"tensor": "extra.rate"}`.

@@ -160,7 +160,7 @@ def as_stored(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str
 
 
 def write_config(folder: Path, model: Any) -> None:
-    """The files beside the weights by which `from_pretrained` knows the model; none for other models."""
+    """The files next to the weights by which `from_pretrained` knows the model; none for other models."""
     if not is_pretrained(model):
         return
     config = copy.deepcopy(model.config)

@@ -152,7 +152,7 @@ def _options(program: SavedProgram, asked: Mapping[str, Any]) -> Options:
 
 
 def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> SavedProgram:
-    """This process's part of the program, and of the forwards beside it."""
+    """This process's part of the program, and of the forwards saved with it."""
     program = _read_for(folder, manifest, ranks, *rest)
     found = [folder / name for name in FORWARDS if (folder / name).exists()] + sorted(folder.glob(f"{ANSWERS}*"))
     also = {path.name: _read_for(path, _manifest_of(path), ranks, *rest) for path in found}

@@ -188,7 +188,7 @@ def _in_folder(folder: Path) -> Path:
 
 
 def _listed(index: Path) -> dict[str, Path]:
-    """The files in an index by the tensors that they hold; all are beside it. Raises ValueError for another index."""
+    """The files in an index by the tensors that they hold, all in its folder. Raises ValueError for another index."""
     data = read_json(index, ValueError, LONG_TEXT, MORE_VALUES)
     found = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""Averages of a pipeline's parameters in a checkpoint: a section beside the parameters', under the same names."""
+"""Averages of a pipeline's parameters in a checkpoint: a section like that of the parameters, under the same names."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from zbcompile.persistence.saved_values import read_values
 
 
 def counted(ema: Averages | None) -> dict[str, Any] | None:
-    """What a checkpoint keeps of averages beside their values."""
+    """What a checkpoint keeps of averages besides their values."""
     return None if ema is None else {"decay": ema.decay, "updates": ema.updates}
 
 

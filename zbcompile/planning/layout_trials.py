@@ -95,7 +95,7 @@ class LayoutTrials:
 
     def _begun(self, provisional: Schedule, counts: Sequence[int]) -> tuple[Schedule, Drawn, Sequence[int]]:
         """The number of microbatches to begin with (the usual one or, if the model refuses its microbatches, the
-        smallest), its captured step, and the numbers that may be chosen beside it."""
+        smallest), its captured step, and the other numbers that may be chosen."""
         usual = provisional.microbatches
         if (drawn := self._find(usual)) is not None:
             return provisional, drawn, counts

@@ -125,7 +125,7 @@ class Priced:
 
 
 def _shard(sharding: VocabularySharding, seconds: float, ranks: int, choices: Choices, vocab: Barriers) -> ShardPrice:
-    """An equal part of the output layer and of the embedding that is sharded beside it."""
+    """An equal part of the output layer and of the embedding that is sharded with it."""
     head = sharding.head
     logits = head.logits // ranks * head.dtype.itemsize
     kept = tiling_of(head, even_bounds(head.size, ranks), choices).keep

@@ -18,7 +18,7 @@ from zbcompile.schedules.ir.files import from_json, to_json
 from zbcompile.schedules.searching.problem import ROUNDING
 
 WORTH = 1.0  # seconds of search; what takes less is searched again
-NEAR = 1.05  # how much longer than the best a named order may take that is kept beside it
+NEAR = 1.05  # how much longer than the best order a named one may take and still be kept with it
 
 
 def cached_search(

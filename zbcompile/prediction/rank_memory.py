@@ -102,7 +102,7 @@ def running_bytes(program: Program) -> dict[str, tuple[int, ...]]:
     """By pass, for each stage: what is alive of a microbatch while it runs."""
     distinct = {(stage.original, op): stage for stage in program.stages for op in stage.pieces}
     inside = {key: transient_bytes(stage, key[1], buffered=True) for key, stage in distinct.items()}
-    for (original, op), stage in distinct.items():  # what only W reads waits beside
+    for (original, op), stage in distinct.items():  # what only W reads waits as well
         aside = stage.crossing.kept - stage.crossing.forward_to_backward
         inside[original, op] += aside if op == "B" else 0
     ops = {op for _, op in inside}
@@ -167,7 +167,7 @@ def _resident(
 
 
 def _sums(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> int:
-    """Bytes of the sums that a stage makes, beside `.grad`, of parameters that other stages train as well."""
+    """Bytes of the sums that a stage makes, besides `.grad`, of parameters that other stages train as well."""
     values = (model[name] for name in program.shared & set(model) & set(program.stages[stage].trained))
     return sum(gradient_bytes(value, program.choices.dtype_of_sum(value.dtype)) for value in values)
 

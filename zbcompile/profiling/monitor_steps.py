@@ -31,7 +31,7 @@ from zbcompile.schedules.visualization.step_tables import pass_bubble
 class Figures:
     """What `zbcompile.monitor` knows after step number `step`; as text, one line.
 
-    * `seconds`: the mean time of a step since the last figures, with all that the loop does beside it.
+    * `seconds`: the mean time of a step since the last figures, with everything else that the loop does.
     * `rate`: tokens or samples (`unit`) in a second, of all replicas.
     * `bubble`: the share of this step, from its first pass to its last, that the busiest rank was idle; of ranks in one
       process, of their passes as if each had a process of its own. `predicted_bubble`: the same of the prediction.

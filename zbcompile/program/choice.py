@@ -76,7 +76,7 @@ class Choice:
         return f"{self.layout}, from {self.origin}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON values, without the order; `from_plain` reads them beside one."""
+        """As JSON values, without the order, which `from_plain` takes separately."""
         plain = {name: value for name, value in vars(self).items() if name != "order"}
         return plain | {"layout": asdict(self.layout)}
 
@@ -106,7 +106,7 @@ class Choice:
         return "\n".join(lines)
 
     def _trial(self) -> str:
-        """The measured step beside that of the next best, which is as good if the ranges of both overlap."""
+        """The measured step next to that of the next best, which is as good if the ranges of both overlap."""
         (_, own, shortest, longest), *rest = self.tried
         line = f"tried on the ranks, which decided: step {own:.4g} s ({shortest:.4g} to {longest:.4g} s)"
         if not rest:

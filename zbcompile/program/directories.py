@@ -78,7 +78,7 @@ def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
 
 
 def _joined(parts: Sequence[Hashes]) -> Hashes:
-    """The hash of every file. Ranks beside the pipeline share its files, so theirs must be equal."""
+    """The hash of every file. Ranks outside the pipeline share its files, so theirs must be equal."""
     found: Hashes = {}
     for name, each in (item for part in parts for item in part.items()):
         if found.setdefault(name, each) != each:

@@ -52,7 +52,7 @@ class SavedProgram(Program):
 
     @property
     def digests(self) -> str:
-        """Its own, and those of the forwards beside it."""
+        """Its own, and those of the forwards saved with it."""
         return " ".join([self.digest, *(each.digest for each in self.also.values() if isinstance(each, SavedProgram))])
 
     @cached_property

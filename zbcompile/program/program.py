@@ -119,7 +119,7 @@ class Program:
 
     @property
     def answers(self) -> tuple["Program", ...]:
-        """The programs beside it for other answers to what forward asks."""
+        """The programs for other answers to what forward asks."""
         return tuple(each for name, each in self.also.items() if name.startswith(ANSWERS))
 
     def placement(self, name: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""What a step does beside running the graphs, if there is a choice; a saved program keeps it."""
+"""What a step does besides running the graphs, if there is a choice; a saved program keeps it."""
 
 import argparse
 from collections.abc import Callable

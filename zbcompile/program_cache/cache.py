@@ -38,7 +38,7 @@ UNKNOWN = ""  # the dimension of a process group that is not of the mesh
 
 class ProgramKey(NamedTuple):
     """Of a captured step: the form of its inputs, training mode and forward hooks of each module, which parameters
-    train, the modes of torch, and what is kept to be returned beside the loss."""
+    train, the modes of torch, and what is kept to be returned besides the loss."""
 
     signature: tuple[Any, ...]
     modules: tuple[tuple[bool, tuple[int, ...]], ...]

@@ -77,7 +77,7 @@ class Programs(BoundPrograms):
         self.decided: Choices | None = None  # by a search
         self.searched: tuple[Drawn, Program] | None = None  # the first step, from a search
         self.cache = ProgramCache(ranks, options.max_shapes)
-        self.outputs: bool | str = False  # what the present step returns beside its loss, of KINDS
+        self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
         self.agreement = StepAgreement(ranks, options.compare_batches)
         self._gradients: dict[str, torch.Tensor] = {}  # where they stay, if whole steps are recorded
         self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
@@ -291,7 +291,7 @@ class Programs(BoundPrograms):
         return replace(program, writer=self._save)
 
     def _save(self, program: Program, directory: Path) -> None:
-        """Write a program; beside the first one, those of its shape for the other answers that were met."""
+        """Write a program; with the first one, those of its shape for the other answers that were met."""
         first, *others = self.cache.steps
         if first.graphs[0].program is program:
             found = [replace(each.graphs[0].program, guards=each.guards) for each in others if each.key == first.key]

@@ -1,4 +1,4 @@
-"""What a step returns beside its loss: the model's outputs, joined over the microbatches."""
+"""What a step returns besides its loss: the model's outputs, joined over the microbatches."""
 
 from typing import Any, Final
 
@@ -11,12 +11,12 @@ from zbcompile.program.output import Output
 from zbcompile.runtime.engine import Executable, Made
 
 WHERE = (False, True, "last")
-METRICS: Final = "metrics"  # what the loss function returns beside the loss, without what the model returns
+METRICS: Final = "metrics"  # what the loss function returns besides the loss, without what the model returns
 KINDS = (*WHERE, METRICS)
 
 
 def kind_of(return_outputs: Any, return_metrics: Any) -> bool | str:
-    """Which of KINDS a step returns beside its loss. Raises PipelineError for other values, and for both at once."""
+    """Which of KINDS a step returns besides its loss. Raises PipelineError for other values, and for both at once."""
     if not isinstance(return_outputs, bool | str) or return_outputs not in WHERE:
         raise PipelineError(f"return_outputs={return_outputs!r}; expected one of {WHERE}.")
     if not isinstance(return_metrics, bool):
@@ -40,7 +40,7 @@ def keyword(kind: bool | str) -> str:
 
 
 def joined_outputs(made: Made, executable: Executable, rows: int | None, reduction: str) -> Any:
-    """What a step returns beside its loss: leaves with a row for each of the `rows` samples of a microbatch are
+    """What a step returns besides its loss: leaves with a row for each of the `rows` samples of a microbatch are
     concatenated, floating scalars combined as losses are, others are lists over the microbatches."""
     outputs, count = executable.outputs, executable.program.schedule.microbatches
     first = outputs[0]

@@ -1,4 +1,4 @@
-"""Sums of gradients beside the pipeline: over replicas that train on different batches, and over the ranks of other
+"""Sums of gradients outside the pipeline: over replicas that train on different batches, and over the ranks of other
 dimensions of the mesh that compute parts of a gradient.
 
 The gradients of a stage are reduced as soon as its last W has run, while the remaining stages and ranks continue. The

@@ -1,5 +1,5 @@
-"""What ranks beside the pipeline must have in common is compared in the first step, unless it was proven when compiling
-(`zbcompile.program_cache.placement_check`); and once more what was zero there, in the first step in which it is not."""
+"""What ranks outside the pipeline must have in common is compared in the first step, unless it was proven at compile
+time (`zbcompile.program_cache.placement_check`). What was zero then is compared once it is not."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

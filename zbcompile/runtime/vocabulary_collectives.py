@@ -69,7 +69,7 @@ class InProcess:
 
 @dataclass
 class OverGroup:
-    """This process is one rank of `group`. Collectives run in the order of their posts beside the passes: on a
+    """This process is one rank of `group`. Collectives run in the order of their posts alongside the passes: on a
     separate thread if the host carries them out (gloo), on `stream` on CUDA."""
 
     group: dist.ProcessGroup

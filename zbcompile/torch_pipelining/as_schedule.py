@@ -60,7 +60,7 @@ class ScheduleLike:
         `target_mbs`, on all ranks that pass something). Returns the model's output on the last rank (None on others),
         unless `return_outputs=False`, which saves the memory of it and which an output layer sharded by `vocab=`
         needs. `losses` becomes the list of the microbatches' losses on the last rank. `loss_kwargs` go to the loss
-        function beside output and target, whole to every microbatch; tensors may change from step to step.
+        function in addition to output and target, whole to every microbatch; tensors may change from step to step.
 
         Raises PipelineError if a stage of this rank reads an input that only other ranks passed, and for shapes (or
         numbers among `loss_kwargs`) other than those of the first step.
@@ -177,7 +177,7 @@ class StepInputs(NamedTuple):
 def _with_arguments(
     loss_kwargs: dict[str, Any] | None, target: Any, target_mbs: Sequence[Any] | None
 ) -> tuple[Any, Sequence[Any] | None]:
-    """The targets that this rank passes, with the arguments of the loss function beside each."""
+    """The targets that this rank passes, each with the further arguments of the loss function."""
     if not loss_kwargs:
         return target, target_mbs
     each = None if target_mbs is None else [LossArguments(part, loss_kwargs) for part in target_mbs]
