@@ -191,7 +191,7 @@ class Choices(OptionFields):
         return self.recompute[stage] if isinstance(self.recompute, tuple) else self.recompute
 
     def require_stages(self, stages: int) -> None:
-        """Raise CompileError if the entries of a list are not those of so many stages."""
+        """Raise CompileError if a list does not have one entry per stage."""
         if isinstance(self.recompute, tuple) and len(self.recompute) != stages:
             raise CompileError(
                 f"recompute={list(self.recompute)} has {len(self.recompute)} entries, but the schedule has {stages} "

@@ -43,7 +43,7 @@ from torch.utils._python_dispatch import (
 
 pytree = pytree
 # 2.11-2.13: a graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,
-# kept as a function, goes a long way round: `boxed` has a short one.
+# kept as a function, takes the slow path; `boxed` takes the fast one.
 LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
 
@@ -455,7 +455,7 @@ def traced_node(tensor: torch.Tensor) -> tuple[Node, torch.nn.Module] | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """What a trace knows of a tensor (2.11-2.13): of a DTensor this rank's part, of one that is being made functional
+    """A tensor as the trace records it (2.11-2.13): of a DTensor this rank's part, of one that is being made functional
     its present value; any other tensor itself."""
     local = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(local, functional_tensor.FunctionalTensor):

@@ -25,7 +25,7 @@ class Progress:
 
     def __init__(self, text: str, first: float = FIRST) -> None:
         self._text, self._first = text, first
-        self._stream: TextIO = sys.stderr  # later something else may stand in its place
+        self._stream: TextIO = sys.stderr  # later it may have been replaced
         self._began = self._written = time.monotonic()
         self._ended, self._speaks = threading.Event(), os.environ.get("RANK", "0") == "0"
         self._thread = threading.Thread(target=self._watch, name="zbcompile progress", daemon=True)

@@ -122,7 +122,8 @@ def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
 
 @contextlib.contextmanager
 def group_without_peers(size: int) -> Iterator[None]:
-    """Inside, this process is the first of so many, whose collectives do nothing (2.11-2.13: a backend for tests)."""
+    """Inside, this process is the first of a group of that size, whose collectives do nothing (2.11-2.13: a backend for
+    tests)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -163,7 +164,7 @@ def found_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimi
 
 
 def add_found_infinity(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> None:
-    """Make `step` and `update` know of an infinity found elsewhere (2.11-2.13, as FSDP's sharded scaler does)."""
+    """Tell `step` and `update` of an infinity found elsewhere (2.11-2.13, as FSDP's sharded scaler does)."""
     per_device: dict[Any, Any] = scaler._found_inf_per_device(optimizer)
     per_device[found.device] = found
 
@@ -177,7 +178,7 @@ def unscale_and_find_infinities(
 
 
 def gloo_link(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> Any:
-    """A gloo group that torch.distributed does not know of. The class is public, its constructor not documented
+    """A gloo group that is not registered with torch.distributed. The class is public, its constructor not documented
     (2.11-2.13; torch.distributed._dist2 makes groups so)."""
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
@@ -230,7 +231,7 @@ INDUCTOR = {
 
 def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bytes:
     """Compile a graph of ATen operations, given as fake tensors, to bytes that `inductor_load` runs; its libraries
-    stand in the folder of `inductor_files_in`.
+    are in the folder of `inductor_files_in`.
 
     torch.compile and torch._inductor.compile would make additions into an input functional and copy the sums back, and
     their callables keep inputs alive until they return. So the graph goes to the function below them, which leaves

@@ -89,7 +89,7 @@ def _refuse(name: str) -> NoReturn:
 
 
 def _deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects are inside each other at more than so many levels."""
+    """Whether lists and objects are nested more than that many levels deep."""
     level = [value]
     for _ in range(levels + 1):
         inside = (each.values() if type(each) is dict else each for each in level if type(each) in (dict, list))

@@ -288,7 +288,8 @@ def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgra
 
 @contextlib.contextmanager
 def _own_containers(model: nn.Module) -> Iterator[None]:
-    """Let modules keep their own lists and mappings: torch.export leaves copies of them, which others do not share."""
+    """Let modules keep their own lists and mappings: torch.export leaves copies of them, which are not shared with
+    other owners."""
     before = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield

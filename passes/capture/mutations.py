@@ -102,7 +102,7 @@ def _insert_after(graph: Graph, node: Node, operation: Any) -> None:
 
 
 class _Seen:
-    """The live tensors over each memory, and the last writes, to be judged once what nobody reads any more is gone."""
+    """The live tensors over each memory, and the last writes, to be judged once unreachable tensors are gone."""
 
     def __init__(self) -> None:
         self.over: dict[int, list[weakref.ref[Tensor]]] = {}

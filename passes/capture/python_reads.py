@@ -1,7 +1,7 @@
 """Python reads: what forward and loss read besides their inputs while a trace runs them, and what they leave changed.
 
 Attributes of modules, and of a user's own objects, are seen as they are read. Globals and variables of closures count
-if a function that names them ran; so do attributes of what tells nobody that it is read (a Python module, a class, a
+if a function that names them ran; so do attributes whose reads cannot be observed (of a Python module, a class, a
 namespace). A value counts if it stood there before forward began: what forward writes first, and reads then, it makes
 itself.
 """
@@ -29,7 +29,7 @@ from zbcompile.passes.values.tokens import Missing, token
 @dataclass(frozen=True)
 class Roots:
     """The model and the loss, and the tensors of the loss if that is a module, by the identity of each module's
-    attributes: inside of an export other ones stand in their places."""
+    attributes: inside of an export others take their places."""
 
     model: nn.Module
     loss: Any
@@ -82,7 +82,7 @@ class PythonReads:
 
     def premises(self) -> Premises:
         """What was read. Values of closures count if their function ran. What belongs to libraries is looked at now:
-        while a trace runs, others stand there."""
+        while a trace runs, others take their places."""
         if self._has_compiled:
             self._note_untold()
         self._reach.note_special_methods(self.functions.codes)

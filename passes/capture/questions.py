@@ -179,7 +179,7 @@ class Questions:
             return NOT_ANSWERED if result is OTHERWISE else result
         if type(args[0]) is torch.Tensor:  # of a plain attribute or a global: nothing else is real inside of a trace
             return self._answer(*NUMBERS[function], (args[0].clone(),), kwargs)
-        if args[0].is_floating_point():  # it hardly ever has the same value twice: no two batches would share a program
+        if args[0].is_floating_point():  # a float rarely repeats, so every batch would need its own program
             return NOT_ANSWERED
         if not self.way.numbers:
             self.read_numbers = True

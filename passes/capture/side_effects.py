@@ -43,7 +43,7 @@ from zbcompile.passes.values.premises import attribute
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-_STATE = ("grad", "_version")  # of a parameter, which nobody has while a step runs
+_STATE = ("grad", "_version")  # of a parameter, which do not exist while a step runs
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _PLAIN_COLLECTIVES = "torch.distributed.distributed_c10d"
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)

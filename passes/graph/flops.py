@@ -79,7 +79,7 @@ def count_flops(
 
 
 def without_formula(module: GraphModule) -> set[str]:
-    """The operators of other libraries in a graph whose FLOPs nobody knows; their time is estimated by their bytes."""
+    """The operators of other libraries in a graph whose FLOPs are unknown; their time is estimated by their bytes."""
     known = _counter().flop_registry
     packets = {getattr(n.target, "overloadpacket", None): n.target for n in module.graph.nodes if not is_collective(n)}
     targets = (target for packet, target in packets.items() if packet is not None and packet not in known)

@@ -40,7 +40,7 @@ def fused_kernels(nodes: Sequence[Node], apart: Set[Node]) -> tuple[list[list[No
 
 
 def kernel_bytes(kernel: Sequence[Node]) -> int:
-    """What a fused kernel reads and writes: values that it makes and nobody else needs stay inside."""
+    """What a fused kernel reads and writes: values used only inside it do not count."""
     inside = set(kernel)
     made: dict[int, int] = {}
     read: dict[int, int] = {}

@@ -174,7 +174,8 @@ def _distance(shape: Shape, sample: Product) -> float:
 
 
 def interpolated(samples: Sequence[Sequence[float]], moved: float) -> float:
-    """Seconds of a kernel that moves so many bytes, between the measured ones; beyond the largest in proportion."""
+    """Seconds of a kernel that moves this many bytes: interpolated between measurements, in proportion beyond the
+    largest."""
     if moved >= samples[-1][0]:
         return samples[-1][1] * moved / samples[-1][0]
     for (low, fast), (high, slow) in pairwise(samples):

@@ -160,7 +160,7 @@ class Hardware:
         return self.between or self.within if apart else self.within
 
     def collective(self, ranks: int, apart: int = 1) -> Connection | None:
-        """What a collective gets of so many `ranks`, each so many ranks `apart` from the next: the slowest link on the
+        """The bandwidth of a collective over `ranks` ranks, each `apart` ranks from the next: the slowest link on the
         way, with the latency of a collective; None if messages are free."""
         link = self.connection(0, (ranks - 1) * apart)
         if link is None or (link == self.within and self.exchange):
@@ -169,7 +169,7 @@ class Hardware:
         return Connection((self.exchange or link).latency, max(1, links) * link.bandwidth)
 
     def exchange_seconds(self, size: float, kind: str) -> float:
-        """What a collective of so many bytes takes inside of a graph, of a whole node's ranks unless `exchange` says
+        """Seconds of a collective of this many bytes inside a graph, of a whole node's ranks unless `exchange` says
         otherwise; an "all_reduce" passes them on twice."""
         channel = self.exchange or self.collective(self.node_ranks or 1) or hardware_for("cpu").exchange
         times = 2 if kind == "all_reduce" else 1

@@ -160,7 +160,7 @@ class _Vee:
 
     Of two ways to begin, the one that leaves less is kept. It is at least as good, unless the part next to it is
     indivisible: such edges, and all edges if there are only a few, are kept as well. What leaves more than the inner
-    ranks can carry leads nowhere.
+    ranks can carry cannot be part of a solution.
     """
 
     def __init__(self, row: LoadRow, edges: Sequence[int], limit: float) -> None:

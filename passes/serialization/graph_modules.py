@@ -186,7 +186,7 @@ _TAKEN = frozenset((*keyword.kwlist, *_GLOBAL, *(name for name in dir(builtins) 
 
 
 def require_name(name: Any, *taken: str) -> None:
-    """Raise CompileError for a name that may not stand in generated code: it is none, or means something there."""
+    """Raise CompileError for a name that must not appear in generated code: it is none, or means something there."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _TAKEN or name in taken:
         raise CompileError(f"{name!r} in a graph is not a name that a program may use.")
 
@@ -226,7 +226,7 @@ def _remember(node: Node, data: Data, values: ValueReader) -> None:
 
 
 def on_a_line(text: Any) -> str:
-    """A text that is printed, and stands in comments of generated code: without line breaks and control characters."""
+    """A text that is printed, and appears in comments of generated code: without line breaks and control characters."""
     if not isinstance(text, str):
         raise CompileError(f"{text!r} stands where a text is expected.")
     return "".join(each if each.isprintable() else " " for each in text)

@@ -17,7 +17,7 @@ from zbcompile.passes.torch_private import (
     returns_tensors,
 )
 
-OWN = ("begin_apart", "end_apart")  # the operators of zbcompile that stand in graphs (passes/stage/draws.py)
+OWN = ("begin_apart", "end_apart")  # zbcompile's own operators in graphs (passes/stage/draws.py)
 OWN_LIBRARIES = ("aten", "prims", "zbcompile", *FUNCTIONAL_COLLECTIVES)
 HIGHER_ORDER = {"higher_order.cond": torch.ops.higher_order.cond}
 GETITEM = "getitem"

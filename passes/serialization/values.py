@@ -51,7 +51,7 @@ class ValueWriter:
         return self.numbers[key]
 
 
-LISTED = 1 << 14  # so many parts of a tensor need not be listed
+LISTED = 1 << 14  # parts of a tensor that are listed, at most
 REPEATS = 64  # the order of a difference, or the size of a combination, at most
 WORK = 1 << 15  # operations on shapes to read a graph, beside WORK_PER_NODE; an LSTM takes a dozen per layer and step
 WORK_PER_NODE = 64

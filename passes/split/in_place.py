@@ -18,7 +18,7 @@ from zbcompile.passes.graph.storage import is_view, tensors_of
 from zbcompile.passes.torch_private import arguments_of, is_in_place, outside_of_trace
 
 aten = torch.ops.aten
-ELEMENTS = 1 << 14  # at least so many results are compared
+ELEMENTS = 1 << 14  # results compared, at least
 TRIALS = (4, 256)
 
 # Without the underscore: what gives each element the same bits in any layout, because it moves it or rounds once.

@@ -22,7 +22,7 @@ def transient_bytes(stage: StageProgram, name: str, buffered: bool = False, view
     parameters, buffers, gradient buffers and the user's inputs, nor what a kernel allocates for itself. A value is
     freed after its last use; an input only if no later pass reads it, and, where messages are `buffered`, what arrived
     not before the pass ends. Saved views of a parameter count only with `views`: graphs that were read from files share
-    no storages, so that nobody knows what these are.
+    no storages, so that these are unknown.
     """
     alive = alive_while(stage, name, buffered, views)
     return max((size for _, size in alive), default=0)

@@ -1,1 +1,1 @@
-"""What a trace knows of values: those of inputs, open numbers, and what Python reads."""
+"""Values during a trace: those of inputs, numbers left open, and what Python reads."""

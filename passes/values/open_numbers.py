@@ -16,13 +16,13 @@ from torch.fx import Graph, Node
 from zbcompile.passes.torch_private import DATA_DEPENDENT_ERRORS, replaced
 
 _EAGERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
-_TRACERS = ("torch", "zbcompile")  # those who know of open numbers
+_TRACERS = ("torch", "zbcompile")  # code that can handle open numbers
 _READ = torch.ops.aten.item.default
 
 
 @contextlib.contextmanager
 def failed_questions(note: Callable[[], None]) -> Iterator[None]:
-    """Inside, call `note` for every question about an open number, whoever catches its error."""
+    """Inside, call `note` for every question about an open number, even if its error is caught."""
     places: list[tuple[type, str]] = [(error, "__init__") for error in DATA_DEPENDENT_ERRORS]
     places.append((torch.SymInt, "__hash__"))
     with contextlib.ExitStack() as stack:

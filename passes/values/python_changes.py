@@ -61,7 +61,7 @@ class PythonChanges:
                 self._put_back(each.parent)
 
     def _judge_new(self, found: Reached) -> None:
-        """Judge what nobody has noted as read: the mode of a module, and what a namespace did not have before."""
+        """Judge what was never noted as read: the mode of a module, and what a namespace did not have before."""
         value, stored = found.value, found.stored
         if isinstance(value, nn.Module) and value.training is not stored["training"]:
             self._judge(Reached(f"{found.path}.training", found, "attribute", "training", stored["training"], None))

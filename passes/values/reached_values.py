@@ -173,7 +173,7 @@ class Reach:
                 self._name(each, set(each.stored))
 
     def _enter_indirect(self, code: types.CodeType, words: set[str]) -> None:
-        """Code may ask a class for what its instances read, or an object in a way that tells nobody."""
+        """Code may ask a class for what its instances read, or an object in a way that leaves no trace."""
         before = list(self.known.values())
         if not (self._asks_classes or _OF_CLASSES.isdisjoint(code.co_names)):
             self._asks_classes = True
@@ -325,7 +325,7 @@ class Reach:
             self.add(f"{found.path}.{name}", found, "child", name, child)
 
     def _follow_state(self, found: Reached) -> None:
-        """The mode and the tensors of a module outside of the model, which nobody else compares."""
+        """The mode and the tensors of a module outside of the model, which are compared nowhere else."""
         self.add(f"{found.path}.training", found, "attribute", "training", found.value.training)
         tensors = self._tensors.get(id(vars(found.value))) or tensors_of(found.value)
         for name, tensor in tensors.items():

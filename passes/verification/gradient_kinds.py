@@ -27,7 +27,7 @@ Share = Literal["whole", "part", "own", "alike", "loose", "mixed", "unknown"]
 
 
 class Arriving(NamedTuple):
-    """A gradient inside of a step: `crossed` is the last exchange that it comes from, of so many."""
+    """A gradient inside of a step: `crossed` is the number of the last exchange that it comes from."""
 
     share: Share
     crossed: Node | None = None

@@ -20,11 +20,10 @@ Label = tuple[Tensor, Tensor]  # see `Shard.local`
 
 
 class Scan(NamedTuple):
-    """What S knows of some words, per token: the maximum, the sum of exponentials, the label's logit if it is among
-    them, the weighted sum of logits over the maximum and the sum of these weights; `mean`, for entropies, is that sum
-    with the exponentials as weights. With one barrier `others` is
-    sum_{j != t} p_j D_j W_j [tokens, width], p = exp(y - maximum) / z and D the derivative of the elementwise
-    operations, and `total_rows` sum_j w_j D_j W_j."""
+    """S's partial results for some of the words, per token: the maximum, the sum of exponentials, the label's logit if
+    it is among them, the weighted sum of logits over the maximum and the sum of these weights; `mean`, for entropies,
+    is that sum with the exponentials as weights. With one barrier `others` is sum_{j != t} p_j D_j W_j [tokens, width],
+    p = exp(y - maximum) / z and D the derivative of the elementwise operations, and `total_rows` sum_j w_j D_j W_j."""
 
     maximum: Tensor
     z: Tensor

@@ -59,7 +59,7 @@ def check(
     A schedule: every microbatch runs F and B+W (or BW; F alone if it is forward-only) once on every stage, on the
     stage's rank, in an order that its dependencies allow; forwards of the last stage in the order of microbatches (per
     model copy), weight gradients too (`weight_order`; `None`: unless the schedule of this name declares otherwise);
-    peak memory within `memory_limit` (unit of `costs.activation`, default 1 per stage). A lowered program moreover: its
+    peak memory within `memory_limit` (unit of `costs.activation`, default 1 per stage). A lowered program as well: its
     messages are exactly those needed, none overtakes another on a channel, and it cannot deadlock even if every send
     waits for its receive.
 

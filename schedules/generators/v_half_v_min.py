@@ -27,7 +27,7 @@ class Block(NamedTuple):
     b0: int
 
     def slots(self) -> dict[tuple[str, int], int]:
-        """Slot by (operation, chunk): W stands in the first slot after its B that is free in every period."""
+        """Slot by (operation, chunk): W takes the first slot after its B that is free in every period."""
         taken = {(F, 0): self.f0, (F, 1): self.f1, (B, 1): self.b1, (B, 0): self.b0}
         for chunk in (1, 0):
             slot = taken[B, chunk] + 1

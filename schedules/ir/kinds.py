@@ -23,7 +23,7 @@ class Kind:
     * `torch`: the letters that torch writes ("": it has none).
     * `scope`: a stage runs it for every "microbatch", a vocabulary "shard" for every microbatch, a "stage" once, a
       "rank" once: exchanges, which all ranks run in the order of the table before or behind all other actions; none
-      goes on before all have come. They stand in lowered programs only.
+      goes on before all have come. They occur in lowered programs only.
     * `does`: the operations whose work it does; others wait for the first of them.
     * `after`: operations that must have run before on its stage, for its microbatch (of scope "stage": for all);
       `before`: of scope "stage" and "rank", those that must not have run yet.

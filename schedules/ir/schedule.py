@@ -34,7 +34,7 @@ class Schedule(Shown):
 
     If there are vocabulary passes, `barriers` says what the backward of the last stage waits for: S of every shard (1)
     or T of every shard (2). `lookups` says that the embedding is sharded too: the first stage receives the rows that
-    all shards have looked up. `programs` are the orders with their messages, if whoever made them has placed these:
+    all shards have looked up. `programs` are the orders with their messages, if they came with their messages placed:
     `lower` keeps them.
     """
 

@@ -2,10 +2,10 @@
 exchanges around their programs.
 
 VALIDATE and GATHER wait for the previous training step, before the first forward of their stage. REDUCE starts the sum
-of the stage's gradients right after its last W. OPT stands behind everything that another rank waits for and, where
+of the stage's gradients right after its last W. OPT comes after everything that another rank waits for and, where
 there are sums, one place behind REDUCE, so that a sum has that long.
 
-An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) stands in front of everything else on every rank if the table
+An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank if the table
 has it before F, otherwise behind everything, in the order of the table. So no rank can wait in one for a rank that
 waits for it elsewhere.
 """

@@ -11,7 +11,7 @@ from zbcompile.schedules.searching.starting_orders import MANY
 
 HOT, COLD = 0.3, 0.005  # temperatures at the start and at the end, in mean passes
 MILD = 0.05  # where to start above MANY passes: there is no time to recover from much disorder
-HUGE, LATE = 20_000, 200  # above so many passes only the last so many of the critical path: little follows from them
+HUGE, LATE = 20_000, 200  # above HUGE passes only the last LATE of the critical path are moved: little depends on them
 CRITICAL = 0.85  # share of moves that shift a pass of the critical path
 EVENNESS = 0.01  # how much the mean end of all ranks adds to the objective: it leads across plateaus
 LOOK = 64  # moves between two looks at the clock on the wall

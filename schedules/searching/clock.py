@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from zbcompile.schedules.searching.problem import ROUNDING, Problem, Words
 
-PATIENCE = 4  # so many times all passes may be timed anew in one evaluation; more are a circle
+PATIENCE = 4  # times that all passes may be timed anew in one evaluation; more means a cycle
 
 
 class Move(NamedTuple):

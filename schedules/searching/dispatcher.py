@@ -34,7 +34,7 @@ class Direction:
             for user, _ in users:
                 self.missing[user] += 1
         for n in range(passes, len(self.missing)):
-            if not self.missing[n]:  # nobody waits for all shards: they need not wait for each other backward
+            if not self.missing[n]:  # nothing waits for all shards: they need not wait for each other backward
                 for user, _ in self.after[n]:
                     self.missing[user] -= 1
         self.added = [-size for size in problem.added] if backward else list(problem.added)
@@ -51,7 +51,7 @@ class Direction:
 
     def dispatch(self, priority: Sequence[float], patience: float) -> Dispatched | None:
         """Every rank runs, of what it may begin soon, the pass of least priority. It waits for one that arrives up to
-        `patience` times the time in which the first of the others could end. None if memory leads nowhere."""
+        `patience` times the time in which the first of the others could end. None if memory admits no order."""
         return _Dispatch(self, priority, patience).result()
 
 

@@ -21,11 +21,11 @@ EXACT = 1 + 1e-9  # objectives count as equal up to rounding
 LEVELS = 6  # of memory, for a frontier
 ONE_BY_ONE = "one microbatch after the other"
 STARTS = 4  # orders of a placement to turn around
-TURN = 6  # so many times what preparing for turns takes, the first one does
+TURN = 6  # times as long as preparing for turns: the first turn
 
 
 class Effort(NamedTuple):
-    """What is done on steps of up to so many passes, again and again with more moves."""
+    """The work on steps of up to that many passes, repeated with more moves."""
 
     passes: float
     turns: Sequence[tuple[int, float]]  # placements whose orders are turned around, share of the moves
@@ -57,7 +57,7 @@ class Found:
     * `schedule`, called "auto", and its `simulation`; `bound`: no order of any admitted placement is shorter under the
       costs as they are;
     * `objective`: the makespan (without barrier the cost; with noise their quantile), `gap`: objective / bound - 1;
-    * `origin`: the order that it was made from; `moves`: how many were tried, in so many `seconds`;
+    * `origin`: the order that it was made from; `moves`: how many were tried, in how many `seconds`;
     * `names`: what every named schedule that fits takes, by name and placement;
     * `placements`: the bound of each placement, and the best order found on it;
     * `frontier`, if it was asked for: orders, each with its simulation, that hold less on their fullest rank than all

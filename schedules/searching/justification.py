@@ -20,11 +20,11 @@ FIRST_PATIENCE = 0.5  # of the first turn
 NOISE = (0, 0.1, 0.5, 1, 2, 4)  # on priorities, in mean passes
 FORGIVEN = 0.1  # how much longer, in mean passes on average, an order to go on from may be
 STALE = 25  # turns without gain until another order is started from
-WORTH = 100  # a pair of turns takes as long as so many moves, whatever the size of the step
+WORTH = 100  # moves that take as long as a pair of turns, whatever the size of the step
 
 
 def turned_around(problem: Problem, words: Words) -> Words | None:
-    """What one turn backward and one forward make of an order; None if memory leads nowhere."""
+    """What one turn backward and one forward make of an order; None if memory admits no order."""
     clock = PassTimes(Order(problem, words), *draws_of(problem, None)[0])
     turned = Direction(problem, backward=True).dispatch([-end for end in clock.end], FIRST_PATIENCE)
     again = turned and Direction(problem, backward=False).dispatch([-end for end in turned.end], FIRST_PATIENCE)

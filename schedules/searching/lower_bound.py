@@ -89,7 +89,7 @@ class _Ways:
 
 
 def _in_flight(problem: Problem, rank: int, stage: int, limit: float) -> Iterator[tuple[str, int, int]]:
-    """(op, other, most): at most so many microbatches are behind the begin of F on a stage and not yet behind `op` on
+    """(op, other, most): at most `most` microbatches are behind the begin of F on a stage and not yet behind `op` on
     the other stage of its rank.
 
     Each of them holds what it has left on this and on the earlier stages of the rank. If the oldest is not behind B of

@@ -24,7 +24,7 @@ class SearchProgress:
 
 
 class Budget:
-    """So many seconds from now on, and so many moves (`None`: as many as fit). Seconds only end a search: what it does
+    """A number of seconds from now on, and of moves (`None`: as many as fit). Seconds only end a search: what it does
     until then follows from the moves that it has made."""
 
     def __init__(self, seconds: float, moves: float | None) -> None:
@@ -48,8 +48,8 @@ class Budget:
         return self.late or self.made >= self.moves
 
     def slice(self, moves: float, each: float = 0.0) -> Callable[[int], float]:
-        """How much of so many further moves is done, by the moves made. It is asked before each round of them, and ends
-        what another round would carry beyond the seconds; the first one takes about `each`."""
+        """The share of `moves` further moves that is done, by the moves made. It is asked before each round of them,
+        and ends what another round would carry beyond the seconds; the first one takes about `each`."""
         before, begun = self.spent, self.made
 
         def done(made: int) -> float:

@@ -17,7 +17,7 @@ MANY = 1500  # passes from which on that is too long for a short search
 
 def named_orders(problem: Problem, seconds: float = math.inf) -> Iterator[tuple[str, Words, Schedule]]:
     """Every name of this placement that fits into the limits, in the order of the registry, with its words and as it
-    was built; without those whose own heuristics would take most of so many seconds."""
+    was built; without those whose own heuristics would take most of that many seconds."""
     long = HEURISTIC_SECONDS * len(problem.time) > seconds / 2 and len(problem.time) > MANY
     for family in FAMILIES:
         if family.name in HEURISTIC and long:

@@ -21,7 +21,7 @@ class Idle(NamedTuple):
 
     `cause` is one of
 
-    * `communication`: what `step` needs has been made and travels (or, in a lowered program, the rank stands at a SEND
+    * `communication`: what `step` needs has been made and travels (or, in a lowered program, the rank waits in a SEND
       until its receive is posted);
     * `warm-up`: the rank has not begun its first backward: the pipeline fills;
     * `cool-down`: the rank has run its last forward: the pipeline drains, until the last rank has finished;

@@ -76,7 +76,7 @@ class Averages:
         return self._own
 
     def begin_again(self, updates: int) -> None:
-        """Begin with the present parameters, as after so many updates."""
+        """Begin with the present parameters, as after that many updates."""
         self._require_apart("a checkpoint")
         self._own = {name: parameter.clone() for name, parameter in self._parameters().items()}
         self.updates = updates

@@ -212,7 +212,7 @@ class Pipeline:
 
         Every rank passes the same whole batch, along "dp" and "ep" of a mesh a batch of its own. A batch that the usual
         number of microbatches does not divide runs in as many equal ones as have no more samples than usual, if the
-        schedule has a name that admits so many. `microbatches=[(args, kwargs, target), ...]` are split already: any
+        schedule has a name that admits that many. `microbatches=[(args, kwargs, target), ...]` are split already: any
         number that the schedule admits, each of its own shapes (packed sequences, say); `max_shapes` programs are kept.
 
         `return_outputs=True` returns `(loss, outputs)`: what the model returned, without gradients, on every rank

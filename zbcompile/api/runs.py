@@ -83,7 +83,7 @@ class Runs:
     def _named(
         self, step: Microbatches, executable: Executable, outputs: bool | str, index: int
     ) -> AbstractContextManager[None]:
-        """Around a step that is unlike the first one: a rank that takes another step waits in vain for this one."""
+        """If ranks call different steps they deadlock; this names the step in the error."""
         count, of_first = len(step.each), executable.first.number == self.compiled.first().number
         unlike = [f" in {count} microbatches"] if count != self.compiled.schedule.microbatches else []
         if self.engine.ranks.replicas.count == 1 and not (

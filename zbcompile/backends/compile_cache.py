@@ -114,7 +114,7 @@ class CompileCache:
             print(f"zbcompile: {self._at(key)} cannot be loaded ({reason}); rebuilding it.")
             partial = self._at(key, ".partial")
             shutil.rmtree(partial, ignore_errors=True)
-            self._at(key).rename(partial)  # all at once; whoever makes the entry removes it
+            self._at(key).rename(partial)  # all at once; the process that makes the entry removes it
 
     def _loads(self, key: str, load: Load[Loaded]) -> bool:
         try:

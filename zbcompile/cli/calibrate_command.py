@@ -55,7 +55,7 @@ def _measure(ranks: Ranks, file: Path, quick: bool, say: Say) -> None:
 
 
 def with_links(hardware: Hardware, pairs: Iterable[MeasuredLink], node_ranks: int) -> Hardware:
-    """`hardware` with the median connections of `pairs`: inside of a node of so many ranks, and between two."""
+    """`hardware` with the median connections of `pairs`: inside a node of that many ranks, and between two."""
     near = [p for p in pairs if p.first // node_ranks == p.second // node_ranks]
     far = [p for p in pairs if p not in near]
     return replace(hardware, node_ranks=node_ranks, within=_median(near or far), between=_median(far))

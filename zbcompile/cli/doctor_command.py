@@ -27,7 +27,7 @@ from zbcompile.version import __version__
 
 SAMPLE = 32 << 20  # bytes written to measure a disk
 CLOCKS = 1.0  # seconds that clocks may differ before logs of two machines cannot be compared
-SLOW = 4  # a connection so many times slower than the usual one is worth a line
+SLOW = 4  # times slower than the usual connection: worth a line
 
 
 @dataclass(frozen=True)

@@ -113,7 +113,7 @@ def _compile(job: Job, asked: dict[str, Any]) -> Pipeline:
 
 
 def _batch(example: Example, microbatches: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch of so many times the example's microbatch."""
+    """A batch made of the example's microbatch that many times."""
     kwargs = dict(example.kwargs) | ({} if example.target is None else {"target": example.target})
     tensors = [leaf for leaf in pytree.tree_leaves((example.args, kwargs)) if isinstance(leaf, torch.Tensor)]
     rows = tensors[0].shape[0] if tensors and tensors[0].dim() else 0

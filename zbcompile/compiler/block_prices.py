@@ -2,7 +2,7 @@
 
 A model has few distinct blocks. Each is compiled once as a stage of its own, for each way to recompute, on fake tensors
 and without a backend. Every operation of its F, B and W knows the operation of the model that it belongs to, and so
-does what waits between them. So what the graphs take stands at operations of the line: a cut may divide a block, and
+does what waits between them. So the costs of the graphs belong to operations of the line: a cut may divide a block, and
 the shares add up to it.
 """
 

@@ -174,7 +174,7 @@ def _ratio_elsewhere(line: Line, totals: Sequence[float], ranks_of: Sequence[int
 
 ACTIONS = 300_000  # to be simulated at most,
 LONG = 2500  # more are judged by their first microbatches,
-LEAST = 120  # but so many stages are tried
+LEAST = 120  # but this many stages are tried
 
 
 def layout_for_makespan(

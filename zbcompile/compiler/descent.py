@@ -12,7 +12,7 @@ from zbcompile.program.choice import Layout
 GAIN = 1e-3  # smaller gains are not worth stages that differ, which are compiled one by one
 RESTARTS = 6
 BOUNDED = 32  # moves whose bounds are compared,
-LOOKED = 3  # of which so many at most are looked at
+LOOKED = 3  # of which at most this many are looked at
 
 Score = tuple[float, float]  # bytes beyond the limit on the fullest rank, then the time of the step
 
@@ -51,7 +51,7 @@ class Descent:
         return score, layout
 
     def _gain(self, score: Score, layout: Layout, step: int) -> tuple[Score, Layout] | None:
-        """Of the moves of so many places some that gains, if any does."""
+        """Of the moves by that many places one that gains, if any does."""
         for moved in self._promising(score, self._moves(layout, step)):
             if is_better(found := self.look(moved), score):
                 return found, moved
@@ -100,7 +100,7 @@ def is_better(new: Score, old: Score) -> bool:
 
 
 def steps_of(cuts: Sequence[int], count: int) -> list[int]:
-    """How far cuts are moved at once, in places, of which there are so many: up to as far as a stage is long."""
+    """How far cuts are moved at once, in places, given their number: at most by the length of a stage."""
     return [1 << power for power in reversed(range(max(1, (count // (len(cuts) + 1)).bit_length())))]
 
 

@@ -146,7 +146,7 @@ def _sharding(canonical: Canonical, frame: Frame, manager: PassManager) -> Vocab
 
 
 def forward_order(program: Program, count: int) -> Lowered:
-    """The order in which so many microbatches flow through a forward alone."""
+    """The order in which that many microbatches flow through a forward alone."""
     found, placement = program.vocabulary, program.schedule.placement
     lookups = found is not None and bool(found.lookup)
     return lower(forward_only(placement, count, shards=found is not None, lookups=lookups))

@@ -305,6 +305,6 @@ class LinePrices:
 
 
 def _scaled(seconds: float, rows: float, operations: int) -> float:
-    """The time of so many operations on `rows` times as many rows: what it takes to start them stays."""
+    """The time of these operations on `rows` times as many rows: the time to start them stays."""
     fixed = min(seconds, operations * START)
     return fixed + rows * (seconds - fixed)

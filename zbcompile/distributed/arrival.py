@@ -93,7 +93,7 @@ class Rendezvous:
         """The part of `store` that the ranks of this start share with no earlier one, once all have come. Raises
         RuntimeError if one is missing when the time is over.
 
-        Every rank adds a name that nobody had before. Rank 0 lists the last name of every rank; a list counts once
+        Every rank adds a name that was never used before. Rank 0 lists the last name of every rank; a list counts once
         every rank has found its name in it, which those of an earlier start cannot.
         """
         store.append(MEMBERS, f"{self.rank}:{self.name},")

@@ -1,4 +1,4 @@
-"""The network interface that leads to the other machines: gloo asks the host's name, which often leads nowhere."""
+"""The network interface that leads to the other machines: gloo resolves the host's name, which often fails."""
 
 import contextlib
 import fcntl

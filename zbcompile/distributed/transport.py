@@ -1,15 +1,14 @@
 """How boundary tensors travel: through mailboxes inside one process, or through point-to-point messages, which channels
 carry from rank to rank.
 
-gloo pairs messages by their tags, so one process group carries them all. NCCL has no tags: it pairs the operations of
-a communicator by their order, and runs them on one stream, one after the other. Two things can go wrong there. A send
-may stand behind a receive that was posted early, for a message that is made from what is sent: so no two channels may
+gloo pairs messages by their tags, so one process group carries them all. NCCL has no tags: it pairs the operations of a
+communicator by their order, and runs them on one stream, one after the other. Two things can go wrong there. A send may
+be queued behind a receive that was posted early, for a message that is made from what is sent: so no two channels may
 share a communicator, not the two directions of a pair of ranks (which share one by default), nor the pairs of a group
 (which do once it is bound to a device, `init_process_group(device_id=...)`). And both ends may post in different
 orders. So every channel, from one rank to another, has a separate group of its own, and
 `zbcompile.schedules.checking.communication_rules` proves that both ends post the same messages in the same order. Each
-group has its own stream, so that a channel waits neither for another one nor for the passes.
-"""
+group has its own stream, so that a channel waits neither for another one nor for the passes."""
 
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,7 +35,7 @@ class Tagged:
     """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order alone. `send` and
     `receive` start moving one tensor, the `index`-th of a message, and return a work to wait for.
 
-    Tags begin at a number of the call that all ranks make: a rank that by mistake makes another one waits in vain.
+    Tags begin at a number of the call that all ranks make: a rank that makes another call by mistake never matches it.
     gloo would hand it a message of the wrong size, and end the process if that does not fit.
     """
 

@@ -33,7 +33,7 @@ class StreamProgress(DeviceProgress):
         try:
             with gpu.as_current(self._device):  # of that thread it is GPU 0, on which a query would make a context
                 return event is not None and not event.query()
-        except RuntimeError:  # the device has failed: whoever uses it next learns why
+        except RuntimeError:  # the device has failed: its next use says why
             return False
 
 

@@ -103,7 +103,7 @@ def _name(row: PlanRow) -> str:
 
 
 def _ticks(most: float, pixels: float) -> list[tuple[float, float]]:
-    """Round amounts from 0 to `most`, and how far along an axis of so many `pixels` each is."""
+    """Round amounts from 0 to `most`, and how far along an axis of `pixels` pixels each is."""
     step = round_step(most / 5)
     return [(number * step, number * step / most * pixels) for number in range(int(most / step) + 1)]
 

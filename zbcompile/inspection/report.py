@@ -45,7 +45,7 @@ _SPEED = (
 @dataclass(frozen=True)
 class OtherCompilations:
     """The results of other compilations: the step with the output layer whole on the last stage instead of sharded,
-    with the other layers as they are or redistributed around it (None where nobody asked), other graphs, and changes
+    with the other layers as they are or redistributed around it (None if not asked for), other graphs, and changes
     that are impossible."""
 
     unsharded_step: float | None = None

@@ -113,7 +113,7 @@ def _describe(leaf: Any) -> Any:
 @dataclass(frozen=True)
 class Microbatches:
     """The microbatches of a step; `alike` if one graph is right for the shapes of all, `rows` how many samples each has
-    (None: they were given, and who knows)."""
+    (None if the caller passed microbatches, whose sizes are unknown)."""
 
     each: tuple[Microbatch, ...]
     alike: bool = False
@@ -222,7 +222,7 @@ def require_divisible(batch: Batch, microbatches: int) -> None:
 
 
 Given = Sequence[tuple[Any, ...]]
-THIRD = {"eval": None, "step": "target"}  # what stands behind args and kwargs; for the rest it is labels
+THIRD = {"eval": None, "step": "target"}  # what follows args and kwargs; labels for the rest
 
 
 def split_batches(given: Any, computes: str, beside: bool) -> list[Batch]:

@@ -1,5 +1,5 @@
-"""Parameters and buffers of a model that other ranks train: this process has old values of them, so whoever reads these
-gets an error that says what to call.
+"""Parameters and buffers of a model that other ranks train: this process has old values of them, so code that reads
+these gets an error that says what to call.
 
 Such a tensor keeps its identity and its memory; its class becomes one that lets only questions about its form pass.
 """

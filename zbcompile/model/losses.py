@@ -25,7 +25,7 @@ class Losses:
         return list(self.found)
 
     def total(self, reduction: str) -> torch.Tensor:
-        """The loss of the step, at once: if it is still on its way, whoever uses it waits for it."""
+        """The loss of the step, at once: if it is still in flight, its first use waits for it."""
         if self.wait is None:
             return total_loss(self.found, reduction)
         return PendingLoss(lambda: total_loss(self.read(), reduction), self.found[0])

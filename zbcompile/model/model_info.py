@@ -30,7 +30,7 @@ class Member(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """`name` is that of the model's class, `members` stand in eager's order, module by module. `constants` are the
+    """`name` is that of the model's class, `members` are in eager's order, module by module. `constants` are the
     tensors that capture lifted out of the model, `unsaved` the buffers that no state dict holds, both by name."""
 
     name: str

@@ -62,7 +62,7 @@ def total_norm(
     """The norm of the gradients of the `trained` among `parameters`, on every rank: bit for bit that of
     `torch.nn.utils.get_total_norm` over the whole model, for the same gradients.
 
-    Each rank contributes the norms of the parameters of which it is the first holder, and zeros for all other ones; so
+    Each rank contributes the norms of the parameters of which it is the first holder, and zeros for all others; so
     the sum over the ranks is the list of all norms in the model's order. What is sharded has a norm per part: along
     dimensions of the mesh, and the output layer in `rows` of which every pipeline rank holds others.
     """

@@ -49,7 +49,7 @@ class PipelineOptimizer(ParameterUpdates):
         made.append(self)
 
     def _adopt(self, inner: Optimizer) -> None:
-        """Let `inner` do the updates; whoever has changed a group of this optimizer has changed its options."""
+        """Let `inner` do the updates; a change of a group of this optimizer is a change of its options."""
         for group, made in zip(self.param_groups, inner.param_groups, strict=True):
             group.update(made)
         self._inner = inner

@@ -59,7 +59,8 @@ class _PlansAsMade:
 
 class CheckpointWriter(_PlansAsMade, StorageWriter, AsyncStager):
     """Writes this process's tensors to the file `path`. The first process is then given what all of them contribute, by
-    `commit`: `own` and where their tensors are. `working` is entered around both: nobody is waited for inside."""
+    `commit`: `own` and where their tensors are. `working` is entered around both: nothing inside waits for other
+    ranks."""
 
     _synchronize_after_execute = False
 

@@ -56,7 +56,7 @@ class FolderLock:
         return True
 
     def keep(self) -> None:
-        """Take the lock again, with a notice, if the folder was removed or emptied: nobody else can hold it then.
+        """Take the lock again, with a notice, if the folder was removed or emptied: no other run can hold it then.
 
         Raises PipelineError if another run has the folder.
         """
@@ -67,7 +67,7 @@ class FolderLock:
         self.require_held()
 
     def require_held(self) -> None:
-        """Raise PipelineError if the file is another one by now: of a run that made the folder anew, or that got the
+        """Raise PipelineError if the file has been replaced: of a run that made the folder anew, or that got the
         lock because a file server had lost it."""
         if (holder := self._holder()) != self._own:
             raise PipelineError(

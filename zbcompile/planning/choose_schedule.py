@@ -58,7 +58,7 @@ def fit_to_batch(schedule: Schedule, options: Options, batch: Batch, announce: b
 
 
 def fit_to_count(schedule: Schedule, options: Options, count: int) -> Schedule:
-    """Without `microbatches=`, a named schedule for so many microbatches that are already split."""
+    """Without `microbatches=`, a named schedule for as many microbatches as were passed."""
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
     return build(schedule.name, schedule.ranks, count, chunks=None if is_searched(options) else options.chunks)

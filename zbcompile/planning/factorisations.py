@@ -18,7 +18,7 @@ SLOW = 3.0  # times longer than the fastest: what holds little because almost no
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One way to use the ranks, with `rows` of the batch per step, of so many `tokens` each. `exchange` is by how many
+    """One way to use the ranks, with `rows` of the batch per step, of `tokens` tokens each. `exchange` is by how many
     seconds the sum of the gradients over the replicas prolongs the step. `best`: nothing is faster that takes less
     memory."""
 
@@ -50,7 +50,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """The step of one of `tensor` ranks that share every matrix, for a microbatch of so many `rows`, of so many
+    """The step of one of `tensor` ranks that share every matrix, for a microbatch of `rows` rows, with this many
     `tokens` each; `measured` are the times of operations for `balance="measured"`."""
 
     drawn: Drawn
@@ -69,7 +69,7 @@ def factorisations(
     announce: Callable[[str], None],
     dimensions: Collection[str] = ("dp", "pp"),
 ) -> tuple[list[PlanRow], list[str]]:
-    """The rows for so many ranks altogether, and why other numbers of pipeline ranks are impossible.
+    """The rows for that many ranks altogether, and why other numbers of pipeline ranks are impossible.
 
     `batch` is the number of rows of a whole step over all replicas, by default four microbatches for each pipeline
     rank; `seconds` may be spent on the search altogether; `dimensions` of the mesh have several ranks, others one.

@@ -1,5 +1,5 @@
 """The layout that `schedule="auto"` decides on, alike on all ranks: by prediction and, among those that come close, by
-steps on trial."""
+trial steps."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -64,7 +64,7 @@ class LayoutTrials:
         return self._step_of(chosen.plan), chosen
 
     def _find(self, count: int) -> Drawn | None:
-        """The step as it is captured for one of so many microbatches. The model may refuse small ones: a batch norm
+        """The step as it is captured for one of that many microbatches. The model may refuse small ones: a batch norm
         needs two rows. None if every rank raises CaptureError, so that no rank takes that number; raises what `draw`
         raises if only some do, or if it fails in another way."""
         if count not in self._drawn and count not in self._refused:
@@ -126,7 +126,7 @@ class LayoutTrials:
 
     @cached_property
     def _room(self) -> float:
-        """Bytes that every rank has; without a limit of memory nobody has asked whether a layout fits."""
+        """Bytes that every rank has; without a limit of memory it was never checked whether a layout fits."""
         if not gpu.is_gpu(self.ranks.device):
             return float("inf")
         return float(min(gathered(self.ranks, gpu.free_memory(self.ranks.device))))
@@ -160,7 +160,7 @@ class LayoutTrials:
         return [reordered(program, each) for each in orders]
 
     def _on_trial(self, finalists: Sequence[Choice]) -> Program:
-        """The fastest by steps on trial: the layouts, each in the order found for it, then the best of them in that and
+        """The fastest by trial steps: the layouts, each in the order found for it, then the best of them in that and
         other orders."""
         clock, tried = TrialTime(self.ranks, self.options.search_seconds), list[Program]()
         for number, choice in enumerate(finalists):
@@ -222,7 +222,7 @@ class TrialTime:
 
 
 def _seconds(program: Program) -> float:
-    """The median of its steps on trial."""
+    """The median of its trial steps."""
     return program.plan.tried[0][1] if program.plan else 0.0
 
 

@@ -33,7 +33,7 @@ FINALISTS = 3  # layouts whose cuts are moved
 MOVING = 0.7  # share of the time that they get
 ROUNDS = 2  # from far moves of cuts to near ones
 IMPOSSIBLE = (inf, inf)
-SEARCHED = 2  # of which so many get the rest of the time
+SEARCHED = 2  # of which this many get the rest of the time
 
 Result = TypeVar("Result")
 
@@ -85,8 +85,8 @@ class LayoutSearch:
         return _fastest([*finalists, *(choice for choice in looked if str(choice.layout) not in known)])
 
     def lay_out(self, layout: Layout, seconds: float | None = None) -> Choice:
-        """The layout with an order found within so many seconds, or at a glance. Raises PartitionError or ScheduleError
-        if it does not fit."""
+        """The layout with an order found within that many seconds, or with few moves. Raises PartitionError or
+        ScheduleError if it does not fit."""
         costs, count, limits = self._task(layout)
         size = costs.stages * layout.microbatches
         moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)

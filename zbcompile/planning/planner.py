@@ -184,7 +184,7 @@ def order_by_graphs(
 
 
 def _names_near(found: Found) -> list[tuple[float, Schedule]]:
-    """The named orders that are hardly longer than the one that was found, the shortest first."""
+    """The named orders that are little longer than the one that was found, shortest first."""
     near = [(float(seconds), order) for seconds, order in found.named if seconds <= NEAR * found.objective]
     near = [each for each in near if each[1].name not in OWN_WEIGHT_ORDER]  # the choice cannot change the bits
     other = {str(order.orders): (seconds, order) for seconds, order in reversed(near)}  # of equal ones the first

@@ -1,4 +1,4 @@
-"""Steps on trial: how long a step of a compiled program takes on these ranks, before any parameter has its place there.
+"""Trial steps: benchmark a compiled program on these ranks, before parameters are allocated.
 
 Passes that are timed one by one say little about caches that the rest of the step empties, about links that are slow
 while both ends compute, and about the loop between the passes. A few whole steps say it. What is tried is chosen in

@@ -89,7 +89,7 @@ def monitor(
 
 
 class _Share(NamedTuple):
-    """What one process knows of the last steps: `busy` of its ranks, the `typical` time of their passes for a
+    """One process's figures of the last steps: `busy` of its ranks, the `typical` time of their passes for a
     microbatch, which a single disturbance does not change. `amount` is counted once per replica."""
 
     rank: int

@@ -24,7 +24,7 @@ class Watcher(Protocol):
 
 
 class Observation:
-    """Records steps of `ranks` (all, if `record`), and notifies those who want to know of them. `last_step` is the
+    """Records steps of `ranks` (all, if `record`), and notifies observers. `last_step` is the
     record of the last one, if it was recorded."""
 
     def __init__(self, ranks: Ranks) -> None:
@@ -74,7 +74,7 @@ class Observation:
             self._watchers.remove(watcher)
 
     def of_step(self, index: int) -> StepRecorder | None:
-        """What records step number `index`, None if nobody wants its record."""
+        """What records step number `index`, None if no record is wanted."""
         if any([self.record, *(each.wants(index) for each in self._watchers)]):
             return self
         self.last_step = None

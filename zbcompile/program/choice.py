@@ -53,7 +53,7 @@ class Choice:
     * `others`: the other layouts with their steps (at nominal speeds, as `nominal`, that of the chosen one), the
       runner-up first;
     * `tried`: what was tried on the ranks, as `way`, with the measured seconds of a step (median, shortest, longest),
-      this choice first. Passes are timed alone, so a step on trial takes longer than predicted; the trial decides.
+      this choice first. Passes are timed alone, so a trial step takes longer than predicted; the trial decides.
     """
 
     layout: Layout

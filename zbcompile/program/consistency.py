@@ -27,7 +27,8 @@ _OF_A_STEP = tuple(each for each in DEDUPLICATE.holds if each is not crossing_co
 
 
 def require_whole(program: Program) -> None:
-    """Require that what every rank knows of a program fits together. Raises PipelineError, or as `module_of`."""
+    """Require that the parts of a program that every rank has are consistent. Raises PipelineError, or as
+    `module_of`."""
     names, count = {member.name for member in program.model.members}, len(program.stages)
     _require(len(names) == len(program.model.members), "two parameters or buffers have one name")
     _require({member.first for member in program.model.members} <= names, "a tensor is tied to none of the model's")
@@ -128,7 +129,7 @@ def _leaving(program: Program, stage: StageProgram, given: Forms) -> Forms:
 
 def _require_given(where: str, pairs: Iterable[tuple[Slot, Any]], given: Forms) -> None:
     for slot, node in pairs:
-        if slot.kind in ("accumulator", "gradient"):  # the rules know of which parameters; their dtype is an option
+        if slot.kind in ("accumulator", "gradient"):  # the rules say of which parameters; their dtype is an option
             continue
         if slot not in given:
             raise PipelineError(f"{where}: the graph names {slot}, and nothing of the program is called so.")

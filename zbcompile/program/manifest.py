@@ -1,5 +1,5 @@
-"""manifest.json: what every rank knows of a saved program, such as the outlines of all stages (everything except their
-graphs), with the hash of every other file. docs/programs.md lists its fields."""
+"""manifest.json: the part of a saved program that every rank reads, such as the outlines of all stages (everything
+except their graphs), with the hash of every other file. docs/programs.md lists its fields."""
 
 import hashlib
 import json
@@ -63,8 +63,8 @@ class SavedProgram(Program):
 def manifest_to_text(
     program: Program, files: Mapping[str, tuple[int, str]], operators: list[str], dimensions: Mapping[str, int]
 ) -> str:
-    """The manifest of `program`, whose graphs communicate along `dimensions` of so many ranks; `files` has bytes and
-    SHA-256. It contains its own digest, so that an edited one is noticed."""
+    """The manifest of `program`, whose graphs communicate along `dimensions`, each with its number of ranks; `files`
+    has bytes and SHA-256. It contains its own digest, so that an edited one is noticed."""
     data = {
         "format": FORMAT,
         "version": VERSION,

@@ -53,7 +53,7 @@ def memory_of(device: torch.device) -> int:
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
 RANK, TENSORS = "rank.json", "constants.safetensors"
 VOCABULARY = "vocabulary"
-SPREAD = 1024  # a constant with gaps between its elements takes at most so many times their memory
+SPREAD = 1024  # times the memory of its elements that a constant with gaps between them may take
 Pieces = dict[str, Piece]
 
 

@@ -45,7 +45,7 @@ def compile_forwards(
 
 
 def _fits(chunk: Program, whole: Program, rows: int) -> bool:
-    """Whether chunks return what the whole does but for its rows, and no chunk asks what nobody would ask others."""
+    """Whether evaluating in chunks gives the same outputs row by row, without data-dependent questions."""
     asks = whole.guards is None and chunk.guards is not None
     return not asks and chunk.returns.has_rows(rows) and chunk.returns.rest == whole.returns.rest
 

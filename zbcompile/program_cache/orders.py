@@ -8,7 +8,7 @@ from zbcompile.schedules.generators.registry import find
 
 
 def step_order(program: Program, count: int) -> Lowered:
-    """The order of a step of so many microbatches, with its messages."""
+    """The order of a step of that many microbatches, with its messages."""
     return program.lowered if count == program.schedule.microbatches else lower(order_at(program, count))
 
 
