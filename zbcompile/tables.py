@@ -1,4 +1,4 @@
-"""Reports: tables of figures, and the loops that write them for a terminal, as JSON and as HTML."""
+"""Reports: tables of figures, and the loops that write them for a terminal, a log, as JSON and as HTML."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -111,6 +111,15 @@ def _upright(row: Sequence[Figure]) -> str:
     room = max(len(each.name) for each in shown)
     texts = ((each.name, f"{written(each)} {each.unit if each.unit == 'FLOP' else ''}".rstrip()) for each in shown)
     return "\n".join(line for name, text in texts for line in wrap(f"{name:<{room}}  {text}", " " * (room + 2)))
+
+
+def to_line(row: Iterable[Figure]) -> str:
+    """One line, as in the log of a run.
+
+    >>> to_line([Figure("step", 400), Figure("time", 0.182, "s"), Figure("bubble", 0.123, "share")])
+    'step 400, time 182 ms, bubble 12.3%'
+    """
+    return ", ".join(f"{each.name} {written(each)}" for each in row)
 
 
 def grid(rows: Sequence[Sequence[Figure]]) -> str:

@@ -14,7 +14,6 @@ from typing import NamedTuple
 
 import torch
 
-from zbcompile.amounts import format_bytes, format_share, format_time
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
@@ -25,6 +24,7 @@ from zbcompile.profiling.observation import Observed
 from zbcompile.program.step_record import StepRecord, mean_seconds
 from zbcompile.schedules import Schedule, Timeline, simulate
 from zbcompile.schedules.visualization.step_tables import pass_bubble
+from zbcompile.tables import Figure, Table, facts, to_line
 
 
 @dataclass(frozen=True)
@@ -55,15 +55,33 @@ class Figures:
     slow: Mapping[str, float]
 
     def __str__(self) -> str:
+        return to_line(self.tables()[0].rows[0])
+
+    def tables(self) -> tuple[Table, Table]:
+        """The line as a table, and what it says of each rank."""
         slowest, fullest = (max(each, key=each.__getitem__) for each in (self.busy, self.memory))
-        parts = [
-            f"step {self.step}: {format_time(self.seconds, 's')}",
-            f"{self.rate:,.0f} {self.unit}/s",
-            f"bubble {format_share(self.bubble)} (predicted {format_share(self.predicted_bubble)})",
-            f"slowest {slowest}, {self.slowest:.2f} times the mean (predicted {self.predicted_slowest:.2f})",
-            f"memory {format_bytes(self.memory[fullest])}" + f" on {fullest}" * (len(self.memory) > 1),
+        line = [
+            Figure("step", self.step),
+            Figure("time", self.seconds, "s", "step"),
+            Figure(f"{self.unit} per second", self.rate, "1/s"),
+            Figure("bubble", self.bubble, "share", "step"),
+            Figure("predicted bubble", self.predicted_bubble, "share", "step"),
+            Figure("slowest", slowest),
+            Figure("times the mean", self.slowest, "ratio"),
+            Figure("predicted", self.predicted_slowest, "ratio"),
+            Figure("memory", self.memory[fullest], "B"),
+            *([Figure("of", fullest)] if len(self.memory) > 1 else []),
         ]
-        return ", ".join(parts)
+        ranks = [
+            [
+                Figure("rank", name),
+                Figure("busy", busy, "s", "step"),
+                Figure("memory", self.memory.get(name), "B"),
+                Figure("times as slow as usual", self.slow.get(name), "ratio"),
+            ]
+            for name, busy in self.busy.items()
+        ]
+        return facts("monitor", line), Table("ranks", "Ranks", ranks)
 
 
 @contextmanager

@@ -65,7 +65,7 @@ def test_options_of_a_run(small_program: Program, tmp_path: Path, capsys: pytest
         "step 4 of 4: loss",
     ]
     assert all(line.endswith("tokens/s") for line in lines if "loss" in line)
-    assert [line.partition(":")[0] for line in lines if "slowest rank" in line] == ["step 2", "step 4"]
+    assert [line.partition(",")[0] for line in lines if "slowest rank" in line] == ["step 2", "step 4"]
     assert main(command(program, tmp_path, "first", 4, "numbered", *more)) == 0
     assert "step 4 of 4: resumed from" in capsys.readouterr().out
     (tmp_path / "mixed").mkdir()

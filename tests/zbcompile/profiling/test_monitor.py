@@ -14,6 +14,7 @@ from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
 from zbcompile.profiling.monitor_steps import Usual
 from zbcompile.runtime.stage_run import StageRun
+from zbcompile.tables import to_data
 
 CASE = Case("mlp", "zb-h1", 2, 4)
 SLOW = 0.25  # seconds of a pass
@@ -73,8 +74,12 @@ def test_figures_of_ranks_in_one_process() -> None:
     assert list(shown[0].memory) == ["this process"]
     assert shown[0].rate == pytest.approx(8 / shown[0].seconds)
     assert 0 <= shown[0].bubble < 1
-    assert str(shown[0]).startswith("step 3: ")
-    assert "samples/s, bubble" in str(shown[0])
+    assert str(shown[0]).startswith("step 3, time ")
+    assert "samples per second" in str(shown[0])
+    data = to_data(shown[0].tables())
+    assert data["monitor"]["bubble"] == shown[0].bubble
+    assert data["units"]["monitor"]["time"] == "s per step"
+    assert [row["busy"] for row in data["ranks"]] == list(shown[0].busy.values())
 
 
 def test_others_become_slow_as_well() -> None:
