@@ -42,9 +42,9 @@ import promise  # type: ignore[import-not-found]
 
 import zbcompile
 from zbcompile import Hardware
+from zbcompile.compiler.stage_price import running_of
 from zbcompile.passes.hardware.hardware import Connection
-from zbcompile.prediction.predict import predicted_costs
-from zbcompile.prediction.rank_memory import running_bytes
+from zbcompile.prediction.predict import predicted_costs, prices_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, simulate
 from zbcompile.schedules.execution.memory import most_beside, with_messages
@@ -141,7 +141,7 @@ def kept(pipe: zbcompile.Pipeline) -> int:
 def beside(program: Program) -> float:
     """Bytes of the pass that runs and of buffers for messages, on the rank that needs most."""
     costs, placement = predicted_costs(program), program.schedule.placement
-    passes = most_beside(placement, with_messages(costs, placement), running_bytes(program))
+    passes = most_beside(placement, with_messages(costs, placement), running_of(prices_of(program)))
     return max(passes) + 2 * max(costs.message)
 
 

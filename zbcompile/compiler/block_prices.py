@@ -41,12 +41,14 @@ Use = tuple[int, Hashable, int]  # of a storage: the operation that reads it, wh
 
 @dataclass
 class Prices:
-    """By operation of a block or line: seconds of its F, B and W, and of what B recomputes (`again`: as the last of a
-    stage, `passing`: on the way to later ones); the storages that wait for B and for W; the most bytes alive beside
-    these while its F and its B run (None: they run nothing). `blocks` are the first operations of the blocks, each with
+    """By operation of a block or line: seconds of its F, B and W, of F's and B's those in which they wait for exchanges
+    that a W can hide, and of what B recomputes (`again`: as the last of a stage, `passing`: on the way to later ones);
+    the storages that wait for B and for W; the most bytes alive beside these while its F and its B run (None: they run
+    nothing). `blocks` are the first operations of the blocks, each with
     the bytes of what it received that wait for its B."""
 
     seconds: tuple[list[float], ...]
+    exchange: tuple[list[float], ...]
     again: list[float]
     passing: list[float]
     kept: list[Use]
@@ -156,6 +158,7 @@ class _Block:
         counted = kept if below is None else [(place - first, which, size) for place, which, size in below]
         found = Prices(
             tuple([0.0] * self.length for _ in "FBW"),
+            tuple([0.0] * self.length for _ in "FB"),
             [0.0] * self.length,
             [0.0] * self.length,
             kept,  # type: ignore[arg-type]
@@ -189,7 +192,10 @@ class _Block:
         named = {node.name: place for node, place in at.items()}
         for each in collectives_of(self.program):
             if each.name == op:
-                times[named[each.operation]] += exchange_seconds(each, self.choices, "")
+                place, seconds = named[each.operation], exchange_seconds(each, self.choices, "")
+                times[place] += seconds
+                if each.hides and op in "FB":
+                    found.exchange["FB".index(op)][place] += seconds
 
     def _storages(self) -> Iterator[tuple[int, tuple[str, int]]]:
         """The storages that other blocks may know as well: what this one computes for itself, and what it receives and
@@ -260,11 +266,11 @@ def within(uses: Iterable[Any], begin: int, end: int) -> int:
 def _joined(canonical: Canonical, blocks: Sequence[tuple[Stage, Prices]]) -> Prices:
     """The prices of blocks in a row, in which a storage that several of them know is one."""
     storages = {n.name: storages_behind([n]) for n in canonical.graph.nodes}
-    found = Prices(([], [], []), [], [], [], [], ([], []), {})
+    found = Prices(([], [], []), ([], []), [], [], [], [], ([], []), {})
     for number, (stage, prices) in enumerate(blocks):
         first = len(found.again)
         names = {"received": _received(stage), "sent": _sent(stage), "own": [n.name for n in stage.module.graph.nodes]}
-        for times, more in zip(found.seconds, prices.seconds, strict=True):
+        for times, more in zip((*found.seconds, *found.exchange), (*prices.seconds, *prices.exchange), strict=True):
             times += more
         for sizes, others in zip(found.beside, prices.beside, strict=True):
             sizes += others

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from zbcompile.compiler.block_prices import exchange_seconds
+from zbcompile.compiler.stage_price import bytes_of, exchange_of
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.hardware.hardware import hardware_for
@@ -11,19 +12,6 @@ from zbcompile.passes.stage.stage_program import Collective, StageProgram, colle
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, Lowered, Schedule, lower
 from zbcompile.schedules.searching.pairs import beside, with_pairs
-
-
-def with_exchanges(costs: Costs, stages: Sequence[StageProgram], choices: Choices, device: str) -> Costs:
-    """`costs` of the computation alone, with the time in which F and B wait for collectives. Operators that wait for
-    their own exchange hide behind nothing: theirs counts as computation."""
-    changed: dict[str, tuple[float, ...]] = {}
-    for op, name in (("F", "forward"), ("B", "backward")):
-        found = [[each for each in collectives_of(stage) if each.name == op] for stage in stages]
-        seconds = [[(each.hides, exchange_seconds(each, choices, device)) for each in of_stage] for of_stage in found]
-        whole = [sum(time for _, time in of_stage) for of_stage in seconds]
-        changed[name] = tuple(map(sum, zip(getattr(costs, name), whole, strict=True)))
-        changed[f"{name}_exchange"] = tuple(sum(time for hides, time in of_stage if hides) for of_stage in seconds)
-    return replace(costs, **changed)  # type: ignore[arg-type]
 
 
 def seen(program: Program, stage: StageProgram) -> tuple[Collective, ...]:
@@ -48,11 +36,13 @@ def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choic
     """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the collectives."""
     if schedule.programs:  # its messages are placed for its order
         return lower(schedule)
-    hides = any(each.hides for stage in stages for each in collectives_of(stage))
-    if choices.pairs == "given" or not hides or any("W" not in stage.pieces for stage in stages):
+    pairs = any(each.hides for stage in stages for each in collectives_of(stage))
+    if choices.pairs == "given" or not pairs or any("W" not in stage.pieces for stage in stages):
         return lower(with_pairs(schedule, Costs.uniform(schedule.stages)))
     speed = max((choices.hardware or hardware_for(device)).peak.values())
-    forward, backward, weight = (tuple(stage.flops[op] / speed for stage in stages) for op in "FBW")
-    kept = tuple(stage.crossing.kept for stage in stages), tuple(stage.crossing.residue for stage in stages)
-    costs = with_exchanges(Costs(forward, backward, weight, *kept), stages, choices, device)
-    return lower(with_pairs(schedule, costs))
+    times = {op: [stage.flops[op] / speed for stage in stages] for op in "FBW"}
+    waits = {op: [exchange_of(stage, op, choices, device) for stage in stages] for op in "FB"}
+    forward, backward = (tuple(time + wait[0] for time, wait in zip(times[op], waits[op], strict=True)) for op in "FB")
+    in_forward, in_backward = (tuple(wait[1] for wait in waits[op]) for op in "FB")
+    costs = Costs(forward, backward, tuple(times["W"]), **bytes_of(stages))
+    return lower(with_pairs(schedule, replace(costs, forward_exchange=in_forward, backward_exchange=in_backward)))

@@ -10,6 +10,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from zbcompile.compiler.block_prices import Made, Prices, price_line
+from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices, Policy, Recompute
 from zbcompile.passes.hardware.hardware import Connection, Hardware, hardware_for
@@ -20,8 +21,6 @@ from zbcompile.passes.stage.deduplicate import Tangents
 from zbcompile.schedules import Costs, Placement, Schedule, peak_memory
 from zbcompile.schedules.execution.memory import most_beside, with_messages
 from zbcompile.schedules.ir.actions import B, F
-
-START = 5e-6  # seconds to start one operation, on CPU and GPU alike
 
 
 class ShardPrice(NamedTuple):
@@ -36,21 +35,6 @@ class ShardPrice(NamedTuple):
 
 
 WHOLE = ShardPrice()  # of an output layer that is not sharded
-
-
-class StagePrice(NamedTuple):
-    """What a stage takes: seconds of F, B and W, of B's those in which it recomputes; bytes of a microbatch that wait
-    for B and then for W, and the most alive while F and B run; bytes held all the time (parameters, gradients,
-    optimizer state, buffers), of gradients, and of the message behind it."""
-
-    seconds: tuple[float, float, float]
-    again: float
-    kept: float
-    residue: float
-    running: tuple[float, float]
-    parameters: float
-    gradients: float
-    message: float
 
 
 class Known(NamedTuple):
@@ -94,23 +78,12 @@ class LinePrices:
     def costs(self, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None) -> Costs:
         """The costs of the stages between `edges`, of microbatches with `rows` times as many rows; with `recompute`
         another than that of the choices."""
-        spans = list(pairwise([0, *edges, len(self.line.nodes)]))
-        found = self.stages(edges, recompute)
-        operations = [b - a for a, b in spans]
-        forward, backward, weight = (
-            tuple(_scaled(each.seconds[op], rows, count) for each, count in zip(found, operations, strict=True))
-            for op in range(3)
-        )
-        return Costs(
-            forward,
-            backward,
-            weight,
-            activation=tuple(rows * each.kept for each in found),
-            residue=tuple(rows * each.residue for each in found),
-            vocab_s=(rows * self.shard.scan,) * len(spans),
-            vocab_t=(rows * self.shard.update,) * len(spans),
-            vocab_state=(rows * self.shard.state,) * len(spans),
-            message=tuple(rows * each.message for each in found),
+        stages = len(edges) + 1
+        return costs_of(
+            self.stages(edges, recompute, rows),
+            vocab_s=(rows * self.shard.scan,) * stages,
+            vocab_t=(rows * self.shard.update,) * stages,
+            vocab_state=(rows * self.shard.state,) * stages,
             comm=self.link.latency if self.link else 0,
             bandwidth=self.link.bandwidth if self.link else None,
             **dict.fromkeys(("cast", "stats"), self._exchange(rows)),
@@ -118,11 +91,11 @@ class LinePrices:
             memory_unit="bytes",
         )
 
-    def stages(self, edges: Sequence[int], recompute: Recompute | None = None) -> list[StagePrice]:
+    def stages(self, edges: Sequence[int], recompute: Recompute | None = None, rows: float = 1) -> list[StagePrice]:
         """The price of each stage between `edges`."""
         choices = self.choices if recompute is None else replace(self.choices, recompute=recompute)
-        spans = pairwise([0, *edges, len(self.line.nodes)])
-        return [self.stage(*span, choices.recompute_of(number)) for number, span in enumerate(spans)]
+        spans = enumerate(pairwise([0, *edges, len(self.line.nodes)]))
+        return [self.stage(a, b, choices.recompute_of(number)).of_rows(rows, b - a) for number, (a, b) in spans]
 
     def stage(self, begin: int, end: int, policy: Policy) -> StagePrice:
         """The price of the operations from `begin` to `end`; it is remembered, as many layouts have the same stage."""
@@ -131,14 +104,16 @@ class LinePrices:
             known = self._known(policy)
             received = self._received(begin, policy)
             waits = known.kept.within(begin, end) + received
+            exchange = (self._sum(each, begin, end) for each in known.prices.exchange)
             self._stages[key] = StagePrice(
                 *self._seconds(begin, end, policy),
+                tuple(exchange),  # type: ignore[arg-type]
                 min(waits, policy) if isinstance(policy, int) else waits,
                 known.residue.within(begin, end),
-                self._running(begin, end, policy, received),
-                self.footprint.resident(begin, end),
-                self.footprint.gradients(begin, end),
+                dict(zip((F, B), self._running(begin, end, policy, received), strict=True)),
                 self._crossing(end),
+                parameters=self.footprint.resident(begin, end),
+                gradients=self.footprint.gradients(begin, end),
             )
         return self._stages[key]
 
@@ -236,7 +211,7 @@ class LinePrices:
     ) -> tuple[float, ...]:
         """The same with the pass that runs, as if it always were the one that needs most."""
         costs = with_messages(self.costs(edges, rows, recompute), placement)
-        beside = most_beside(placement, costs, self._running_of(edges, rows, recompute))
+        beside = most_beside(placement, costs, running_of(self.stages(edges, recompute, rows)))
         return tuple(map(sum, zip(self.always_held(placement, edges, rows), beside, strict=True)))
 
     def most_held(
@@ -244,15 +219,8 @@ class LinePrices:
     ) -> tuple[float, ...]:
         """The most bytes that each rank holds at any moment of a step."""
         costs, placement = with_messages(self.costs(edges, rows, recompute), schedule.placement), schedule.placement
-        waiting = peak_memory(schedule, costs, self._running_of(edges, rows, recompute))
+        waiting = peak_memory(schedule, costs, running_of(self.stages(edges, recompute, rows)))
         return tuple(map(sum, zip(waiting, self.always_held(placement, edges, rows), strict=True)))
-
-    def _running_of(
-        self, edges: Sequence[int], rows: float, recompute: Recompute | None
-    ) -> dict[str, tuple[float, ...]]:
-        found = [each.running for each in self.stages(edges, recompute)]
-        forward, backward = (tuple(rows * size for size in each) for each in zip(*found, strict=True))
-        return {F: forward, B: backward}
 
     def held_before(self, recompute: bool) -> list[float]:
         """Bytes that a rank with the first k nodes holds with one microbatch, by k; recomputed values not counted."""
@@ -302,9 +270,3 @@ class LinePrices:
         found = map(sum, zip(*self._known("off").prices.seconds, strict=True))
         measured = measured_seconds(self.line, self.measured)
         return [now / then if then else 0.0 for now, then in zip(measured, found, strict=True)]
-
-
-def _scaled(seconds: float, rows: float, operations: int) -> float:
-    """The time of these operations on `rows` times as many rows: the time to start them stays."""
-    fixed = min(seconds, operations * START)
-    return fixed + rows * (seconds - fixed)

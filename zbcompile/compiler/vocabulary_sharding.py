@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.stage_price import bytes_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import BALANCES, Choices
 from zbcompile.passes.errors import CompileError, PartitionError
@@ -162,12 +163,7 @@ def _most_bytes(
     """The bytes that the fullest rank holds: parameters, gradients, optimizer state, and what waits between passes."""
     holders = sharding.whole.graph.find_nodes(op="placeholder")
     sizes = {n.meta["slot"].name: n.meta["val"].nbytes for n in holders if n.meta["slot"].kind == "parameter"}
-    costs = replace(
-        flop_costs(schedule, vocabulary, stages),
-        activation=tuple(stage.crossing.kept for stage in stages),
-        residue=tuple(stage.crossing.residue for stage in stages),
-    )
-    waiting = peak_memory(schedule, costs)
+    waiting = peak_memory(schedule, replace(flop_costs(schedule, vocabulary, stages), **bytes_of(stages)))
     times = 2 + choices.optimizer_state
     whole = sharding.head.size
     held = []

@@ -5,11 +5,11 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
 from zbcompile.compiler.paired_schedule import seen
+from zbcompile.compiler.stage_price import StagePrice
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
-from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.prediction.predict import hardware_of, recomputed_seconds
+from zbcompile.prediction.predict import prices_of
 from zbcompile.program.program import Program
 from zbcompile.tables import Figure, Table
 
@@ -49,38 +49,42 @@ def place_of(stage: StageProgram) -> tuple[str, str]:
 
 def stage_tables(program: Program) -> Iterator[Table]:
     """Bytes, recomputation, what the split changed, exchanges; those without rows have nothing to show."""
-    tables: dict[str, tuple[str, Callable[[StageProgram], Iterator[list[Figure]]]]] = {
+    prices = prices_of(program)
+    tables: dict[str, tuple[str, Callable[[StageProgram, StagePrice], Iterator[list[Figure]]]]] = {
         "bytes": ("Bytes per microbatch kept between the passes, and sent", _bytes),
-        "running": ("Bytes of a microbatch that a pass needs while it runs, including those kept for it", _running),
+        "running": (
+            "Most bytes of a microbatch that are held while a pass runs, also those kept for later passes",
+            _running,
+        ),
         "recomputed": ("Recomputed in B, per microbatch", partial(_recomputed, program)),
         "improvements": ("What the split changed, and the bytes that this adds or saves", _improvements),
     }
     for name, (title, rows_of) in tables.items():
-        rows = [[Figure("stage", stage.stage), *row] for stage in program.stages for row in rows_of(stage)]
+        pairs = zip(program.stages, prices, strict=True)
+        rows = [[Figure("stage", stage.stage), *row] for stage, price in pairs for row in rows_of(stage, price)]
         yield Table(name, title if rows else "", rows)
     yield _collectives(program)
 
 
-def _bytes(stage: StageProgram) -> Iterator[list[Figure]]:
+def _bytes(stage: StageProgram, price: StagePrice) -> Iterator[list[Figure]]:
     crossing = stage.crossing
     named = {
         "F->B": crossing.forward_to_backward,
         "F->W": crossing.forward_to_weight,
         "B->W": crossing.backward_to_weight,
-        "kept F..B": crossing.kept,
-        "residue B..W": crossing.residue,
+        "kept F..B": price.kept,
+        "residue B..W": price.residue,
         "receives": stage.receive_bytes,
-        "sends": stage.send_bytes,
+        "sends": price.message,
     }
     yield [Figure(name, size, "B", "microbatch") for name, size in named.items()]
 
 
-def _running(stage: StageProgram) -> Iterator[list[Figure]]:
-    needs = {op: transient_bytes(stage, op) if op in stage.pieces else 0 for op in ("F", "B", "W", "BW")}
-    yield [Figure(op, size, "B", "microbatch") for op, size in needs.items()]
+def _running(_: StageProgram, price: StagePrice) -> Iterator[list[Figure]]:
+    yield [Figure(op, price.running.get(op, 0), "B", "microbatch") for op in ("F", "B", "W", "BW")]
 
 
-def _recomputed(program: Program, stage: StageProgram) -> Iterator[list[Figure]]:
+def _recomputed(program: Program, stage: StageProgram, price: StagePrice) -> Iterator[list[Figure]]:
     if (again := stage.recomputed) is not None:
         policy = program.choices.recompute_of(stage.stage)
         yield [
@@ -88,14 +92,14 @@ def _recomputed(program: Program, stage: StageProgram) -> Iterator[list[Figure]]
             Figure("operations", again.operations),
             Figure("FLOPs", again.flops, "FLOP", "microbatch"),
             Figure("of F", again.flops / (stage.flops["F"] or 1), "share"),
-            Figure("takes", recomputed_seconds(stage, hardware_of(program)), "s", "microbatch"),
+            Figure("takes", price.again, "s", "microbatch"),
             Figure("kept F..B without", again.kept_before, "B", "microbatch"),
             Figure("with", again.kept_after, "B", "microbatch"),
             Figure("saves", again.kept_before - again.kept_after, "B", "microbatch"),
         ]
 
 
-def _improvements(stage: StageProgram) -> Iterator[list[Figure]]:
+def _improvements(stage: StageProgram, _: StagePrice) -> Iterator[list[Figure]]:
     """What the split did beyond the dependency closure."""
     for done in stage.improvements:
         yield [

@@ -13,6 +13,7 @@ from zbcompile.compiler.block_prices import Made
 from zbcompile.compiler.compile_model import Drawn, whole_of
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.compiler.prices import LinePrices, ShardPrice
+from zbcompile.compiler.stage_price import running_of
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, tiling_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Barriers, Choices
@@ -21,8 +22,7 @@ from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.layouts import LayoutSearch
 from zbcompile.planning.search_cache import NEAR, best_name_of, cached_search
 from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
-from zbcompile.prediction.predict import hardware_of, predicted_costs, with_memory
-from zbcompile.prediction.rank_memory import running_bytes
+from zbcompile.prediction.predict import hardware_of, predicted_costs, prices_of, with_memory
 from zbcompile.program.choice import Choice, Layout
 from zbcompile.program.program import Program
 from zbcompile.schedules import Found, Schedule
@@ -169,7 +169,7 @@ def order_by_graphs(
     schedule, memory = program.schedule, program.choices.memory
     costs, room = with_messages(costs, schedule.placement), None
     if memory is not None:
-        held = map(add, choice.resident, most_beside(schedule.placement, costs, running_bytes(program)))
+        held = map(add, choice.resident, most_beside(schedule.placement, costs, running_of(prices_of(program))))
         room = [max(0.0, memory - each) for each in held]
     barriers = program.vocabulary.barriers if program.vocabulary else 1
     task = costs, schedule.ranks, schedule.microbatches, room, str(schedule.placement), barriers

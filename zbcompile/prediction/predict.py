@@ -1,19 +1,15 @@
 """The time and memory of a step, predicted from the compiled graphs without running them."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zbcompile.compiler.paired_schedule import with_exchanges
+from zbcompile.compiler.stage_price import StagePrice, bytes_of, costs_of, pass_seconds, price_of
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
-from zbcompile.passes.graph.flops import count_flops
-from zbcompile.passes.graph.roofline import node_seconds, seconds_of
 from zbcompile.passes.hardware.hardware import Hardware, hardware_for
-from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.passes.torch_private import FakeTensorMode
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import is_record, record_from
@@ -51,7 +47,10 @@ def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
         text = f"from FLOPs and bytes on {hardware}, {messages}{exchanges}"
         return Basis(predicted_costs(program, fused), "s", text)
     if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
-        costs = _costs(program, lambda stage, op: int(not stage.pieces[op].empty))
+        forward, backward, weight = (
+            tuple(int(op in stage.pieces and not stage.pieces[op].empty) for stage in program.stages) for op in "FBW"
+        )
+        costs = Costs(forward, backward, weight, **bytes_of(program.stages))
         return Basis(costs, "passes", "every pass takes 1 (empty ones 0), messages free")
     if source == "measured":
         text = "passes run on this machine on synthetic values, messages free"
@@ -64,27 +63,27 @@ def hardware_of(program: Program) -> Hardware:
     return program.choices.hardware or hardware_for(program.device_type)
 
 
-def _costs(program: Program, time: Callable[[StageProgram, str], float], **others: Any) -> Costs:
-    """The memory of the graphs, and the `time` of each pass of each stage."""
-    forward, backward, weight = (
-        tuple(time(s, op) if op in s.pieces else 0 for s in program.stages) for op in ("F", "B", "W")
-    )
-    return with_memory(Costs(forward, backward, weight, **others), program)
+def prices_of(
+    program: Program, fused: bool = False, factors: Mapping[str, float] | None = None
+) -> tuple[StagePrice, ...]:
+    """The price of every stage on the program's hardware; arguments as of `price_of`."""
+    how = hardware_of(program), program.choices, program.device_type, fused, factors
+    found = {stage.original: price_of(stage, *how) for stage in reversed(program.stages)}
+    return tuple(found[stage.original] for stage in program.stages)
 
 
 def predicted_costs(program: Program, fused: bool = False, factors: Mapping[str, float] | None = None) -> Costs:
     """Seconds of the passes by their operations on the program's hardware, and its links; `factors` are how much longer
     each pass takes than that (`factors_of`)."""
-    hardware, factors = hardware_of(program), factors or {}
-    first = {stage.original: stage for stage in reversed(program.stages)}
-    found = {number: _pass_seconds(stage.pieces, hardware, fused, factors) for number, stage in first.items()}
-    costs = _costs(program, lambda stage, op: found[stage.original][op], **_links(program, hardware))
-    saved = (found[s.original] for s in program.stages)
-    costs = replace(costs, saved=tuple(max(0.0, t["B"] + t["W"] - t["BW"]) if "BW" in t else 0.0 for t in saved))
-    costs = with_exchanges(costs, program.stages, program.choices, program.device_type)
+    hardware = hardware_of(program)
+    costs = costs_of(prices_of(program, fused, factors), **_links(program, hardware))
     if program.vocabulary is None:
         return costs
-    shards = [_pass_seconds(pieces, hardware, fused, factors) for pieces in program.vocabulary.pieces]
+    factors = factors or {}
+    shards = [
+        {op: pass_seconds(piece, hardware, fused, factors.get(op, 1.0)) for op, piece in pieces.items()}
+        for pieces in program.vocabulary.pieces
+    ]
     return with_shard_times(costs, program.schedule, program.vocabulary, shards)
 
 
@@ -94,23 +93,6 @@ def figure_of(program: Program) -> str:
 
 
 Program.draw = figure_of
-
-
-def _pass_seconds(
-    pieces: Mapping[str, Piece], hardware: Hardware, fused: bool, factors: Mapping[str, float]
-) -> dict[str, float]:
-    return {
-        op: 0.0 if p.empty else factors.get(op, 1.0) * (hardware.start + seconds_of(p.module, hardware, fused))
-        for op, p in pieces.items()
-    }
-
-
-def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:
-    """What B takes for the operations of the forward that it runs again."""
-    module = stage.pieces["B"].module
-    again = [node for node in module.graph.nodes if node.meta.get("pass") == "recompute"]
-    flops = count_flops(module, FakeTensorMode(allow_non_fake_inputs=True))
-    return sum(node_seconds(node, flops[node], hardware) for node in again)
 
 
 def _links(program: Program, hardware: Hardware) -> dict[str, Any]:
@@ -147,13 +129,7 @@ def left_on_last(costs: Costs) -> Costs:
 
 
 def with_memory(costs: Costs, program: Program) -> Costs:
-    stages = program.stages
-    return replace(
-        costs,
-        activation=tuple(stage.crossing.kept for stage in stages),
-        residue=tuple(stage.crossing.residue for stage in stages),
-        message=tuple(stage.send_bytes for stage in stages),
-    )
+    return replace(costs, **bytes_of(program.stages))
 
 
 def require_costs(source: str) -> None:

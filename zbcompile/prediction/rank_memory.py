@@ -8,16 +8,17 @@ from typing import NamedTuple
 
 import torch
 
+from zbcompile.compiler.stage_price import running_of
 from zbcompile.distributed.packing import Buffer
 from zbcompile.distributed.parcels import ALONE_BYTES
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.partition.memory_estimate import gradient_bytes, state_bytes
 from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.communicators import communicators_of
+from zbcompile.prediction.predict import prices_of
 from zbcompile.program.program import Program
 from zbcompile.runtime.rank_plan import assign_buffers, completed_sends
 from zbcompile.runtime.stage_plan import AFTER, arrivals_of
@@ -90,30 +91,19 @@ def rank_memories(
     costs: Costs,
     model: Mapping[str, torch.Tensor],
     sharding: ReplicaSharding = ALONE,
-    running: Mapping[str, Sequence[int]] | None = None,
+    running: Mapping[str, Sequence[float]] | None = None,
 ) -> tuple[RankMemory, ...]:
     """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program, and
-    `running` those of its passes, if they are known already (`running_bytes`)."""
-    moments = partial(_moments, program, costs, running or running_bytes(program), model)
+    `running` those of its passes, if they are known already (`running_of`)."""
+    moments = partial(_moments, program, costs, running or running_of(prices_of(program)), model)
     return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
-
-
-def running_bytes(program: Program) -> dict[str, tuple[int, ...]]:
-    """By pass, for each stage: what is alive of a microbatch while it runs."""
-    distinct = {(stage.original, op): stage for stage in program.stages for op in stage.pieces}
-    inside = {key: transient_bytes(stage, key[1], buffered=True) for key, stage in distinct.items()}
-    for (original, op), stage in distinct.items():  # what only W reads waits as well
-        aside = stage.crossing.kept - stage.crossing.forward_to_backward
-        inside[original, op] += aside if op == "B" else 0
-    ops = {op for _, op in inside}
-    return {op: tuple(inside.get((stage.original, op), 0) for stage in program.stages) for op in ops}
 
 
 def complete_peak(
     program: Program, model: Mapping[str, torch.Tensor], sharding: ReplicaSharding = ALONE
 ) -> Callable[[Timeline], float]:
     """What the fullest rank of `program` holds altogether under the schedule of a timeline."""
-    running = cache(partial(running_bytes, program))
+    running = cache(lambda: running_of(prices_of(program)))
 
     def peak(timeline: Timeline) -> float:
         same = timeline.schedule == program.schedule
@@ -175,7 +165,7 @@ def _sums(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> in
 def _moments(
     program: Program,
     costs: Costs,
-    running: Mapping[str, Sequence[int]],
+    running: Mapping[str, Sequence[float]],
     model: Mapping[str, torch.Tensor],
     rank: int,
 ) -> Iterator[Held]:

@@ -15,11 +15,12 @@ from zbcompile.compiler.compile_example import Inspected, compile_example, one_m
 from zbcompile.compiler.compile_model import compile_drawn, draw_step
 from zbcompile.compiler.cut_planning import layout_for_makespan, layout_of, score_of
 from zbcompile.compiler.prices import LinePrices
+from zbcompile.compiler.stage_price import running_of
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.passes.compile_options import Choices, Policy
 from zbcompile.passes.partition.named_cuts import edges_named
-from zbcompile.prediction.predict import predicted_costs
-from zbcompile.prediction.rank_memory import rank_memories, running_bytes
+from zbcompile.prediction.predict import predicted_costs, prices_of
+from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, build, search
 from zbcompile.torch_private import group_without_peers
@@ -42,12 +43,12 @@ def line_prices(compiled: Inspected, **choices: Any) -> tuple[LinePrices, list[i
 
 def assert_priced(prices: LinePrices, program: Program, edges: list[int], seconds: float, bytes_: float) -> None:
     """As the compiled stages are, within these shares."""
-    found, graphs, running = prices.costs(edges), predicted_costs(program), running_bytes(program)
+    found, graphs, running = prices.costs(edges), predicted_costs(program), running_of(prices_of(program))
     for name in ("forward", "backward", "weight"):
         assert getattr(found, name) == pytest.approx(getattr(graphs, name), rel=seconds), name
     for name in ("activation", "residue", "message"):
         assert getattr(found, name) == pytest.approx(getattr(graphs, name), rel=bytes_), name
-    for op, of_stages in zip("FB", zip(*(each.running for each in prices.stages(edges)), strict=True), strict=True):
+    for op, of_stages in running_of(prices.stages(edges)).items():
         assert of_stages == pytest.approx(running[op], rel=bytes_), op
 
 

@@ -1,0 +1,128 @@
+"""The price of a stage: one record, whether it comes from the graphs of the stage or is added up from blocks."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from zbcompile.compiler.block_prices import exchange_seconds
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.roofline import kernel_seconds, seconds_of
+from zbcompile.passes.hardware.hardware import Hardware
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.peak_memory import transient_bytes
+from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
+from zbcompile.schedules import Costs
+
+START = 5e-6  # seconds to start one operation, on CPU and GPU alike
+
+
+class StagePrice(NamedTuple):
+    """What a stage takes of a microbatch.
+
+    * `seconds` of F, B and W, with their exchanges; `again`: of B's those in which it recomputes; `exchange`: of F's
+      and B's those in which they wait for exchanges that a W can hide; `saved` by BW in place of B and W.
+    * Bytes: `kept` for B and then, as `residue`, for W; `running`, by pass, the most alive while it runs; `message` to
+      the stage behind it.
+    * Bytes held all the time, where they are known before ranks are: `parameters` with gradients, optimizer state and
+      buffers; `gradients`.
+    """
+
+    seconds: tuple[float, float, float]
+    again: float
+    exchange: tuple[float, float]
+    kept: float
+    residue: float
+    running: Mapping[str, float]
+    message: float
+    saved: float = 0.0
+    parameters: float = 0.0
+    gradients: float = 0.0
+
+    def of_rows(self, rows: float, operations: int) -> "StagePrice":
+        """The price of a microbatch with `rows` times as many rows: what it takes to start its operations stays."""
+        if rows == 1:
+            return self
+        fixed = [min(each, operations * START) for each in self.seconds]
+        return self._replace(
+            seconds=tuple(f + rows * (s - f) for f, s in zip(fixed, self.seconds, strict=True)),  # type: ignore[arg-type]
+            kept=rows * self.kept,
+            residue=rows * self.residue,
+            running={op: rows * size for op, size in self.running.items()},
+            message=rows * self.message,
+        )
+
+
+def price_of(
+    stage: StageProgram,
+    hardware: Hardware,
+    choices: Choices,
+    device: str,
+    fused: bool = False,
+    factors: Mapping[str, float] | None = None,
+) -> StagePrice:
+    """The price of a compiled stage. `fused`: see `kernel_seconds`; `factors` are how much longer each pass takes than
+    the hardware says."""
+    times = {
+        op: pass_seconds(piece, hardware, fused, (factors or {}).get(op, 1.0)) for op, piece in stage.pieces.items()
+    }
+    forward, backward, weight = (times.get(op, 0.0) for op in "FBW")
+    saved = max(0.0, backward + weight - times["BW"]) if "BW" in times else 0.0
+    (all_f, hides_f), (all_b, hides_b) = (exchange_of(stage, op, choices, device) for op in "FB")
+    crossing = stage.crossing
+    aside = {"B": crossing.kept - crossing.forward_to_backward}  # what only W reads
+    running = {op: transient_bytes(stage, op, buffered=True) + aside.get(op, 0) for op in stage.pieces}
+    sizes = crossing.kept, crossing.residue, running, stage.send_bytes
+    again = recomputed_seconds(stage, hardware)
+    return StagePrice((forward + all_f, backward + all_b, weight), again, (hides_f, hides_b), *sizes, saved)
+
+
+def pass_seconds(piece: Piece, hardware: Hardware, fused: bool = False, factor: float = 1.0) -> float:
+    """Of the computation of a pass alone."""
+    return 0.0 if piece.empty else factor * (hardware.start + seconds_of(piece.module, hardware, fused))
+
+
+def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:
+    """What B takes for the operations of the forward that it runs again."""
+    if "B" not in stage.pieces or stage.recomputed is None:
+        return 0.0
+    kernels = kernel_seconds(stage.pieces["B"].module, hardware)
+    return sum(seconds for nodes, seconds in kernels if nodes[0].meta.get("pass") == "recompute")
+
+
+def exchange_of(stage: StageProgram, op: str, choices: Choices, device: str) -> tuple[float, float]:
+    """How long a pass waits for collectives, altogether and for those that a W can hide. Operators that wait for their
+    own exchange hide behind nothing."""
+    found = [(each.hides, exchange_seconds(each, choices, device)) for each in collectives_of(stage) if each.name == op]
+    return sum(seconds for _, seconds in found), sum(seconds for hides, seconds in found if hides)
+
+
+def costs_of(prices: Sequence[StagePrice], **others: Any) -> Costs:
+    """The costs of stages with these prices."""
+    forward, backward, weight = zip(*(each.seconds for each in prices), strict=True)
+    in_forward, in_backward = zip(*(each.exchange for each in prices), strict=True)
+    return Costs(
+        forward,
+        backward,
+        weight,
+        activation=tuple(each.kept for each in prices),
+        residue=tuple(each.residue for each in prices),
+        message=tuple(each.message for each in prices),
+        saved=tuple(each.saved for each in prices),
+        forward_exchange=in_forward,
+        backward_exchange=in_backward,
+        **others,
+    )
+
+
+def bytes_of(stages: Sequence[StageProgram]) -> dict[str, Any]:
+    """What microbatches hold between the passes, and send, as fields of costs."""
+    return {
+        "activation": tuple(stage.crossing.kept for stage in stages),
+        "residue": tuple(stage.crossing.residue for stage in stages),
+        "message": tuple(stage.send_bytes for stage in stages),
+    }
+
+
+def running_of(prices: Sequence[StagePrice]) -> dict[str, tuple[float, ...]]:
+    """By pass, for each stage: the most that is alive of a microbatch while it runs."""
+    ops = {op for each in prices for op in each.running}
+    return {op: tuple(each.running.get(op, 0) for each in prices) for op in ops}
