@@ -1,7 +1,7 @@
 """Log-probabilities of given labels, computed where the logits are: what a forward-only program may return instead of
 the model's output.
 
-Both are written so that `zbcompile.passes.vocabulary.logits` finds the exits of the logits in them.
+Both are written so that `zbcompile.passes.vocabulary.exits` finds the exits of the logits in them.
 """
 
 from collections.abc import Collection, Mapping, Sequence

@@ -1,10 +1,8 @@
-"""From an output layer to the loss: the operations on the logits, and the exits that reduce them to one number per
-token.
+"""From an output layer to the exits of its logits (`zbcompile.passes.vocabulary.exits`): the operations in between.
 
 Logits may be reshaped, sliced and transposed as long as the vocabulary stays one whole dimension, and pass through
-elementwise operations with numbers (scale, soft cap). They leave through an exit: cross entropy, nll, gather,
-logsumexp, sum or mean over the vocabulary, or the entropy of their softmax. If anything else reads them, this is not a
-vocabulary layer, or one that cannot be sharded.
+elementwise operations with numbers (scale, soft cap). If anything else reads them, this is not a vocabulary layer, or
+one that cannot be sharded.
 """
 
 import math
@@ -62,14 +60,6 @@ class Logits:
         return value.movedim(self.axis, -1).reshape(-1, width)
 
 
-@dataclass(frozen=True)
-class Exit:
-    """A node that reduces the vocabulary dimension away, and its inputs."""
-
-    node: Node
-    logits: Logits
-
-
 POINTWISE = frozenset(
     {
         *(aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.add.Tensor, aten.add.Scalar),
@@ -79,63 +69,19 @@ POINTWISE = frozenset(
 CASTS = frozenset({aten.to.dtype, TO_COPY, aten.to.device, aten.to.dtype_layout})
 COPIES = frozenset({aten.clone.default, aten.contiguous.default, aten.alias.default})
 RESHAPES = frozenset({aten.view.default, aten.reshape.default, UNSAFE_VIEW})
-EXITS = frozenset(
-    {
-        *(aten.cross_entropy_loss.default, aten.nll_loss_nd.default, aten.nll_loss.default, aten.nll_loss2d.default),
-        *(aten.gather.default, aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim),
-    }
-)
 NORMALISATIONS: Mapping[Any, Form] = {
     **dict.fromkeys((aten.log_softmax.int, LOG_SOFTMAX), "log_probs"),
     **dict.fromkeys((aten.softmax.int, SOFTMAX), "probs"),
 }
 
 
-def follow(linear: Node) -> list[Exit]:
-    """Every exit of the logits that `linear` makes. Raises NotShardable for any other use."""
-    axis = linear.meta["val"].ndim - 1
-    found: dict[Node, Logits] = {linear: Logits(axis)}
-    exits = []
-    for node in linear.graph.nodes:
-        read = [argument for argument in node.all_input_nodes if argument in found]
-        if not read or node in found:
-            continue
-        if len(read) > 1 or node.op == "output":
-            raise _refusal(node)
-        logits = found[read[0]]
-        if node.target in EXITS:
-            exits.append(_exit(node, logits))
-        else:
-            found[node] = _step(node, read[0], logits)
-    if not exits:
-        raise NotShardable(f"the output of {linear.name} reaches no loss")
-    return exits
-
-
-def _refusal(node: Node) -> NotShardable:
+def refusal(node: Node) -> NotShardable:
+    """That `node` reads logits in a way that shards cannot."""
     return NotShardable(f"the logits are read by {node.name} ({source_line(node)}), which needs all of them at once")
 
 
-def _exit(node: Node, logits: Logits) -> Exit:
-    summed = node.target is aten.sum.dim_IntList
-    if logits.form == "probs" or (logits.form == "entropies" and not summed):
-        raise _refusal(node)
-    if node.target in (aten.gather.default, aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim):
-        given = node.args[1]
-        dims = list(given) if isinstance(given, Sequence) else [given]
-        ndim = node.args[0].meta["val"].ndim  # type: ignore[union-attr]
-        if [dim % ndim for dim in dims] != [logits.axis]:  # type: ignore[operator]
-            raise _refusal(node)
-        if node.target is aten.gather.default and node.meta["val"].shape[logits.axis] != 1:
-            raise _refusal(node)
-    elif logits.axis != min(1, node.args[0].meta["val"].ndim - 1):  # type: ignore[union-attr]
-        raise _refusal(node)  # the class dimension of the losses is 1
-    elif node.target is not aten.cross_entropy_loss.default and logits.form != "log_probs":
-        raise NotShardable(f"{node.name} reads logits that are not log probabilities ({source_line(node)})")
-    return Exit(node, logits)
-
-
-def _step(node: Node, before: Node, logits: Logits) -> Logits:
+def step(node: Node, before: Node, logits: Logits) -> Logits:
+    """The logits behind `node`, which reads those that `before` makes. Raises NotShardable for other operations."""
     if node.target in CASTS | COPIES:
         return logits
     if node.target in NORMALISATIONS and logits.form == "scores" and _dimension(node, before) == logits.axis:
@@ -146,7 +92,7 @@ def _step(node: Node, before: Node, logits: Logits) -> Logits:
         return _pointwise(node, before, logits)
     move = _MOVES.get(node.target)
     if move is None:
-        raise _refusal(node)
+        raise refusal(node)
     return move(node, before, logits)
 
 
@@ -157,7 +103,7 @@ def _dimension(node: Node, before: Node) -> int:
 def _pointwise(node: Node, before: Node, logits: Logits) -> Logits:
     others = [a for a in node.args if a is not before]
     if any(not isinstance(a, int | float) for a in others) or node.kwargs:
-        raise _refusal(node)
+        raise refusal(node)
     at = node.args.index(before)
     step = Pointwise(node.target, tuple(None if i == at else a for i, a in enumerate(node.args)), at)
     return replace(logits, pointwise=(*logits.pointwise, step))
@@ -169,7 +115,7 @@ def _reshape(node: Node, before: Node, logits: Logits) -> Logits:
     size, front = old[logits.axis], math.prod(old[: logits.axis])
     axes = [i for i, n in enumerate(shape) if n == size and math.prod(shape[:i]) == front]
     if not axes:
-        raise _refusal(node)
+        raise refusal(node)
     axis = axes[-1] if size != 1 else axes[0]
 
     def move(value: torch.Tensor, width: int) -> torch.Tensor:
@@ -194,7 +140,7 @@ def _slice(node: Node, before: Node, logits: Logits) -> Logits:
     dim = int(node.args[1] if len(node.args) > 1 else 0) % before.meta["val"].ndim  # type: ignore[arg-type]
     arguments = node.args[1:]
     if dim == logits.axis:
-        raise _refusal(node)
+        raise refusal(node)
     axis = logits.axis - (node.target is aten.select.int and dim < logits.axis)
     target: Any = node.target
     return replace(logits, axis=axis, moves=(*logits.moves, lambda v, _: target(v, *arguments)))

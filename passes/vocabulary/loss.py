@@ -1,17 +1,14 @@
 """The loss behind the output layer, or the log-probabilities of labels, as a function of a few numbers per token.
 
-With y the logits of a token, m their maximum and t that of its label, every accepted loss is a function of
-
-    log_z = log sum_j exp(y_j - m),    target = y_t - m,    total = sum_j w_j (y_j - m),    maximum = m
-
-(w: class weights, or ones), so its gradient by the logits is a * softmax(y) + b * onehot(t) + c * w with
-a, b, c = d loss / d (log_z, target, total): one number each per token, which every shard computes for itself. It covers
-ignored tokens, label smoothing, class weights, z-loss, and any function of a token's own probability. A forward alone
-may have entropies, too: log_z - mean, with mean = sum_j softmax(y)_j (y_j - m).
+Every accepted loss is a function of log_z, target, total and maximum (`zbcompile.passes.vocabulary.exits`), so its
+gradient by the logits is a * softmax(y) + b * onehot(t) + c * w with a, b, c = d loss / d (log_z, target, total): one
+number each per token, which every shard computes for itself. It covers ignored tokens, label smoothing, class weights,
+z-loss, and any function of a token's own probability. A forward alone may have entropies, too: log_z - mean.
 """
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,25 +19,8 @@ from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.graph.fx import argument_of, nodes_behind
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import source_line
-from zbcompile.passes.vocabulary.logits import Exit, NotShardable
-
-aten = torch.ops.aten
-MEAN, SUM = 1, 2  # torch's numbers of reductions; 0 is none
-
-
-class Statistics(NamedTuple):
-    """Per token [tokens], in the dtype of statistics (see the module)."""
-
-    log_z: torch.Tensor
-    target: torch.Tensor
-    total: torch.Tensor | None
-    maximum: torch.Tensor
-    mean: torch.Tensor | None = None
-
-    def of(self, tokens: slice) -> "Statistics":
-        """Those of some tokens."""
-        return Statistics(*(None if each is None else each[tokens] for each in self))  # type: ignore[arg-type]
-
+from zbcompile.passes.vocabulary.exits import Exit, RowFacts, Statistics
+from zbcompile.passes.vocabulary.logits import NotShardable
 
 Values = Mapping[Slot, torch.Tensor]
 
@@ -53,7 +33,7 @@ class LogitsReader(NamedTuple):
     labels: Node
     exits: tuple[Exit, ...]
 
-    def labels_in(self, values: "Values") -> torch.Tensor:
+    def labels_in(self, values: Values) -> torch.Tensor:
         return evaluate(self.labels, values, {}).flatten()  # type: ignore[no-any-return]
 
 
@@ -105,8 +85,9 @@ class RowLoss:
         """The results, in the dtypes in which the model returns them."""
         known: dict[Node, Any] = dict(zip(self.terms, terms, strict=True))
         for reading in self.readings:
-            own = statistics.of(reading.tokens)
-            known |= {leaving.node: _leave(self, leaving, own, values, reading) for leaving in reading.exits}
+            own = statistics.of(reading.tokens), partial(reading.labels_in, values), self.size
+            given = RowFacts(*own, read=lambda node: evaluate(node, values, {}))
+            known |= {leaving.node: leaving.result(given) for leaving in reading.exits}
         for node in self.tail:
             evaluate(node, values, known)
         return {slot: known[node].to(node.meta["val"].dtype) for slot, node in self.results.items()}
@@ -121,7 +102,7 @@ def row_loss(canonical: Canonical, uses: Sequence[Sequence[Exit]], size: int) ->
     if needs_mean and Slot("loss") in results:
         raise NotShardable("the loss has an entropy, whose gradient needs all logits at once")
     readings = _readings(uses, size)
-    weights = _common({argument_of(e.node, "weight", None) for e in exits if _totals(e.node)}, "class weights")
+    weights = _common({argument_of(e.node, "weight", None) for e in exits if e.needs_total}, "class weights")
     leaving = {e.node for e in exits}
     tail, terms = _tail(tuple(results.values()), frozenset(leaving))
     labels = [each.labels for each in readings]
@@ -130,14 +111,14 @@ def row_loss(canonical: Canonical, uses: Sequence[Sequence[Exit]], size: int) ->
     read = [*labels, *tail, *(arg for e in exits for arg in e.node.all_input_nodes[1:])]
     known = leaving | set(terms)
     data = {slot for node in (*read, *([] if weights is None else [weights])) for slot in data_of(node, known)}
-    totals = any(_totals(e.node) and e.logits.form != "entropies" for e in exits)
+    totals = any(e.needs_total for e in exits)
     return RowLoss(readings, weights, totals, needs_mean, tuple(sorted(data)), size, terms, tail, results)
 
 
 def _readings(uses: Sequence[Sequence[Exit]], size: int) -> tuple[LogitsReader, ...]:
     found: list[LogitsReader] = []
     for exits in uses:
-        labels = _common({_labels(e.node) for e in exits} - {None}, "labels")
+        labels = _common({e.labels for e in exits} - {None}, "labels")
         if labels is None:
             raise NotShardable("no term of the loss has labels")
         begin = found[-1].tokens.stop if found else 0
@@ -150,24 +131,6 @@ def _common(found: set[Any], what: str) -> Any:
     if len(found) > 1:
         raise NotShardable(f"the terms of the loss use different {what}")
     return next(iter(found), None)
-
-
-def _labels(node: Node) -> Node | None:
-    """The node of an exit's labels without the dimension that gather wants."""
-    if node.target in (aten.logsumexp.default, aten.sum.dim_IntList, aten.mean.dim):
-        return None
-    labels = node.args[2] if node.target is aten.gather.default else node.args[1]
-    while isinstance(labels, Node) and labels.target in (aten.unsqueeze.default, aten.clone.default):
-        labels = labels.args[0]
-    assert isinstance(labels, Node)
-    return labels
-
-
-def _totals(node: Node) -> bool:
-    """Whether an exit needs the sum over the vocabulary."""
-    if node.target is aten.cross_entropy_loss.default:
-        return bool(argument_of(node, "label_smoothing", 0.0) != 0.0)
-    return node.target in (aten.sum.dim_IntList, aten.mean.dim)
 
 
 def _tail(results: Sequence[Node], exits: frozenset[Node]) -> tuple[tuple[Node, ...], tuple[Node, ...]]:
@@ -223,47 +186,3 @@ def evaluate(node: Node, values: Values, known: dict[Node, Any]) -> Any:
             args, kwargs = map_arg((node.args, node.kwargs), lambda a: evaluate(a, values, known))
             known[node] = node.target(*args, **kwargs)  # type: ignore[operator]
     return known[node]
-
-
-def _leave(loss: RowLoss, leaving: Exit, given: Statistics, values: Values, reading: LogitsReader) -> torch.Tensor:
-    """The result of an exit, from statistics: one value per token in the layout of the logits, or a whole loss."""
-    node = leaving.node
-    normalised = leaving.logits.form == "log_probs"
-    log_sum = given.log_z if normalised else -given.maximum  # y_t = target + m, log p_t = target - log_z
-    target: Any = node.target
-    if leaving.logits.form == "entropies":
-        assert given.mean is not None
-        return (given.log_z - given.mean).reshape(node.meta["val"].shape)
-    if target is aten.logsumexp.default:
-        if normalised:
-            raise NotShardable("logsumexp of log probabilities is zero")
-        return (given.maximum + given.log_z).reshape(node.meta["val"].shape)
-    if target is aten.gather.default:
-        return (given.target - log_sum).reshape(node.meta["val"].shape)
-    if target in (aten.sum.dim_IntList, aten.mean.dim):
-        assert given.total is not None
-        total = given.total - loss.size * log_sum
-        return (total if target is aten.sum.dim_IntList else total / loss.size).reshape(node.meta["val"].shape)
-    return _cross_entropy(loss, node, given, values, reading)
-
-
-def _cross_entropy(loss: RowLoss, node: Node, given: Statistics, values: Values, reading: LogitsReader) -> torch.Tensor:
-    """F.cross_entropy and F.nll_loss (torch/aten/native/LossNLL.cpp), rows that are ignored exactly 0."""
-    class_weights = argument_of(node, "weight", None)
-    weights = None if class_weights is None else evaluate(class_weights, values, {})
-    reduction, ignore = argument_of(node, "reduction", MEAN), argument_of(node, "ignore_index", -100)
-    smoothing = argument_of(node, "label_smoothing", 0.0)
-    labels = reading.labels_in(values)
-    valid = labels != ignore
-    ones = torch.ones_like(given.log_z)
-    of_label = ones if weights is None else weights.to(ones.dtype)[torch.where(valid, labels, 0)]
-    rows = (given.log_z - given.target) * of_label
-    if smoothing:
-        assert given.total is not None
-        everything = loss.size if weights is None else weights.to(ones.dtype).sum()
-        rows = (1 - smoothing) * rows + smoothing / loss.size * (everything * given.log_z - given.total)
-    zeros = torch.zeros_like(rows)
-    rows = torch.where(valid, rows, zeros)
-    if reduction == MEAN:
-        return rows.sum() / torch.where(valid, of_label, zeros).sum()
-    return rows.sum() if reduction == SUM else rows.reshape(node.meta["val"].shape)

@@ -1,7 +1,7 @@
 """Recognition of the output layer and its loss in a canonical graph (vocabulary parallelism, arXiv 2411.05288).
 
 The output layer is a linear map by a whole parameter whose result reaches the loss through exits alone
-(`zbcompile.passes.vocabulary.logits`). An MLP that happens to have as many outputs fails at its activation's users.
+(`zbcompile.passes.vocabulary.exits`). An MLP that happens to have as many outputs fails at its activation's users.
 """
 
 from collections.abc import Iterator
@@ -11,8 +11,9 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.vocabulary.exits import Exit, follow
 from zbcompile.passes.vocabulary.further_terms import rows_of
-from zbcompile.passes.vocabulary.logits import CASTS, Exit, NotShardable, Pointwise, follow, token_order
+from zbcompile.passes.vocabulary.logits import CASTS, NotShardable, Pointwise, token_order
 from zbcompile.passes.vocabulary.loss import RowLoss, row_loss
 
 aten = torch.ops.aten

@@ -5,7 +5,8 @@ from typing import NamedTuple
 
 import torch
 
-from zbcompile.passes.vocabulary.loss import Statistics, Values
+from zbcompile.passes.vocabulary.exits import Statistics
+from zbcompile.passes.vocabulary.loss import Values
 from zbcompile.passes.vocabulary.s_t_exponentials import update_exponentials
 from zbcompile.passes.vocabulary.shard import Parameters, Shard, Updates, finite, joined, mean_over
 

@@ -6,6 +6,15 @@ turn or, with ZBCOMPILE_PAIR_STREAMS=1, on two streams, so that the second need 
 if the kernels of one half leave the device partly idle, and costs memory, because the allocator keeps the memory of
 the two streams apart. Recorded CUDA graphs and placed runs share memory and always run in turn.
 
+Merging is a pass like others and goes through the compiler's `PassManager`, but its results are kept with the plan of a
+step, not in the program:
+
+* whom a pair joins is known only with the step: its microbatches may run graphs of several programs, and a step of
+  another number of microbatches has other pairs;
+* whether a pair is one graph depends on what this process made of the graphs: a backend, a place in memory, a look for
+  a NaN or for draws replaces what runs, and then nothing is merged;
+* a merged graph repeats its halves, so a saved program would hold a half once more for every pair that it is in.
+
 All of these take one list: the first half's inputs, a function that takes its results, and one that returns the
 second half's inputs. They return the second half's results.
 """
