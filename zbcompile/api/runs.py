@@ -22,7 +22,7 @@ from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.profiling.observation import Observation
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import joined_outputs, joined_rows, keyword
-from zbcompile.runtime.engine import BoundGraphs, Executable, StepInput
+from zbcompile.runtime.executable import BoundGraphs, Executable, StepInput
 from zbcompile.runtime.step_run import Engine
 
 MODES = ("eval", "train")

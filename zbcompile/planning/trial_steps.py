@@ -23,7 +23,7 @@ from zbcompile.options import Options
 from zbcompile.passes import gpu
 from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
-from zbcompile.runtime.engine import Executable, StepInput, plan_step
+from zbcompile.runtime.executable import Executable, StepInput, plan_step
 from zbcompile.runtime.step_run import Engine
 
 WARM_UP = 1

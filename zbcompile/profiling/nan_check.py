@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,9 +18,7 @@ from zbcompile.runtime.stage_plan import CompiledStage, Tensors
 def inspected(stage: CompiledStage) -> CompiledStage:
     """`stage` with every pass checked: FloatingPointError at the first operation that introduces a NaN or an infinity,
     and before any operation if there is a NaN in the batch, a parameter or a buffer."""
-    pieces = stage.program.pieces
-    calls = {name: replace(call, run=checked(stage.index, pieces[name])) for name, call in stage.calls.items()}
-    return replace(stage, calls=calls, mergeable=False)
+    return stage.with_runs({name: checked(stage.index, piece) for name, piece in stage.program.pieces.items()})
 
 
 def checked(stage: int, piece: Piece) -> Run:

@@ -30,7 +30,7 @@ from zbcompile.profiling.nan_check import inspected
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.state_dict import stream_state
 from zbcompile.runtime.data_parallel import sums_of
-from zbcompile.runtime.engine import BoundGraphs
+from zbcompile.runtime.executable import BoundGraphs
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.unannounced_draws import with_draws_refused
 from zbcompile.runtime.vocabulary_collectives import Ends

@@ -27,7 +27,7 @@ from zbcompile.passes.capture.training_step import Kept
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.passes.values.premises import Standing
 from zbcompile.program.program import Program
-from zbcompile.runtime.engine import BoundGraphs, Executable, plan_step
+from zbcompile.runtime.executable import BoundGraphs, Executable, plan_step
 from zbcompile.schedules import Lowered
 
 Capture = TypeVar("Capture")

@@ -42,7 +42,7 @@ from zbcompile.program_cache.placement_check import with_proof
 from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
-from zbcompile.runtime.engine import BoundGraphs, Executable
+from zbcompile.runtime.executable import BoundGraphs, Executable
 from zbcompile.runtime.placed_step import require_recordable, with_places
 from zbcompile.runtime.stage_plan import rebind
 from zbcompile.runtime.step_agreement import StepAgreement

@@ -8,7 +8,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.losses import total_loss
 from zbcompile.passes.capture.training_step import Kept
 from zbcompile.program.output import Output
-from zbcompile.runtime.engine import Executable, Made
+from zbcompile.runtime.executable import Executable, Made
 
 WHERE = (False, True, "last")
 METRICS: Final = "metrics"  # what the loss function returns besides the loss, without what the model returns

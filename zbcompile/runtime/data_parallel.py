@@ -70,28 +70,6 @@ def plan_sums(program: Program, rank: int, over: Mapping[str, Sum]) -> SumPlan:
     return SumPlan(complete, early, tuple(late), over)
 
 
-def unobserved(name: str, part: torch.Tensor) -> None:
-    """Nobody looks at the parts of sums."""
-
-
-def start_reduction(
-    replicas: Replicas,
-    plan: SumPlan,
-    gradients: Gradients,
-    slices: Sequence[Slices] = (),
-    observe: Observe = unobserved,
-) -> "Reduction":
-    """The reductions of one step on a rank. What replicas divide in `slices` is summed to its owners. `observe` sees
-    what this rank adds to each sum."""
-    reduces = bool(plan.over or any(each.divided for each in slices)) and replicas.synchronise
-    if reduces:
-        _require_all(name for name in replicas.partial - plan.summed if gradients.parameters[name].grad is not None)
-    for name in plan.summed - replicas.partial:
-        if not plan.over[name].first and (gradient := gradients.parameters[name].grad) is not None:
-            gradient.zero_()
-    return Reduction(replicas, plan, gradients, reduces, slices, observe)
-
-
 def _require_all(parts: Iterable[str]) -> None:
     """Refuse a step that would leave parts unsummed."""
     left = sorted(parts)
@@ -102,22 +80,37 @@ def _require_all(parts: Iterable[str]) -> None:
         )
 
 
+def unobserved(name: str, part: torch.Tensor) -> None:
+    """Nobody looks at the parts of sums."""
+
+
 @dataclass
 class Reduction:
-    """The reductions of one step: `parcels[stage]` are under way. `slices` are those of all optimizers."""
+    """The reductions of one step on a rank: `parcels[stage]` are under way. `slices` are those of all optimizers: what
+    replicas divide in them is summed to its owners. `observe` sees what this rank adds to each sum."""
 
     replicas: Replicas
     plan: SumPlan
     gradients: Gradients
-    reduces: bool
-    slices: Sequence[Slices]
-    observe: Observe
+    slices: Sequence[Slices] = ()
+    observe: Observe = unobserved
     parcels: defaultdict[int, list[Parcel[str]]] = field(default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        """Let `.grad` of what all replicas hold be counted once. Raises PipelineError for a sum that would be lost."""
+        plan, partial, parameters = self.plan, self.replicas.partial, self.gradients.parameters
+        self.divided = [each for each in self.slices if each.divided]
+        self.reduces = bool(plan.over or self.divided) and self.replicas.synchronise
+        if self.reduces:
+            _require_all(name for name in partial - plan.summed if parameters[name].grad is not None)
+        for name in plan.summed - partial:
+            if not plan.over[name].first and (gradient := parameters[name].grad) is not None:
+                gradient.zero_()
 
     def start(self, stage: int) -> None:
         """Begin to reduce a stage's gradients; returns at once. What no microbatch here trained, those of another
         replica did: it takes part with zeros."""
-        for each in self._divided:
+        for each in self.divided:
             each.reduce(stage, self.gradients, self.observe)
         names = sorted(self._whole(self.plan.early[stage]), key=lambda name: self.order[self._way(name)])
         for way, found in groupby(names, key=self._way):
@@ -137,7 +130,7 @@ class Reduction:
         """Wait for the sums of a stage."""
         for parcel in self.parcels.pop(stage, ()):
             parcel.unpack()
-        for each in self._divided:
+        for each in self.divided:
             each.finish(stage)
 
     def finish(self) -> None:
@@ -146,7 +139,7 @@ class Reduction:
         Shared gradients are sent alone: their holders must add in the same order, or they would drift apart.
         """
         self.replicas.partial = set() if self.reduces else self.replicas.partial | self.plan.summed
-        for each in self._divided if self.reduces else ():
+        for each in self.divided if self.reduces else ():
             each.reduce(LATE, self.gradients, self.observe)
         for name in self._whole(self.plan.late) if self.reduces else ():
             found = self.gradients[name].total()
@@ -156,22 +149,18 @@ class Reduction:
         for stage in list(self.parcels):
             for parcel in self.parcels.pop(stage):
                 parcel.unpack()
-        for each in self._divided:
+        for each in self.divided:
             each.finish()
 
     def results(self) -> dict[str, torch.Tensor | None]:
         """The gradients that this rank has after the step, whole or its part."""
         found = self.gradients.parameters.items()
         whole = {name: None if is_held_elsewhere(parameter) else parameter.grad for name, parameter in found}
-        return whole | {name: part for each in self._divided for name, part in each.sums().items()}
-
-    @cached_property
-    def _divided(self) -> list[Slices]:
-        return [each for each in self.slices if each.divided]
+        return whole | {name: part for each in self.divided for name, part in each.sums().items()}
 
     def _whole(self, names: Sequence[str]) -> list[str]:
         """Those of which every replica gets the whole sum."""
-        return [name for name in names if not any(name in each.names for each in self._divided)]
+        return [name for name in names if not any(name in each.names for each in self.divided)]
 
     def _way(self, name: str) -> Way:
         """Over whom a whole gradient is summed, and in which dtype, None: its own."""

@@ -11,7 +11,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.model.placements import PARTIAL, REPLICATE, along
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
-from zbcompile.runtime.engine import Executable
+from zbcompile.runtime.executable import Executable
 
 ENOUGH = 8  # elements: fewer may be equal by chance
 Found = Mapping[str, torch.Tensor | None]

@@ -15,8 +15,8 @@ step, not in the program:
   a NaN or for draws replaces what runs, and then nothing is merged;
 * a merged graph repeats its halves, so a saved program would hold a half once more for every pair that it is in.
 
-All of these take one list: the first half's inputs, a function that takes its results, and one that returns the
-second half's inputs. They return the second half's results.
+However it runs, a pair takes one list: the first half's inputs, a function that takes its results, and one that
+returns the second half's inputs. It returns the second half's results.
 """
 
 from collections.abc import Callable, Sequence

@@ -12,7 +12,7 @@ from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.runtime.engine import Executable
+from zbcompile.runtime.executable import Executable
 from zbcompile.runtime.memory_plan import MemoryPlan, plan_memory
 from zbcompile.runtime.rank_plan import Instruction, plan_rank
 from zbcompile.runtime.stage_plan import CompiledStage
@@ -41,7 +41,7 @@ def with_places(executable: Executable, device: torch.device, gradients: dict[st
     """`executable` with every value of this process's ranks at its place, and `.grad` at those in `gradients`, which it
     fills. Raises PipelineError if a value has no place."""
     program, graphs = executable.program, executable.graphs
-    apart = [{i: replace(stage, mergeable=False) for i, stage in each.stages.items()} for each in graphs]
+    apart = [{i: stage.with_runs({}) for i, stage in each.stages.items()} for each in graphs]
     sums = executable.first.sums
     ordered = [plan_rank(program, plan.rank, apart, sums) for plan in executable.plans]
 
@@ -73,8 +73,7 @@ def _with_run(
     piece = stage.program.pieces[action.op]
     values = {node.name: node.meta["val"] for node in piece.module.graph.nodes if node.name in made}
     places = {name: _places(values[name], offsets, block) for name, offsets in made.items()}
-    call = replace(stage.calls[action.op], run=PlacedRun(piece, places))
-    return replace(stage, calls={**stage.calls, action.op: call})
+    return stage.with_runs({action.op: PlacedRun(piece, places)})
 
 
 def _places(value: object, offsets: Sequence[int | None], block: torch.Tensor) -> list[torch.Tensor | None]:

@@ -81,6 +81,11 @@ class CompiledStage:
     def index(self) -> int:
         return self.program.stage
 
+    def with_runs(self, runs: Mapping[str, Run]) -> "CompiledStage":
+        """The stage with other code for some passes, each of which runs on its own."""
+        calls = {name: replace(call, run=runs.get(name, call.run)) for name, call in self.calls.items()}
+        return replace(self, calls=calls, mergeable=False)
+
 
 def prepare_stage(
     program: StageProgram,

@@ -27,9 +27,9 @@ from zbcompile.faults.watchdog import Alone, Watch
 from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.runtime.action_loop import Observer, RankRun
-from zbcompile.runtime.data_parallel import Reduction, start_reduction, unobserved
-from zbcompile.runtime.engine import Executable, Made, StepInput, StepResult
+from zbcompile.runtime.data_parallel import Reduction, unobserved
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
+from zbcompile.runtime.executable import Executable, Made, StepInput, StepResult
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.labels import Labels
 from zbcompile.runtime.rank_plan import RankPlan
@@ -107,7 +107,7 @@ class Engine:
         if plan.rank not in executable.gradients:
             executable.gradients[plan.rank] = Gradients(parameters, program.shared, program.choices)
         observe = unobserved if self.equal is None else self.equal.note
-        return start_reduction(self.ranks.replicas, plan.sums, executable.gradients[plan.rank], given.slices, observe)
+        return Reduction(self.ranks.replicas, plan.sums, executable.gradients[plan.rank], given.slices, observe)
 
 
 def _require_fixed(given: StepInput) -> None:
@@ -342,9 +342,7 @@ OVER_REPLICAS = {"REDUCE", "OPT", "SYNC", "BUFFERS", "FINAL", "LOSS"}
 ONCE_ACTIONS = {
     "VALIDATE": OnceAction(_has("VALIDATE"), lambda step, reduction, at: step._act("VALIDATE", at)),
     "GATHER": OnceAction(_has("GATHER"), lambda step, reduction, at: step._act("GATHER", at)),
-    "REDUCE": OnceAction(
-        lambda step: step.reductions[step.ranks.local[0]].reduces, lambda step, reduction, at: reduction.start(at)
-    ),
+    "REDUCE": OnceAction(lambda step: step.reduces, lambda step, reduction, at: reduction.start(at)),
     "OPT": OnceAction(_has("OPT"), StepRun._update_stage),
     "ROWS": OnceAction(lambda step: step.looks_up_rows, StepRun._gather_rows),
     "DRAIN": OnceAction(lambda step: True, StepRun._drain),

@@ -1,7 +1,6 @@
 """Refuse operators of a user that draw random numbers without saying so: their seeds would be anything."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 
@@ -20,13 +19,8 @@ def with_draws_refused(stage: CompiledStage) -> CompiledStage:
     """`stage`, whose passes raise PipelineError if an operator that is not torch's draws from torch's generator, but
     has no tag that says so. Stages without such an operator stay as they are."""
     watched = {name: found for name, piece in stage.program.pieces.items() if (found := _operators(piece))}
-    if not watched:
-        return stage
-    calls = {
-        name: replace(call, run=_watched(call.run, watched[name], stage.device)) if name in watched else call
-        for name, call in stage.calls.items()
-    }
-    return replace(stage, calls=calls, mergeable=False)
+    runs = {name: _watched(stage.calls[name].run, found, stage.device) for name, found in watched.items()}
+    return stage.with_runs(runs) if runs else stage
 
 
 def _operators(piece: Piece) -> list[str]:

@@ -18,7 +18,7 @@ from tests.support.replicated import (
 )
 from tests.support.training import Case, pipeline_of
 from zbcompile.distributed.mesh import Replicas
-from zbcompile.runtime.data_parallel import Sum, plan_sums, start_reduction
+from zbcompile.runtime.data_parallel import Reduction, Sum, plan_sums
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.schedules import with_updates
 from zbcompile.schedules.ir.actions import REDUCE, flatten
@@ -143,7 +143,7 @@ def test_a_reduction_begins_after_the_last_weight_gradient_of_its_stage() -> Non
     for rank in range(2):
         gradients = Gradients({}, program.shared, program.choices)
         sums = {name: Sum(dist.group.WORLD, True) for name in program.trained}  # type: ignore[arg-type]
-        reduction = start_reduction(Replicas(count=2), plan_sums(program, rank, sums), gradients)
+        reduction = Reduction(Replicas(count=2), plan_sums(program, rank, sums), gradients)
         assert reduction.reduces
         order = flatten(with_updates(program.schedule, [REDUCE]).orders[rank])
         reduced = [action for action in order if action.op == REDUCE]

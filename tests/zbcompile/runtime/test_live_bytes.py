@@ -20,7 +20,7 @@ from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.engine import BoundGraphs, plan_step
+from zbcompile.runtime.executable import BoundGraphs, plan_step
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.stage_run import StageRun

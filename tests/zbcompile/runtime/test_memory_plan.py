@@ -22,7 +22,7 @@ from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import RankRun
-from zbcompile.runtime.engine import Executable, StepInput
+from zbcompile.runtime.executable import Executable, StepInput
 from zbcompile.runtime.memory_plan import (
     ALIGNMENT,
     Interval,
