@@ -61,6 +61,10 @@ class PythonReads:
         """The generators that forward can reach, by path, each with its state when it was found."""
         return self._reach.generators
 
+    def read_trained(self, parameter: torch.Tensor, now: bool) -> None:
+        """Forward asks whether a parameter of the model trains, which is no part of what tells evaluations apart."""
+        self._reach.read_trained(parameter, now)
+
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
         """Around forward and loss."""

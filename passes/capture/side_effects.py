@@ -43,6 +43,7 @@ from zbcompile.passes.values.premises import attribute
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
+_ASKS = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _STATE = ("grad", "_version")  # of a parameter, which do not exist while a step runs
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _PLAIN_COLLECTIVES = "torch.distributed.distributed_c10d"
@@ -194,6 +195,8 @@ class _Calls(TorchFunctionMode):
             func = self._attention(func, args, kwargs or {})
         func = kernel_of(func, args)
         result = self._result(func, args, kwargs or {})
+        if func == _ASKS and id(args[0]) in self.parameters and self.watch.reads is not None:
+            self.watch.reads.read_trained(args[0], result)
         if func is torch.Tensor.item and not isinstance(result, int | float):  # known only when a step runs
             self.watch.note_open()
         sizes = result.shape if isinstance(result, torch.Tensor) else ()

@@ -86,6 +86,7 @@ def _rest(value: Any) -> str:
 STEPS: Mapping[str, Callable[[Any, Any], Any]] = {
     "attribute": attribute,
     "tensor": attribute,
+    "trains": lambda value, name: attribute(value, name).requires_grad,  # of a parameter of a module
     "own": lambda value, name: vars(value).get(name, MISSING),  # of a Python module, class or function
     "item": lambda value, key: dict.__getitem__(value, key) if isinstance(value, dict) else value[key],
     "size": lambda value, _: _size(value),
@@ -234,7 +235,7 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
         yield functools.partial(getattr, parent.__closure__[key]), "cell_contents", value
     elif read.step == "part" and parent is not None:
         yield functools.partial(getattr, parent), key, value
-    elif read.step in ("referent", "context"):
+    elif read.step in ("referent", "context", "trains"):
         yield functools.partial(step_from, parent, read.step), key, value
     if isinstance(value, nn.Module) or (is_followed(value) and is_users(type(value))):
         yield type, value, type(value)

@@ -74,7 +74,7 @@ class Reached:
     code: types.CodeType | None = None
     stored: Any = None
     hooks: list[tuple[dict[int, Any], dict[int, Any]]] = field(default_factory=list)
-    asked: set[str] = field(default_factory=set)
+    asked: set[Any] = field(default_factory=set)
 
     @property
     def now(self) -> Any:
@@ -121,6 +121,15 @@ class Reach:
                 self.add(f"{found.path}.{name}", found, "attribute", name, before)
         elif name not in own and not any(table.get(name) is not None for table in module_tables(value)):
             self.add(f"{found.path}.{name}", found, "attribute", name, attribute(value, name))
+
+    def read_trained(self, parameter: torch.Tensor, now: bool) -> None:
+        """Somebody asks whether a parameter trains."""
+        modules = [each for each in self.known.values() if isinstance(each.value, nn.Module)]
+        for found in modules:
+            for name, tensor in tensors_of(found.value).items():
+                if tensor is parameter and ("trains", name) not in found.asked:
+                    found.asked.add(("trains", name))
+                    self.add(f"{found.path}.{name}.requires_grad", found, "trains", name, now)
 
     def read_all(self, value: Any) -> None:
         """Somebody reads the mapping of all attributes."""

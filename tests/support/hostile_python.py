@@ -90,6 +90,7 @@ model = Net()
 PEFT = """\
 from peft import LoraConfig, get_peft_model
 model = get_peft_model(model, LoraConfig(r=2, target_modules=["a", "b"]))
+model.base_model.model.c.requires_grad_(True)  # something trains without adapters, too
 {peft}
 for name, parameter in model.named_parameters():
     if "lora_B" in name:

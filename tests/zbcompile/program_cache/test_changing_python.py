@@ -101,6 +101,21 @@ def test_evaluations_see_changes(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
+def test_evaluations_see_what_trains_if_forward_asks(capsys: pytest.CaptureFixture[str]) -> None:
+    """Otherwise it makes no difference, and an evaluation is not compiled for it."""
+    asks = Net(lambda net, x: x * sum(each.requires_grad for each in net.parameters()))
+    said = "eval again for model.layers.2.bias.requires_grad, changed from True to False"
+    for net, times in ((asks, 1), (Net(scaled), 0)):
+        pipe = pipeline_of(net)
+        pipe.step(batch(0), target=batch(0))
+        for trains in (True, False, True):
+            net.layers[2].bias.requires_grad_(trains)
+            with torch.no_grad():
+                torch.testing.assert_close(pipe.eval(batch(1)), net(batch(1)))
+        out = capsys.readouterr().out
+        assert out.count(said) == out.count("eval again") == times
+
+
 @settings(max_examples=3, deadline=None)
 @given(strategies.lists(strategies.sampled_from(["alpha", "p", "keep", "active", "kind"]), min_size=2, max_size=3))
 def test_any_changes_in_any_order(changes: list[str]) -> None:
