@@ -14,7 +14,7 @@ from zbcompile.schedules.searching.justification import Justifier, turned_around
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.problem import Problem, Words
 from zbcompile.schedules.searching.search_budget import Budget, SearchProgress
-from zbcompile.schedules.searching.starting_orders import HEURISTIC, MANY, named_orders, one_by_one
+from zbcompile.schedules.searching.starting_orders import HEURISTIC, MANY, named_orders, one_by_one, orders_within
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
@@ -172,6 +172,8 @@ class Hunt:
             words = turned_around(lean, one_by_one(lean)) if lean.fits(one_by_one(lean)) else None
             if words is not None:
                 self._take(whole, f"{ONE_BY_ONE}, turned around", words)
+            for name, words in orders_within(lean):
+                self._take(whole, f"{name} within less memory", words)
             alike = best.value / EXACT, best.value * EXACT  # a shorter one is for the search to find
             self.pool[count:] = [each for each in self.pool[count:] if alike[0] <= each.value <= alike[1]]
             if self.pool[count:]:

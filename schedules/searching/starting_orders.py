@@ -5,14 +5,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.generators.registry import FAMILIES, Family, admitted_task, generated
+from zbcompile.schedules.generators.registry import FAMILIES, Family, admitted_task, find, generated
 from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
 from zbcompile.schedules.ir.actions import Action, B, F, S, T, W
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.problem import Problem, Words
 
 HEURISTIC, HEURISTIC_SECONDS = ("zb-1p", "zb-2p"), 1.5e-4  # for each pass
-MANY = 1500  # passes from which on that is too long for a short search
+MANY = 1500  # passes from which on that is too long for a short search,
+LARGE = 10_000  # and from which on it is too long to be done for several limits
 
 
 def named_orders(problem: Problem, seconds: float = math.inf) -> Iterator[tuple[str, Words, Schedule]]:
@@ -25,6 +26,13 @@ def named_orders(problem: Problem, seconds: float = math.inf) -> Iterator[tuple[
         schedule = _built(family, problem)
         if schedule is not None and (words := problem.words(schedule)) is not None:
             yield family.name, words, schedule
+
+
+def orders_within(problem: Problem) -> Iterator[tuple[str, Words]]:
+    """The name that adapts to the limits, with its words, if it fits into them and the step is not too large."""
+    schedule = _built(find(HEURISTIC[0]), problem) if len(problem.time) <= LARGE else None
+    if schedule is not None and (words := problem.words(schedule)) is not None:
+        yield HEURISTIC[0], words
 
 
 def _built(family: Family, problem: Problem) -> Schedule | None:
