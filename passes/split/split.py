@@ -4,6 +4,26 @@ F is what the stage's outputs need. Of the rest, B is what the input gradients n
 `zbcompile.passes.split.weight_cut`. A stage that begins with parameters (an embedding, the first layer) has no
 input gradient; the gradient of the first activation made from them is a proxy for it, so that the B and W of a first
 stage balance like those of a middle stage.
+
+What the pieces take and make, by the kinds of their slots (`zbcompile.passes.graph.roles`):
+
+    stage   piece  takes                                 makes
+    first   F      input, parameter, buffer              activation, saved, mutation
+            B      parameter, saved, tangent             saved
+            W      input, saved                          gradient
+            BW     input, parameter, saved, tangent      gradient
+    middle  F      activation, parameter                 activation, saved
+            B      activation, parameter, saved, tangent input_gradient, saved
+            W      saved                                 gradient
+            BW     activation, parameter, saved, tangent input_gradient, gradient
+    last    F      activation, parameter, input          loss, saved
+            B      parameter, input, saved, tangent      input_gradient, saved
+            W      saved                                 gradient
+            BW     parameter, input, saved, tangent      input_gradient, gradient
+
+These are the rows of a small model (`tests/passes/split/test_signatures.py`). Any stage may have buffers and the user's
+inputs, and make outputs of the model and checks, where the model has them; B, W and BW read again whatever F was given
+(input, activation, parameter, buffer). The tangent of the last stage is that of the loss.
 """
 
 from collections.abc import Callable, Set

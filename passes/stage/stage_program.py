@@ -1,4 +1,26 @@
-"""The compiled form of one stage: its graphs, what they keep and send, and what they cost."""
+"""The compiled form of one stage: its graphs, what they keep and send, and what they cost.
+
+The finished pieces take and make what those of `zbcompile.passes.split.split` do, but W and BW: they add each gradient
+into a buffer that they take (an accumulator), and return it only with `exact=True`.
+
+    stage   piece  takes                                              makes
+    first   F      input, parameter, buffer                           activation, saved, mutation
+            B      parameter, saved, tangent                          saved
+            W      input, saved, accumulator                          -
+            BW     input, parameter, saved, tangent, accumulator      -
+    middle  F      activation, parameter                              activation, saved
+            B      activation, parameter, saved, tangent              input_gradient, saved
+            W      saved, accumulator                                 -
+            BW     activation, parameter, saved, tangent, accumulator input_gradient
+    last    F      activation, parameter, input                       loss, saved
+            B      parameter, input, saved, tangent                   input_gradient, saved
+            W      saved, accumulator                                 -
+            BW     parameter, input, saved, tangent, accumulator      input_gradient
+
+What travels between ranks: the activations that F takes (`receives`) and makes (`sends`), the tangents that B or BW
+takes (`gradients_in`, the gradients of what was sent) and the input gradients that it makes (`gradients_out`). What is
+saved stays on the rank, from F to B and W or from B to W.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -5,8 +5,7 @@
 A first run saves as fast as it can, every other run in a thread; a second one starts beside it. Then the first one is
 killed (the second must take over), or is stopped or writes on for longer than the second waits (which must be refused,
 by the first one's name). Runs must never mix: the steps that they say are committed come one run after the other, and
-at every stop of the writer all checkpoints in the folder are whole, each with the tensors and `extra` of one step of one
-run.
+at every stop of the writer all checkpoints in the folder are whole, each with the tensors and `extra` of one step.
 """
 
 import argparse

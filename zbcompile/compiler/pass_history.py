@@ -1,35 +1,67 @@
 """The history of the compiler's passes over the model and its stages: graphs as text, operations, seconds."""
 
 import difflib
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from zbcompile.amounts import format_bytes
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.pass_list.passes_in_order import PASS_NAMES, PASSES
 from zbcompile.passes.pass_list.run_passes import Ran
+from zbcompile.passes.split.joint_graph import Joint
+from zbcompile.passes.split.saved_bytes import crossing_of
+from zbcompile.passes.split.split import Split, closure
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.print_python import print_piece
+from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.verification.graph_views import graphs_of
 
 CONTEXT = 3
+OPERATIONS = "operations"
+BYTES = ("what F keeps", "what W waits for")
 _TITLES = {"model": ("F", "The model."), "stage": ("F", "The stage."), "joint": ("BW", "F, B and W in one.")}
 
 
 @dataclass(frozen=True)
 class PassCost:
-    """One pass: `runs` times (over the model, or over each distinct stage), the operations that it was given and made
-    in all (BW, which repeats B and W, not counted; `before` is None for a capture), and its seconds."""
+    """One pass: `runs` times (over the model, or over each distinct stage), the figures (`figures_of`) of what it was
+    given and made in all, what it moved or repeated, and its seconds."""
 
     name: str
     does: str
     runs: int
-    before: int | None
-    after: int
+    before: Mapping[str, int]
+    after: Mapping[str, int]
+    moved: int
+    repeated: int
     seconds: float
+
+    @property
+    def effect(self) -> str:
+        """One sentence of what the pass changed, with figures; empty if it had nothing to do.
+
+        >>> cost = {"operations": 9, "what F keeps": 4096}, {"operations": 8, "what F keeps": 2048}
+        >>> PassCost("recompute", "", 1, *cost, moved=0, repeated=2, seconds=0.1).effect
+        'drops 1 operation; what F keeps 4.0 -> 2.0 KiB; B repeats 2 operations'
+        """
+        return "; ".join(self._effects()) if self.runs else ""
+
+    def _effects(self) -> Iterator[str]:
+        now = self.after.get(OPERATIONS, 0)
+        more = now - self.before.get(OPERATIONS, 0)
+        yield f"{'adds' if more > 0 else 'drops'} {_operations(abs(more))}" if more else f"{_operations(now)} as before"
+        for name in BYTES:
+            before, after = (each.get(name) for each in (self.before, self.after))
+            if after is not None and (before is None or format_bytes(before) != format_bytes(after)):
+                yield f"{name} {_from_to(before, after)}"
+        if self.moved:
+            yield f"{_operations(self.moved)} moved"
+        if self.repeated:
+            yield f"B repeats {_operations(self.repeated)}"
 
 
 @dataclass
@@ -46,8 +78,11 @@ class PassHistory:
 
     def __call__(self, ran: Ran) -> None:
         in_place = isinstance(ran.before, Captured)  # a canonicalisation: what it was given is no longer there
-        before = self.ran[-1].after if in_place else count_operations(ran.before)
-        self.ran.append(PassCost(ran.name, "", 1, before, count_operations(ran.made) or 0, ran.seconds))
+        before = self.ran[-1].after if in_place else figures_of(ran.before)
+        moved = sum(each.operations for each in ran.made.improvements) if isinstance(ran.made, Split) else 0
+        repeated = ran.made.recomputed.operations if ran.name == "recompute" and ran.made.recomputed else 0
+        cost = PassCost(ran.name, "", 1, before, figures_of(ran.made), moved, repeated, ran.seconds)
+        self.ran.append(cost)
         if self.texts:
             self.made[ran.name, ran.stage] = _text(ran.made) if isinstance(ran.made, Captured) else ran.made
 
@@ -76,14 +111,43 @@ class PassHistory:
 
 
 def _total(name: str, does: str, ran: Sequence[PassCost]) -> PassCost:
-    before = None if any(each.before is None for each in ran) else sum(each.before or 0 for each in ran)
-    return PassCost(name, does, len(ran), before, sum(each.after for each in ran), sum(each.seconds for each in ran))
+    before, after = (_sum([getattr(each, which) for each in ran]) for which in ("before", "after"))
+    moved, repeated = sum(each.moved for each in ran), sum(each.repeated for each in ran)
+    return PassCost(name, does, len(ran), before, after, moved, repeated, sum(each.seconds for each in ran))
 
 
-def count_operations(made: Any) -> int | None:
-    """The operations in the graphs of an artifact, BW left out; None for what has no graphs yet: a model."""
-    views = [] if isinstance(made, torch.nn.Module) else [view for view in graphs_of(made) if view.kind != "BW"]
-    return sum(not is_getitem(node) for view in views for node in view.calls) if views else None
+def _sum(each: Sequence[Mapping[str, int]]) -> dict[str, int]:
+    """Figure by figure, of those that all have."""
+    return {
+        name: sum(found[name] for found in each) for name in (each[0] if each else ()) if all(name in e for e in each)
+    }
+
+
+def figures_of(made: Any) -> dict[str, int]:
+    """The operations in the graphs of an artifact, BW, which repeats B and W, left out; and the bytes of what waits
+    between its passes, by the closure alone if it is not split yet. Nothing of what has no graphs: a model."""
+    if isinstance(made, torch.nn.Module):
+        return {}
+    views = [view for view in graphs_of(made) if view.kind != "BW"]
+    found = {OPERATIONS: sum(not is_getitem(node) for view in views for node in view.calls)}
+    if isinstance(made, Joint | Split | StageProgram):
+        crossing = crossing_of(closure(made)) if isinstance(made, Joint) else made.crossing
+        found |= dict(zip(BYTES, (crossing.kept, crossing.residue), strict=True))
+    return found
+
+
+def _operations(count: int) -> str:
+    return f"{count:,} operation{'s' * (count != 1)}"
+
+
+def _from_to(before: int | None, after: int) -> str:
+    """One size, or two with the unit said once if they share it."""
+    new = format_bytes(after)
+    if before is None:
+        return new
+    old = format_bytes(before)
+    number, unit = old.split(" ")
+    return f"{number if new.endswith(f' {unit}') else old} -> {new}"
 
 
 def _text(made: Any) -> str:

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from zbcompile.compiler.compile_example import Inspected
-from zbcompile.compiler.pass_history import PassHistory
+from zbcompile.compiler.pass_history import OPERATIONS, PassHistory
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.graph_html import operations_of, to_page
 from zbcompile.inspection.request import Subject
@@ -14,7 +14,7 @@ from zbcompile.passes.stage.print_python import print_piece
 from zbcompile.program.program import Program
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import Pair
-from zbcompile.tables import Figure, Table
+from zbcompile.tables import Figure, Table, grid, wrap
 
 PASSES = ("F", "B", "W", "BW")
 
@@ -97,10 +97,11 @@ def pass_table(subject: Subject) -> Table:
         [
             Figure("pass", cost.name),
             Figure("runs", cost.runs),
-            Figure("before", cost.before if cost.runs else None),
-            Figure("after", cost.after if cost.runs else None),
+            Figure("before", cost.before.get(OPERATIONS)),
+            Figure("after", cost.after.get(OPERATIONS)),
             Figure("seconds", cost.seconds if cost.runs else None),
             Figure("what it does", cost.does),
+            Figure("effect", cost.effect),
         ]
         for cost in costs
     ]
@@ -108,4 +109,7 @@ def pass_table(subject: Subject) -> Table:
         f"Operations of all runs of a pass; {sum(cost.seconds for cost in costs):.2f} seconds in passes. Stages "
         "that do the same work as another go only through `deduplicate`. A pass without runs had nothing to do."
     )
-    return Table("passes", rows=rows, notes=[note])
+    room = max(len(cost.name) for cost in costs) + 2
+    effects = (wrap(f"{cost.name:<{room}}{cost.effect}", " " * room) for cost in costs if cost.runs)
+    picture = grid([row[:-1] for row in rows]) + "\n\n" + "\n".join(line for lines in effects for line in lines)
+    return Table("passes", rows=rows, notes=[note], picture=picture)

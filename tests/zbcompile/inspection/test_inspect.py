@@ -236,6 +236,9 @@ def test_the_passes_in_order(tiny: Path, inspect: Callable[..., str]) -> None:
     model = [row for row in ran if row["runs"] == 1 and row["pass"] != "deduplicate"]
     assert [row["before"] for row in model[1:]] == [row["after"] for row in model[:-1]]
     assert all(row["seconds"] > 0 and row["after"] > 0 for row in ran)
+    effects = {row["pass"]: row["effect"] for row in rows}
+    assert re.match(r"adds \d+ operations; what F keeps [\d.]+ K?i?B", effects["joint"])
+    assert all(bool(row["effect"]) == bool(row["runs"]) for row in rows)
     text = inspect(f"{tiny}:two", "--passes")
     assert max(map(len, text.splitlines())) <= WIDTH
     assert [line.split()[0] for line in text.splitlines()[2 : 2 + len(rows)]] == list(PASS_NAMES)
