@@ -168,6 +168,9 @@ class Choices(OptionFields):
         pairs: "auto": where stages exchange tensors in the middle of a microbatch, a B or F is paired with a W that
             hides the exchange, if neither the simulated step nor the memory suffers (docs/composition.md); "given":
             no pairs but those of the schedule.
+        relay: Whether values that stages read which are not the next pass through all stages between. By default they
+            go straight to these, once for each rank, and are added up on the way back as eager does; with `exact=False`
+            those of one rank first, which saves messages. torch's own schedules (`pipe.stages()`) need True.
         channels: The latency and bandwidth of collectives along dimensions of the mesh, such as "tp=2e-05:50GB"
             (seconds, bytes per second); by default nominal ones. They decide about pairs, and predictions have them.
     """
@@ -184,6 +187,7 @@ class Choices(OptionFields):
     vocab: Barriers = option("off", VOCAB)
     vocab_logits: VocabLogits = option("auto", one_of("auto", "keep", "remake"))
     pairs: str = option("auto", one_of("auto", "given"))
+    relay: bool = option(False, SWITCH)
     channels: str | None = option(None, CHANNELS.or_none())
 
     def recompute_of(self, stage: int) -> Policy:

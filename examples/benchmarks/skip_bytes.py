@@ -1,10 +1,10 @@
-"""Bytes sent between ranks for values that several later stages read, per microbatch, in MB.
+"""Bytes of the messages of a microbatch if several later stages read a value, in MB.
 
     python examples/benchmarks/skip_bytes.py
 
-`relay` is what is sent today: each value passes through every stage between the one that makes it and the last one that
-reads it, and its gradient comes back the same way. `straight` is what would be sent if each rank that reads a value got
-it once from the rank that makes it, and kept it for its later stages, and if each sent one gradient back.
+With `relay` each value passes through every stage between the one that makes it and the last one that reads it, and its
+gradient comes back the same way. By default a rank that reads a value gets it once, straight from a rank that has it,
+keeps it for its later stages, and sends one gradient back; with `exact=True` as far as the order of additions allows.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
-from zbcompile.program.program import Program
+from zbcompile.prediction.predict import count_messages
 from zbcompile.schedules import build
 
 RANKS, MICROBATCHES, LAYERS, WIDTH = 4, 8, 8, 64
@@ -90,44 +90,22 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def reads(program: Program, stage: int, name: str) -> bool:
-    """Whether a stage uses an activation that arrives, and does not only pass it on."""
-    holders = program.stages[stage].pieces["F"].module.graph.find_nodes(op="placeholder")
-    found = [h for h in holders if h.meta["slot"].kind == "activation" and h.meta["slot"].name == name]
-    return any(user.op != "output" for holder in found for user in holder.users)
-
-
-def relayed(program: Program) -> int:
-    hops = [
-        each for each in pairwise(program.stages) if program.rank_of(each[0].stage) != program.rank_of(each[1].stage)
-    ]
-    forward = sum(sender.send_bytes for sender, _ in hops)
-    return forward + sum(spec.bytes for _, receiver in hops for spec in receiver.gradients_out.values())
-
-
-def straight(program: Program) -> int:
-    total = 0
-    for maker in program.stages:
-        for name, spec in maker.sends.items():
-            if name in maker.receives:
-                continue
-            readers = [s.stage for s in program.stages if name in s.receives and reads(program, s.stage, name)]
-            ranks = {program.rank_of(stage) for stage in readers} - {program.rank_of(maker.stage)}
-            back = maker.gradients_in.get(name)
-            total += len(ranks) * (spec.bytes + (back.bytes if back else 0))
-    return total
-
-
-def row(name: str, schedule: str) -> dict[str, object]:
+def sent(name: str, schedule: str, choices: Choices) -> float:
+    """MB of all messages of a microbatch."""
     make, shape = MODELS[name]
     torch.manual_seed(0)
     x = torch.randn(shape)
     order = build(schedule, ranks=RANKS, microbatches=MICROBATCHES)
-    example = Example(make(), (x,), target=x, loss=squares)
-    program = compile_example(example, order, Choices()).program
-    now, then = relayed(program), straight(program)
-    share = f"{then / now:.0%}"
-    return {"model": name, "schedule": schedule, "relay": now / 1e6, "straight": then / 1e6, "of relay": share}
+    program = compile_example(Example(make(), (x,), target=x, loss=squares), order, choices).program
+    return count_messages(program).bytes / MICROBATCHES / 1e6
+
+
+def row(name: str, schedule: str) -> dict[str, object]:
+    relay, exact, default = (
+        sent(name, schedule, choices) for choices in (Choices(relay=True), Choices(exact=True), Choices())
+    )
+    found = {"relay": relay, "exact": exact, "default": default, "of relay": f"{default / relay:.0%}"}
+    return {"model": name, "schedule": schedule, **found}
 
 
 def main() -> None:

@@ -44,13 +44,15 @@ class Slot(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """Shape, dtype, strides and device of a tensor: enough to allocate one that a graph accepts."""
+    """Shape, dtype, strides and device of a tensor: enough to allocate one that a graph accepts. One that travels
+    goes to a stage that is so many `hops` away."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     device: str
     needs_gradient: bool = False
+    hops: int = 1
 
     @property
     def bytes(self) -> int:

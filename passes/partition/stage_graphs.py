@@ -1,7 +1,9 @@
 """Cutting: from the canonical graph and an assignment of its nodes to stages to one graph per stage."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -14,7 +16,8 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.liveness import Line, held_behind, replicable
 from zbcompile.passes.partition.search import Cuts
-from zbcompile.passes.torch_private import LazyGraphModule
+from zbcompile.passes.partition.straight_ways import way_of
+from zbcompile.passes.torch_private import LazyGraphModule, OpOverload, is_composite, pytree
 
 aten = torch.ops.aten
 Assignment = Mapping[Node, int]
@@ -24,14 +27,16 @@ Assignment = Mapping[Node, int]
 class Stage:
     """A pure forward graph: every input is a placeholder with `meta["slot"]`, `outputs` names what it returns.
 
-    A value that later stages need passes through every stage between: its running gradient then comes back through the
-    same stages, last consumer first, which is the order in which eager autograd adds.
+    `hops` says of activations that come from or go to a stage which is not a neighbour how far away it is. A value that
+    leaves for several stages leaves under a name for each, the last of them first, so that its gradients are added in
+    the order of eager (`zbcompile.passes.partition.straight_ways`).
     """
 
     index: int
     module: GraphModule
     outputs: tuple[Slot, ...]
     random: bool
+    hops: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[Slot, ...]:
@@ -79,37 +84,82 @@ def _home(node: Node, earliest: int, owned: Sequence[tuple[int, ...]]) -> int:
     return later[0]
 
 
-def cut(canonical: Canonical, line: Line, assigned: Assignment, stages: int, exact: bool = False) -> tuple[Stage, ...]:
+class ValueLeg(NamedTuple):
+    """A value on its way from one stage to another."""
+
+    value: Node
+    source: int
+    target: int
+
+    @property
+    def hops(self) -> int:
+        return self.target - self.source
+
+    @property
+    def slot(self) -> Slot:
+        """A value may leave a stage for several others; it has its name on the way to the next."""
+        return Slot("activation", self.value.name if self.hops == 1 else f"{self.value.name}__to{self.target}")
+
+
+def cut(
+    canonical: Canonical,
+    line: Line,
+    assigned: Assignment,
+    stages: int,
+    exact: bool = False,
+    owners: Sequence[Hashable] | None = None,
+) -> tuple[Stage, ...]:
     """One graph per stage. What a stage can compute for itself (`replicable`) is copied into it, not sent.
 
-    With `exact` the values that cross keep their strides even if these leave gaps.
+    With `exact` the values that cross keep their strides even if these leave gaps, and gradients are added in the order
+    of eager. With `owners`, the ranks of the stages, values go straight to the stages that read them; without, they
+    pass through every stage between, as do those through which no gradient flows: what tells that a message has
+    arrived is that its gradient comes back.
     """
     anywhere = replicable(canonical, line.flops)
-    boundaries = [_boundary(canonical, line, assigned, s) for s in range(stages)]
+    legs = list(_legs(canonical, line, assigned, stages - 1, exact, owners))
+    legs.sort(key=lambda leg: -leg.hops)  # in execution order otherwise; the last message of a stage is for the next
+    arriving = ([leg for leg in legs if leg.target == s] for s in range(stages))
+    leaving = ([leg for leg in legs if leg.source == s] for s in range(stages))
     return tuple(
-        _build(canonical, line, assigned, _Builder(anywhere, exact, boundaries[s - 1] if s else []), boundaries, s)
-        for s in range(stages)
+        _build(canonical, line, assigned, _Builder(anywhere, exact, came), came, left, s, s == stages - 1)
+        for s, (came, left) in enumerate(zip(arriving, leaving, strict=True))
     )
 
 
-def _boundary(canonical: Canonical, line: Line, assigned: Assignment, stage: int) -> list[Node]:
-    """The values that cross from `stage` to the next, in execution order; what a trunk makes goes on to the last."""
+def _legs(
+    canonical: Canonical, line: Line, assigned: Assignment, last: int, exact: bool, owners: Sequence[Hashable] | None
+) -> Iterator[ValueLeg]:
+    """The ways of all values that cross, in execution order; what a trunk makes goes on to the last stage."""
     ends = {node for slot, node in canonical.outputs if slot.kind == "activation"}
-    made = [node for node in line.nodes if assigned[node] <= stage]
-    return [n for n in made if n in ends or any(assigned.get(user, -1) > stage for user in n.users)]
+    for node in line.nodes:
+        maker = assigned[node]
+        readers = [assigned.get(user, -1) for user in node.users for _ in range(_reads(user, node))]
+        behind = Counter(stage for stage in [*readers, *[last] * (node in ends)] if stage > maker)
+        if behind:
+            way = way_of(maker, behind, owners if node.meta["differentiable"] else None, exact)
+            yield from (ValueLeg(node, parent, stage) for stage, parent in way.items())
+
+
+def _reads(user: Node, node: Node) -> int:
+    """How many gradients a user gives a value: one each time that it takes it, maybe more if it is several operations
+    for autograd."""
+    several = not isinstance(user.target, OpOverload) or is_composite(user.target)
+    return sum(each is node for each in pytree.tree_leaves((user.args, user.kwargs))) + several
 
 
 class _Builder:
     """Copies nodes of the canonical graph into one stage, making placeholders on first use: for what is `arriving`, for
     inputs, and not for what may be computed `anywhere`."""
 
-    def __init__(self, anywhere: set[Node], exact: bool, arriving: list[Node]) -> None:
+    def __init__(self, anywhere: set[Node], exact: bool, arriving: Sequence[ValueLeg]) -> None:
         self.graph = Graph()
         self.anywhere, self.exact = anywhere, exact
         self.copies: dict[Node, Node] = {}
         self.casts: dict[Hashable, Node] = {}
-        for node in arriving:
-            self.copies[node] = self._placeholder(node, Slot("activation", node.name))
+        self.sent: dict[Node, Node] = {}
+        for leg in arriving:
+            self.copies[leg.value] = self._placeholder(leg.value, leg.slot)
 
     def value(self, node: Node) -> Node:
         """The stage's own node for a node of the canonical graph."""
@@ -133,7 +183,12 @@ class _Builder:
         self.copies[node] = self.casts[key]
 
     def leaving(self, node: Node) -> Node:
-        """A value with the strides in which the next stage receives it."""
+        """A value with the strides in which other stages receive it."""
+        if node not in self.sent:
+            self.sent[node] = self._laid_out(node)
+        return self.sent[node]
+
+    def _laid_out(self, node: Node) -> Node:
         own, value = self.value(node), node.meta["val"]
         received = boundary_like(value, self.exact)
         if received.stride() == value.stride():
@@ -151,21 +206,28 @@ class _Builder:
 
 
 def _build(
-    canonical: Canonical, line: Line, assigned: Assignment, builder: _Builder, boundaries: list[list[Node]], stage: int
+    canonical: Canonical,
+    line: Line,
+    assigned: Assignment,
+    builder: _Builder,
+    arriving: Sequence[ValueLeg],
+    leaving: Sequence[ValueLeg],
+    stage: int,
+    last: bool,
 ) -> Stage:
     own = [node for node in line.nodes if assigned[node] == stage]
     for node in own:
         builder.compute(node)
-    leaving = boundaries[stage] if stage < len(boundaries) - 1 else []
-    outputs = [(Slot("activation", node.name), builder.leaving(node)) for node in leaving]
+    outputs = [(leg.slot, builder.leaving(leg.value)) for leg in leaving]
     for slot, node in canonical.outputs:
-        made = len(boundaries) - 1 if slot.kind == "activation" else assigned.get(node, 0)
-        if isinstance(node, Node) and made == stage:
+        here = last if slot.kind == "activation" else assigned.get(node, 0) == stage
+        if isinstance(node, Node) and here:
             outputs.append((slot, builder.value(node)))
     builder.graph.output(tuple(node for _, node in outputs))
     _placeholders_first(builder.graph)
     module = LazyGraphModule(canonical.module, builder.graph, class_name=f"Stage{stage}")
-    return Stage(stage, module, tuple(slot for slot, _ in outputs), any(is_random(node) for node in own))
+    hops = {leg.slot.name: leg.hops for leg in (*arriving, *leaving) if leg.hops > 1}
+    return Stage(stage, module, tuple(slot for slot, _ in outputs), any(is_random(node) for node in own), hops)
 
 
 def _placeholders_first(graph: Graph) -> None:

@@ -243,7 +243,8 @@ def _is_data(node: Node) -> bool:
 
 
 def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
-    """The fake gradients that arrive for what `stage` sends; `gradients` are those that leave the next stage.
+    """The fake gradients that arrive for what `stage` sends, of one value from the last stage first, as eager adds
+    them; `gradients` are those that leave later stages (`gradients_before`).
 
     The last stage has none behind it (None): there the tangent is that of the loss.
     """
@@ -252,6 +253,15 @@ def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> d
     results = zip(stage.outputs, output_values(stage.module.graph), strict=True)
     (loss,) = (node for slot, node in results if slot.kind == "loss")
     return {"loss": loss.meta["val"]}
+
+
+def gradients_before(
+    stage: Stage, arriving: Mapping[str, torch.Tensor] | None, leaving: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The fake gradients that arrive at the stages before `stage`: those that leave it, and of those that arrive at it
+    or before it what goes straight past it."""
+    own = {slot.name for slot in stage.outputs if slot.kind == "activation"}
+    return {name: value for name, value in (arriving or {}).items() if name not in own} | dict(leaving)
 
 
 def reached_by_gradients(joint: Joint) -> set[Node]:

@@ -13,11 +13,11 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.graph.fx import NodeNumber, call_text, node_numbers, output_values
-from zbcompile.passes.graph.roles import Kind, Slot
+from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.gradient_flow import GradientFlow
-from zbcompile.passes.split.joint_graph import tangents_of
+from zbcompile.passes.split.joint_graph import gradients_before, tangents_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
 from zbcompile.passes.torch_private import BOOKKEEPING_KEYS, LazyGraphModule, module_stack, source_of, stack_trace
@@ -72,7 +72,7 @@ def compile_distinct(
             to = renaming((first, of_first), (stage, tangents))
             program, leaving = (rename or renamed)(program, to), to.by_name(leaving, "activation")
         programs.append(program)
-        gradients = leaving
+        gradients = gradients_before(stage, gradients, leaving)
     return tuple(reversed(programs))
 
 
@@ -144,6 +144,7 @@ class Renaming:
     stage: int
     names: Mapping[tuple[str, str], str]
     descriptions: Mapping[Any, Mapping[str, Any]]
+    hops: Mapping[str, int]
 
     def slot(self, slot: Slot) -> Slot:
         return slot.called(self.names.get(_key(slot), slot.name))
@@ -151,6 +152,11 @@ class Renaming:
     def by_name(self, values: Mapping[str, Value], kind: Kind) -> dict[str, Value]:
         """A mapping from names of slots of one kind, with its keys renamed."""
         return {self.slot(Slot(kind, name)).name: value for name, value in values.items()}
+
+    def travelling(self, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
+        """What travels, to the stages to which it does so under its new name."""
+        found = self.by_name(specs, "activation")
+        return {name: spec._replace(hops=self.hops.get(name, 1)) for name, spec in found.items()}
 
     def all_names(self, names: tuple[str, ...], kind: Kind) -> tuple[str, ...]:
         return tuple(self.slot(Slot(kind, name)).name for name in names)
@@ -161,7 +167,7 @@ def renaming(old: tuple[Stage, Tangents], new: tuple[Stage, Tangents]) -> Renami
     names = {before: after for before, (_, after) in zip(_keys(*old), _keys(*new), strict=True)}
     twins = zip(old[0].module.graph.nodes, new[0].module.graph.nodes, strict=True)
     lines = {_description_key(a): source_of(b) for a, b in twins}
-    return Renaming(new[0].index, names, {key: line for key, line in lines.items() if any(key)})
+    return Renaming(new[0].index, names, {key: line for key, line in lines.items() if any(key)}, new[0].hops)
 
 
 def _description_key(node: Node) -> tuple[str, tuple[str, ...]]:
@@ -174,10 +180,10 @@ def renamed(program: StageProgram, to: Renaming) -> StageProgram:
         program,
         stage=to.stage,
         pieces={name: _renamed_piece(piece, to) for name, piece in program.pieces.items()},
-        receives=to.by_name(program.receives, "activation"),
-        sends=to.by_name(program.sends, "activation"),
-        gradients_in=to.by_name(program.gradients_in, "activation"),
-        gradients_out=to.by_name(program.gradients_out, "activation"),
+        receives=to.travelling(program.receives),
+        sends=to.travelling(program.sends),
+        gradients_in=to.travelling(program.gradients_in),
+        gradients_out=to.travelling(program.gradients_out),
         parameters=to.all_names(program.parameters, "parameter"),
         buffers=to.all_names(program.buffers, "buffer"),
         trained=to.all_names(program.trained, "parameter"),

@@ -55,13 +55,13 @@ from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make
 class StageProgram:
     """One compiled stage. `pieces` has F, B, W and BW, or F alone if the stage only runs forward.
 
-    Boundary tensors are listed in the order in which they travel: `receives` and `sends` are the activations that
-    arrive and leave in F; `gradients_in` and `gradients_out` the gradients that arrive and leave in B, by the name of
-    their activation. `flops` is per pass and microbatch, a multiply-add counts as two. `original` is the stage that was
-    compiled: another one where its graphs are used, renamed. `recomputed` says what B recomputes, None if nothing;
-    `improvements` what the split did beyond the dependency closure; `deferred` along which dimension of the mesh the
-    gradient of a parameter is still to be summed; `flow` how gradients flow, for the proof of placements, if there is a
-    mesh.
+    Boundary tensors are listed in the order in which they travel, those of the farthest stages first: `receives` and
+    `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the gradients that arrive
+    and leave in B, by the name of their activation. `flops` is per pass and microbatch, a multiply-add counts as two.
+    `original` is the stage that was compiled: another one where its graphs are used, renamed. `recomputed` says what B
+    recomputes, None if nothing; `improvements` what the split did beyond the dependency closure; `deferred` along which
+    dimension of the mesh the gradient of a parameter is still to be summed; `flow` how gradients flow, for the proof of
+    placements, if there is a mesh.
     """
 
     stage: int
@@ -97,6 +97,16 @@ class StageProgram:
         """Bytes of activations that leave per microbatch."""
         return sum(spec.bytes for spec in self.sends.values())
 
+    @property
+    def largest_message(self) -> int:
+        """Bytes of the largest message that leaves in F: what goes to stages further away has messages of its own."""
+        return max((self.message_bytes("F", hops) for hops in {spec.hops for spec in self.sends.values()}), default=0)
+
+    def message_bytes(self, event: str, hops: int) -> int:
+        """Bytes of what F sends so many stages onwards, or B so many back."""
+        leaving = self.sends if event == "F" else self.gradients_out
+        return sum(spec.bytes for spec in leaving.values() if spec.hops == hops)
+
 
 def finish_stage(split: Split, choices: Choices) -> StageProgram:
     """Choose how gradients accumulate (see `zbcompile.passes.stage.accumulate`) and describe the stage."""
@@ -114,8 +124,8 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
         pieces=pieces,
         receives=_received(stage, gradients),
         sends=_sent(stage, tangents, choices.exact),
-        gradients_in={name: tensor_spec(node.meta["val"]) for name, node in tangents.items() if name != "loss"},
-        gradients_out={name: tensor_spec(value) for name, value in gradients.items()},
+        gradients_in=_travelling(stage, {n: node.meta["val"] for n, node in tangents.items() if n != "loss"}),
+        gradients_out=_travelling(stage, gradients),
         parameters=stage.named("parameter"),
         buffers=stage.named("buffer"),
         trained=tuple(dict.fromkeys(slot.name for slot, _ in split.joint.outputs if slot.kind == "gradient")),
@@ -155,7 +165,8 @@ def forward_programs(stages: Sequence[Stage], seeded: bool) -> tuple[StageProgra
     """Stages that run forward alone: nothing is kept, and no gradient travels. `seeded`: every microbatch draws from a
     seed of its own, as in a step; else from the generator as it is."""
     received = [_received(stage, {}) for stage in stages]
-    sent = [*received[1:], _sent(stages[-1], {}, exact=False)]  # the last one serves the shards of an output layer
+    sent = [_sent_as_received(stage, received) for stage in stages[:-1]]
+    sent.append(_sent(stages[-1], {}, exact=False))  # the last one serves the shards of an output layer
     return tuple(_forward_program(*each, seeded) for each in zip(stages, received, sent, strict=True))
 
 
@@ -178,13 +189,26 @@ def _forward_program(
 
 def _received(stage: Stage, gradients: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     nodes = [n for n in stage.module.graph.find_nodes(op="placeholder") if n.meta["slot"].kind == "activation"]
-    return {n.meta["slot"].name: tensor_spec(n.meta["val"], n.meta["slot"].name in gradients) for n in nodes}
+    names = [n.meta["slot"].name for n in nodes]
+    specs = [tensor_spec(n.meta["val"], name in gradients) for n, name in zip(nodes, names, strict=True)]
+    return {name: spec._replace(hops=stage.hops.get(name, 1)) for name, spec in zip(names, specs, strict=True)}
+
+
+def _sent_as_received(stage: Stage, received: Sequence[Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
+    names = [slot.name for slot in stage.outputs if slot.kind == "activation"]
+    return {name: received[stage.index + stage.hops.get(name, 1)][name] for name in names}
+
+
+def _travelling(stage: Stage, values: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: tensor_spec(value)._replace(hops=stage.hops.get(name, 1)) for name, value in values.items()}
 
 
 def _sent(stage: Stage, tangents: Mapping[str, object], exact: bool) -> dict[str, TensorSpec]:
     pairs: list[tuple[Slot, torch.fx.Node]] = list(zip(stage.outputs, output_values(stage.module.graph), strict=True))
     return {
-        slot.name: tensor_spec(boundary_like(node.meta["val"], exact), slot.name in tangents)
+        slot.name: tensor_spec(boundary_like(node.meta["val"], exact), slot.name in tangents)._replace(
+            hops=stage.hops.get(slot.name, 1)
+        )
         for slot, node in pairs
         if slot.kind == "activation"
     }

@@ -10,14 +10,21 @@ from zbcompile.schedules.execution.deadlock import culprit_error, require_finish
 from zbcompile.schedules.execution.event_loop import Outcome, run
 from zbcompile.schedules.ir.actions import COMMUNICATION, COMPUTE, MESSAGES, RECEIVES, SENDS, Action, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, source, target
+from zbcompile.schedules.ir.dependencies import (
+    messages_of,
+    other_end,
+    receives_before,
+    sends_after,
+    source,
+    target,
+)
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.schedules.lowering.collectives import check_collectives
 from zbcompile.schedules.lowering.updates import check_exchanges
 
 Channel = tuple[int, int]  # source rank, destination rank
-MessageNo = int  # ((receiving stage) * 2 + (0 forward, 1 backward)) * microbatches + microbatch
+MessageNo = int  # ((receiving stage) * (kinds of receives) + kind) * microbatches + microbatch
 
 
 class Route(NamedTuple):
@@ -67,18 +74,26 @@ def _routes(schedule: Schedule, rank: int) -> Routes:
     routes: Routes = {}
     made = {KINDS[op].event for op in schedule.ops}
     for stage in schedule.placement.stages_of(rank):
-        for op in SEND_OF.keys() & made:
-            there, here = target(op, stage, schedule.stages), source(op, stage, schedule.stages)
-            if there is not None and (peer := schedule.placement.rank_beside(rank, stage, there)) != rank:
-                routes[SEND_OF[op], stage] = Route((rank, peer), _first(schedule, op, there))
-            if here is not None and (peer := schedule.placement.rank_beside(rank, stage, here)) != rank:
-                routes[RECEIVE_OF[op], stage] = Route((peer, rank), _first(schedule, op, stage))
+        for op in made:
+            for send in sends_after(schedule, op, stage):
+                there = target(send, stage, schedule.stages)
+                if there is not None and (peer := schedule.placement.rank_beside(rank, stage, there)) != rank:
+                    routes[send, stage] = Route((rank, peer), _first(schedule, other_end(send), there))
+            for receive in receives_before(schedule, op, stage):
+                here = source(receive, stage, schedule.stages)
+                if here is not None and (peer := schedule.placement.rank_beside(rank, stage, here)) != rank:
+                    routes[receive, stage] = Route((peer, rank), _first(schedule, receive, stage))
     return routes
 
 
-def _first(schedule: Schedule, op: str, stage: int) -> MessageNo:
-    """The message for microbatch 0 that brings the result of `op` to `stage`."""
-    return (len(SEND_OF) * stage + [*SEND_OF].index(op)) * schedule.microbatches
+def _receives(schedule: Schedule) -> list[str]:
+    return sorted(messages_of(schedule) & RECEIVES)
+
+
+def _first(schedule: Schedule, receive: str, stage: int) -> MessageNo:
+    """The message for microbatch 0 that `receive` brings to `stage`."""
+    kinds = _receives(schedule)
+    return (len(kinds) * stage + kinds.index(receive)) * schedule.microbatches
 
 
 def _check_computation(lowered: Lowered, rank: int) -> None:
@@ -190,15 +205,17 @@ def _receive_buffers(lowered: Lowered, rank: int, routes: Routes) -> int:
     for op, stage in routes:
         if op in RECEIVES:
             change[op, stage] = 1
-            change |= {(user, stage): -1 for user in COMPUTE if KINDS[user].event == KINDS[op].takes}
+            users = (user for user in COMPUTE if KINDS[user].event == KINDS[op].takes)
+            change |= {(user, stage): change.get((user, stage), 0) - 1 for user in users}
     actions = flatten(lowered.programs[rank])
     return max(accumulate(change.get((op, stage), 0) for op, stage, _ in actions), default=0)
 
 
 def _receive_of(lowered: Lowered, message: MessageNo) -> Action:
     kind, microbatch = divmod(message, lowered.schedule.microbatches)
-    stage, index = divmod(kind, len(SEND_OF))
-    return Action([*RECEIVE_OF.values()][index], stage, microbatch)
+    kinds = _receives(lowered.schedule)
+    stage, index = divmod(kind, len(kinds))
+    return Action(kinds[index], stage, microbatch)
 
 
 def _send_of(lowered: Lowered, message: MessageNo) -> Action:
@@ -206,7 +223,7 @@ def _send_of(lowered: Lowered, message: MessageNo) -> Action:
     receive, stage, microbatch = _receive_of(lowered, message)
     sender = source(receive, stage, lowered.schedule.stages)
     assert sender is not None
-    return Action(SEND_OF[KINDS[receive].takes], sender, microbatch)
+    return Action(other_end(receive), sender, microbatch)
 
 
 def _last_index(program: Sequence[Step], action: Action) -> int:

@@ -20,7 +20,6 @@ from zbcompile.schedules.ir.actions import (
     COLLECTIVES,
     COMPUTE,
     EXCHANGES,
-    MESSAGES,
     ONCE,
     PAIRED,
     Action,
@@ -30,7 +29,16 @@ from zbcompile.schedules.ir.actions import (
     has_pairs,
 )
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
+from zbcompile.schedules.ir.dependencies import (
+    SEND_OF,
+    awaited,
+    messages_of,
+    needs,
+    other_end,
+    receives_before,
+    source,
+    target,
+)
 from zbcompile.schedules.ir.kinds import KINDS, Kind
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
 
@@ -94,7 +102,7 @@ class Outcome(NamedTuple):
 def operations(program: Schedule | Lowered) -> frozenset[str]:
     """The letters of the actions that a program may have."""
     schedule, _ = parts(program)
-    communication = MESSAGES | (COLLECTIVES if schedule.shards else frozenset())
+    communication = messages_of(schedule) | (COLLECTIVES if schedule.shards else frozenset())
     return schedule.ops & KINDS.keys() | (communication | exchanges(program) if isinstance(program, Lowered) else set())
 
 
@@ -140,8 +148,9 @@ def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> 
     ready = deque(reversed(range(schedule.ranks)))  # first come, first served: fewest changes from rank to rank
     times = {op: costs.times(op) for op in ops & COMPUTE}
     awaits = awaited(schedule, lowered) if schedule.shards else {}
-    make_rows = _RowsOf(schedule, costs, times, events, lowered, ops, awaits)
-    several = awaits or not ops.isdisjoint(EXCHANGES)
+    far = _far_receives(schedule) if lowered and schedule.ways else {}
+    make_rows = _RowsOf(schedule, costs, times, events, lowered, ops, awaits, far)
+    several = awaits or far or not ops.isdisjoint(EXCHANGES)
     routines = []
     for rank, order in enumerate(orders):
         rows = make_rows.of_rank(rank)
@@ -193,6 +202,13 @@ def _rank(
 
 
 Awaits = Mapping[tuple[str, int], str]  # what of every shard an operation on a stage waits for
+Far = Mapping[tuple[str, int], tuple[str, ...]]  # the messages from other stages than the next
+
+
+def _far_receives(schedule: Schedule) -> Far:
+    every = ((op, stage) for op in schedule.ops & COMPUTE for stage in range(schedule.stages))
+    found = {key: tuple(r for r in receives_before(schedule, *key) if KINDS[r].hops > 1) for key in every}
+    return {key: receives for key, receives in found.items() if receives}
 
 
 def _triples(order: Sequence[Step], rows: Rows, made: "_RowsOf") -> Iterator[Triple]:
@@ -202,6 +218,8 @@ def _triples(order: Sequence[Step], rows: Rows, made: "_RowsOf") -> Iterator[Tri
             if (op, stage) in made.awaits:
                 for shard in made.schedule.shards:
                     yield ("after", made.awaits[op, stage]), shard, microbatch
+            for receive in made.far.get((op, stage), ()):
+                yield ("after", receive), stage, microbatch
         if isinstance(step, Pair):
             yield from _pair_triples(step, rows, made.costs)
         else:
@@ -244,6 +262,7 @@ class _RowsOf(NamedTuple):
     lowered: bool
     ops: frozenset[str]
     awaits: Awaits
+    far: Far
 
     def of_rank(self, rank: int) -> Rows:
         """For each operation of the program, on each stage of a rank."""
@@ -260,7 +279,20 @@ class _RowsOf(NamedTuple):
         for op in set(self.awaits.values()):
             delay, every = self.costs.delay(op), range(self.events.stages)
             rows["after", op] = {s: (self.events.first(op, s), delay, None, self.events.nothing) for s in every}
+        for (_, stage), receives in self.far.items():
+            for op in receives if stage in stages else ():
+                rows.setdefault(("after", op), {})[stage] = self._arrival(rank, op, stage)
         return rows
+
+    def _arrival(self, rank: int, receive: str, stage: int) -> Row:
+        """A message from a stage that is not the next; what is made on this rank is there."""
+        at = source(receive, stage, self.events.stages)
+        assert at is not None
+        there = self.schedule.placement.rank_beside(rank, stage, at)
+        if there == rank:
+            return (0, 0, None, self.events.nothing)
+        sent = self.events.first(other_end(receive), at)
+        return (sent, self.costs.hop(min(stage, at), there, rank), None, self.events.nothing)
 
     def _row(self, rank: int, op: str, stage: int) -> Row:
         kind, events = KINDS[op], self.events
@@ -269,7 +301,7 @@ class _RowsOf(NamedTuple):
             return (*self._entrance(rank, op, stage), self.times[op][stage], make)
         if kind.role == "send":  # it waits until the other side has posted its receive
             there = target(op, stage, events.stages)
-            return (0 if there is None else events.first(RECEIVE_OF[kind.takes], there), 0, 0, make)
+            return (0 if there is None else events.first(other_end(op), there), 0, 0, make)
         made = needs(op, stage, events.stages) if kind.role == "collective" else ()
         count = self.events.microbatches
         here = [n for n in made if rank in {self.schedule.rank_of(n.stage, m) for m in (0, count - 1)}]

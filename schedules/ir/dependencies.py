@@ -7,13 +7,13 @@ from functools import cache
 from typing import NamedTuple
 
 from zbcompile.schedules.ir.actions import BW, CAST, LOOKUP, STATS, SUM, B, F, S, T, W
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import KINDS, message_op
 from zbcompile.schedules.ir.schedule import Schedule
 
 # What travels between stages, by operation: a message is named by the operation whose result it carries.
-TRAVELS = {op: KINDS[kind.takes or op].along for op, kind in KINDS.items() if not kind.made_at}
-SEND_OF = {kind.takes: op for op, kind in KINDS.items() if kind.role == "send"}
-RECEIVE_OF = {kind.takes: op for op, kind in KINDS.items() if kind.role == "receive"}
+TRAVELS = {op: KINDS[kind.takes or op].along * kind.hops for op, kind in KINDS.items() if not kind.made_at}
+SEND_OF = {kind.takes: op for op, kind in KINDS.items() if kind.role == "send" and kind.hops == 1}
+RECEIVE_OF = {kind.takes: op for op, kind in KINDS.items() if kind.role == "receive" and kind.hops == 1}
 
 
 def source(op: str, stage: int, stages: int) -> int | None:
@@ -47,6 +47,47 @@ def travels_as(op: str) -> str:
     ('B', 'B', 'F')
     """
     return KINDS[op].takes or KINDS[op].event
+
+
+def sends_after(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
+    """The messages in which the results of `op` on `stage` leave for other stages, the farthest first.
+
+    >>> from zbcompile.schedules import build
+    >>> sends_after(build("1f1b", ranks=4, microbatches=1), "BW", 2)
+    ('SEND_B',)
+    """
+    return _messages(schedule, "SEND", KINDS[op].event, stage)
+
+
+def receives_before(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
+    """The messages that bring what `op` on `stage` needs from other stages, the farthest first."""
+    return _messages(schedule, "RECV", KINDS[op].event, stage)
+
+
+def _messages(schedule: Schedule, direction: str, event: str, stage: int) -> tuple[str, ...]:
+    if event not in SEND_OF:
+        return ()
+    beside = (target if direction == "SEND" else source)(event, stage, schedule.stages)
+    starts = (direction == "SEND") == (event == "F")  # else the way ends here
+    ways = (way for way in schedule.ways if (way.source if starts else way.target) == stage)
+    hops = sorted((way.target - way.source for way in ways if event == "F" or way.back), reverse=True)
+    return tuple(message_op(direction, event, each) for each in [*hops, *[1] * (beside is not None)])
+
+
+def messages_of(schedule: Schedule) -> frozenset[str]:
+    """The letters of all messages that a schedule may have."""
+    near = {*SEND_OF.values(), *RECEIVE_OF.values()}
+    hops = {way.target - way.source for way in schedule.ways}
+    return frozenset(near | {message_op(way, op, each) for way in ("SEND", "RECV") for op in SEND_OF for each in hops})
+
+
+def other_end(op: str) -> str:
+    """The receive of a send, and the send of a receive.
+
+    >>> other_end("SEND3_F"), other_end("RECV_B")
+    ('RECV3_F', 'SEND_B')
+    """
+    return op.replace("SEND", "RECV") if KINDS[op].role == "send" else op.replace("RECV", "SEND")
 
 
 class Need(NamedTuple):
@@ -96,6 +137,7 @@ def awaited(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
 
 def count_messages(schedule: Schedule) -> int:
     """The number of messages between ranks in a step, forward and backward."""
-    rank = schedule.placement.rank
-    hops = ((s, target(op, s, schedule.stages)) for op in SEND_OF for s in range(schedule.stages))
-    return schedule.microbatches * sum(there is not None and rank(s) != rank(there) for s, there in hops)
+    rank, stages = schedule.placement.rank, schedule.stages
+    sends = ((s, send) for op in SEND_OF for s in range(stages) for send in sends_after(schedule, op, s))
+    targets = ((s, target(send, s, stages)) for s, send in sends)
+    return schedule.microbatches * sum(there is not None and rank(s) != rank(there) for s, there in targets)

@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ from zbcompile.schedules.ir.schedule import (
     parse_step,
     parts,
     require_counts,
+    require_ways,
 )
 from zbcompile.untrusted_text import VALUES, parse_json, read_text
 
@@ -157,6 +158,8 @@ def to_json(program: Schedule | Lowered, costs: Costs | None = None) -> str:
         data["barriers"] = schedule.barriers
     if schedule.lookups:
         data["lookups"] = True
+    if schedule.ways:
+        data["ways"] = schedule.ways
     if costs is not None:
         data["costs"] = json.loads(costs.to_json())
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
@@ -186,6 +189,7 @@ def from_dict(data: Any) -> Document:
         if type(data["name"]) is not str or passes not in PASSES:
             raise ScheduleError(f"a schedule called {data['name']!r:.80} with barriers and lookups of {passes!r:.80}")
         schedule = Schedule(data["name"], placement, data["microbatches"], orders, *passes)
+        schedule = replace(schedule, ways=require_ways(data.get("ways", ()), schedule.stages))
         program = Lowered(schedule, _orders(data["programs"])) if "programs" in data else schedule
         return Document(program, Costs.from_dict(data["costs"]) if "costs" in data else None)
     except (KeyError, TypeError, AttributeError) as error:

@@ -7,7 +7,7 @@ latter with the number of the rank in place of a stage.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal
 
@@ -31,6 +31,7 @@ class Kind:
       the result of the stage before it on this way; only at the start of the way does it wait for `after` itself.
     * `takes`: the operation whose result it takes from elsewhere: a message or collective carries it. Unless along the
       pipeline, `made_at` says where it is made: on the "first" or "last" stage, or on its "own".
+    * `hops`: of a message, how many stages further its values are needed; neighbours exchange those of 1.
     * `time`: the `Costs` per stage that add up to its time; `delay`: the `Costs` time until all shards have its result.
       Of scope "stage": until its result can be taken; of one that awaits the previous step, from the start of the step.
       Of an exchange: how long it takes a rank.
@@ -48,6 +49,7 @@ class Kind:
     along: int = 0
     takes: str = ""
     made_at: Where = ""
+    hops: int = 1
     time: tuple[str, ...] = ()
     delay: str = ""
     adds: tuple[str, ...] = ()
@@ -69,9 +71,33 @@ _once = partial(Kind, scope="stage")
 _exchange = partial(Kind, role="exchange", scope="rank", delay="exchanges")
 
 
+FARTHEST = 64  # stages that a value goes straight
+
+
+def message_op(direction: str, op: str, hops: int = 1) -> str:
+    """The letters of a message.
+
+    >>> message_op("SEND", "F"), message_op("RECV", "B", 3)
+    ('SEND_F', 'RECV3_B')
+    """
+    return f"{direction}{'' if hops == 1 else hops}_{op}"
+
+
 def _message(direction: str, op: str) -> Kind:
     role: Role = "send" if direction == "SEND" else "receive"
     return Kind(f"{direction}_{op}", f"{role} {op}", role, torch=f"{direction}_{op}", takes=op)
+
+
+def _straight(direction: str, op: str, hops: int) -> Kind:
+    near = _message(direction, op)
+    return replace(
+        near,
+        op=message_op(direction, op, hops),
+        meaning=f"{near.meaning}, {hops} stages away",
+        torch="",
+        does=(),
+        hops=hops,
+    )
 
 
 def _collective(op: str, meaning: str, delay: str, takes: str = "", made_at: Where = "") -> Kind:
@@ -106,6 +132,7 @@ _KINDS = (
     _exchange("FINAL", "the update of what the end completes"),
     _exchange("LOSS", "the end"),
     _exchange("OUTPUT", "the exchange of outputs"),
+    *(_straight(way, op, hops) for hops in range(2, FARTHEST + 1) for way in ("RECV", "SEND") for op in "FB"),
 )
 KINDS: Mapping[str, Kind] = {kind.op: kind for kind in _KINDS}
 
@@ -113,8 +140,8 @@ KINDS: Mapping[str, Kind] = {kind.op: kind for kind in _KINDS}
 def with_role(*roles: Role) -> frozenset[str]:
     """The operations that have one of these roles.
 
-    >>> sorted(with_role("send", "receive"))
-    ['RECV_B', 'RECV_F', 'SEND_B', 'SEND_F']
+    >>> sorted(with_role("exchange"))[:3]
+    ['BUFFERS', 'DRAIN', 'FINAL']
     """
     return frozenset(op for op, kind in KINDS.items() if kind.role in roles)
 

@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, Pair, S, Step, W, flatten
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import FARTHEST, KINDS
 from zbcompile.schedules.ir.placement import Placement, require_count
 
 
@@ -28,6 +28,29 @@ class Shown:
         return type(self).draw(self)
 
 
+class Way(NamedTuple):
+    """From stage `source` straight to stage `target`, at least two behind it; `back` if gradients return."""
+
+    source: int
+    target: int
+    back: bool
+
+    def __str__(self) -> str:
+        return f"{self.source}{'<' * self.back}>{self.target}"
+
+
+def require_ways(ways: Iterable[Iterable[Any]], stages: int) -> tuple[Way, ...]:
+    """Ways that were read from a file. Raises `ScheduleError` if these stages cannot have them."""
+    found = tuple(Way(*way) for way in ways)
+    for way in found:
+        whole = type(way.source) is int and type(way.target) is int and type(way.back) is bool
+        if not whole or not 0 <= way.source < way.target < stages or not 2 <= way.target - way.source <= FARTHEST:
+            raise ScheduleError(f"way {tuple(way)!r:.80}: expected two stages of {stages}, 2 to {FARTHEST} apart")
+    if len({way[:2] for way in found}) < len(found):
+        raise ScheduleError("two ways between the same two stages; expected one")
+    return tuple(sorted(found))
+
+
 @dataclass(frozen=True)
 class Schedule(Shown):
     """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only.
@@ -35,7 +58,7 @@ class Schedule(Shown):
     If there are vocabulary passes, `barriers` says what the backward of the last stage waits for: S of every shard (1)
     or T of every shard (2). `lookups` says that the embedding is sharded too: the first stage receives the rows that
     all shards have looked up. `programs` are the orders with their messages, if they came with their messages placed:
-    `lower` keeps them.
+    `lower` keeps them. `ways` are those of values that go straight to a stage which is not the next.
     """
 
     name: str
@@ -45,6 +68,7 @@ class Schedule(Shown):
     barriers: int = 1
     lookups: bool = False
     programs: tuple[tuple[Step, ...], ...] = ()
+    ways: tuple[Way, ...] = ()
 
     @property
     def ranks(self) -> int:
@@ -130,13 +154,13 @@ Letters = Literal["papers", "torch"]
 
 TORCH_LETTERS = {op: kind.torch for op, kind in KINDS.items() if kind.torch}
 _FROM_TORCH = {theirs: ours for ours, theirs in TORCH_LETTERS.items()}
-_PAPERS = re.compile(r"([A-Z]+(?:_[FB])?)(\d{1,9})\.(\d{1,9})")
+_PAPERS = re.compile(r"([A-Z]+(?:\d{0,9}_[FB])?)(\d{1,9})\.(\d{1,9})")
 _TORCH = re.compile(r"(\d{1,9})([A-Z]+(?:_[FB])?)(\d{1,9})")
 _PAPERS_PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)")
 _TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 _HEADER = re.compile(
     r"(\S+): (\d{1,9}) ranks, (\d{1,9}) microbatches, (\w+(?::[\d,]+)?) placement, (\d{1,9}) chunks?"
-    r"(?:, ([12]) barriers)?(, lookups)?(, lowered)?"
+    r"(?:, ([12]) barriers)?(, lookups)?(?:, straight ([\d<> ]+))?(, lowered)?"
 )
 
 
@@ -225,7 +249,8 @@ def _header(schedule: Schedule, lowered: bool) -> str:
     plural = "" if chunks == 1 else "s"
     barriers = f", {schedule.barriers} barriers" * (schedule.barriers != 1)
     lookups = ", lookups" * schedule.lookups
-    what = f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}{barriers}{lookups}"
+    straight = f", straight {' '.join(map(str, schedule.ways))}" * bool(schedule.ways)
+    what = f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}{barriers}{lookups}{straight}"
     return what + ", lowered" * lowered
 
 
@@ -258,14 +283,23 @@ def parse_schedule(text: str) -> Schedule | Lowered:
     if not match:
         expected = "NAME: P ranks, M microbatches, KIND placement, V chunks"
         raise ScheduleError(f"first line {header!r:.80}; expected {expected!r}")
-    name, ranks, microbatches, kind, chunks, barriers, lookups, lowered = match.groups()
+    name, ranks, microbatches, kind, chunks, barriers, lookups, straight, lowered = match.groups()
     known = kind.startswith("map:")
     programs = _rows(lines, int(ranks))
     placement = Placement.parse(kind, int(ranks)) if known else Placement(kind, int(ranks), int(chunks))
     orders, passes = compute_only(programs), (int(barriers or 1), lookups is not None)
     require_counts(placement, int(microbatches), orders)
     schedule = Schedule(name, placement, int(microbatches), orders, *passes)
+    if straight:
+        schedule = replace(schedule, ways=require_ways(map(_parse_way, straight.split()), schedule.stages))
     return Lowered(schedule, programs) if lowered else schedule
+
+
+def _parse_way(text: str) -> tuple[int, int, bool]:
+    match = re.fullmatch(r"(\d{1,9})(<?)>(\d{1,9})", text)
+    if not match:
+        raise ScheduleError(f"way {text!r:.80}; expected SOURCE>TARGET, or SOURCE<>TARGET if gradients return")
+    return int(match[1]), int(match[3]), bool(match[2])
 
 
 def _rows(lines: Sequence[str], ranks: int) -> tuple[tuple[Step, ...], ...]:

@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from zbcompile.schedules.ir.actions import RECEIVES, SENDS, Action, B, F, S, T, flatten
-from zbcompile.schedules.ir.dependencies import awaited, source, target, travels_as
+from zbcompile.schedules.ir.dependencies import (
+    awaited,
+    receives_before,
+    sends_after,
+    source,
+    target,
+    travels_as,
+)
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
@@ -14,20 +21,21 @@ HIDDEN_MESSAGE, GRADIENT_MESSAGE, ROWS_MESSAGE = "HIDDEN", "GRADIENT", "ROWS"
 
 
 class Message(NamedTuple):
-    """The `F` or `B` values that arrive at `stage` for `microbatch`; or what a collective of the vocabulary passes
-    takes from there or brings there."""
+    """The `F` or `B` values that arrive at `stage` for `microbatch`, from a stage that is so many `hops` away; or what
+    a collective of the vocabulary passes takes from there or brings there."""
 
     kind: str
     stage: int
     microbatch: int
+    hops: int = 1
 
 
 class Edge(NamedTuple):
-    """The values of an action. A compute action waits for `needs` and `makes` a message for rank `peer`; a SEND
-    `carries` one to `peer`, a RECV one from there."""
+    """The values of an action. A compute action waits for `needs` and makes messages, each for a rank; a SEND `carries`
+    one to `peer`, a RECV one from there. Those from and to the farthest stages are the first."""
 
-    needs: Message | None = None
-    makes: Message | None = None
+    needs: tuple[Message, ...] = ()
+    makes: tuple[tuple[Message, int], ...] = ()
     carries: Message | None = None
     peer: int = -1
 
@@ -37,8 +45,8 @@ def edges_of(lowered: Lowered, rank: int) -> dict[Action, Edge]:
 
     >>> from zbcompile.schedules import build, lower
     >>> edge = edges_of(lower(build("1f1b", ranks=2, microbatches=1)), 1)[Action("BW", 1, 0)]
-    >>> edge.needs, edge.makes, edge.peer
-    (None, Message(kind='B', stage=0, microbatch=0), 0)
+    >>> edge.needs, edge.makes
+    ((), ((Message(kind='B', stage=0, microbatch=0, hops=1), 0),))
     """
     schedule = lowered.schedule
     collectives = awaited(schedule, lowered=True) if schedule.shards else {}
@@ -47,19 +55,24 @@ def edges_of(lowered: Lowered, rank: int) -> dict[Action, Edge]:
 
 def _edge(schedule: Schedule, action: Action, collectives: Mapping[tuple[str, int], str]) -> Edge:
     op, stage, microbatch = action
-    before, behind = source(op, stage, schedule.stages), target(op, stage, schedule.stages)
-    arrives = None if before is None else Message(travels_as(op), stage, microbatch)
-    leaves = None if behind is None else Message(travels_as(op), behind, microbatch)
-    if op in RECEIVES and before is not None:
-        return Edge(carries=arrives, peer=schedule.rank_of(before, microbatch))
-    if op in SENDS and behind is not None:
-        return Edge(carries=leaves, peer=schedule.rank_of(behind, microbatch))
+    if op in RECEIVES and (before := source(op, stage, schedule.stages)) is not None:
+        return Edge(carries=_carried(op, stage, microbatch), peer=schedule.rank_of(before, microbatch))
+    if op in SENDS and (there := target(op, stage, schedule.stages)) is not None:
+        return Edge(carries=_carried(op, there, microbatch), peer=schedule.rank_of(there, microbatch))
+    needs = [_carried(receive, stage, microbatch) for receive in receives_before(schedule, op, stage)]
     if (op, stage) in collectives:
         kind = GRADIENT_MESSAGE if KINDS[op].event == B else collectives[op, stage]
-        arrives = Message(kind, stage, microbatch)
-    leaves = leaves or (_handed_over(schedule, action) if schedule.shards else None)
-    peer = schedule.rank_of(leaves.stage, microbatch) if leaves else -1
-    return Edge(arrives, leaves, peer=peer)
+        needs.append(Message(kind, stage, microbatch))
+    targets = [(send, target(send, stage, schedule.stages)) for send in sends_after(schedule, op, stage)]
+    made = [_carried(send, there, microbatch) for send, there in targets if there is not None]
+    handed = _handed_over(schedule, action) if schedule.shards and not made else None
+    made += [handed] if handed else []
+    return Edge(tuple(needs), tuple((message, schedule.rank_of(message.stage, microbatch)) for message in made))
+
+
+def _carried(op: str, stage: int, microbatch: int) -> Message:
+    """What a SEND or RECV brings to a stage."""
+    return Message(travels_as(op), stage, microbatch, KINDS[op].hops)
 
 
 def _handed_over(schedule: Schedule, action: Action) -> Message | None:

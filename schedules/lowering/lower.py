@@ -25,21 +25,21 @@ from zbcompile.schedules.execution.deadlock import require_finished
 from zbcompile.schedules.execution.event_loop import Outcome, run, without_collector
 from zbcompile.schedules.ir.actions import COMPUTE, Action, Pair, Step, flatten, has_pairs
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, target
+from zbcompile.schedules.ir.dependencies import other_end, sends_after, target
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, compute_only
 from zbcompile.schedules.lowering.collectives import Posts, post_collectives
 
 
 class Peer(NamedTuple):
-    """Where the results of one operation on one stage go, and the ready-made actions by microbatch."""
+    """A rank that gets results of one operation on one stage, and the ready-made actions by microbatch."""
 
     rank: int
     sends: list[Action]
     receives: list[Action]
 
 
-Peers = dict[str, dict[int, Peer]]  # by operation, then by stage
+Peers = dict[str, dict[int, tuple[Peer, ...]]]  # by operation, then by stage
 
 
 @without_collector()
@@ -91,21 +91,19 @@ def _post_receives(
     order: Sequence[Step], begins: Sequence[float], peers: Peers, outcome: Outcome, posts: Sequence[Posts]
 ) -> None:
     """Enter the receives of everything that one rank sends into the `posts` of the receiving ranks."""
-    reached = dict.fromkeys((peer.rank for stages in peers.values() for peer in stages.values()), 0)
+    reached = dict.fromkeys((p.rank for stages in peers.values() for found in stages.values() for p in found), 0)
     for begin, (op, stage, microbatch) in _timed(order, begins):
-        peer = peers[op].get(stage)
-        if peer is None:
-            continue
-        there = peer.rank
-        place = bisect_left(outcome.begin[there], begin, reached[there])
-        if place and outcome.end[there][place - 1] > begin:
-            place -= 1
-        reached[there] = place
-        present = posts[there][place]
-        if present is None:
-            posts[there][place] = [peer.receives[microbatch]]
-        else:
-            present.append(peer.receives[microbatch])
+        for peer in peers[op].get(stage, ()):
+            there = peer.rank
+            place = bisect_left(outcome.begin[there], begin, reached[there])
+            if place and outcome.end[there][place - 1] > begin:
+                place -= 1
+            reached[there] = place
+            present = posts[there][place]
+            if present is None:
+                posts[there][place] = [peer.receives[microbatch]]
+            else:
+                present.append(peer.receives[microbatch])
 
 
 def _timed(order: Sequence[Step], begins: Sequence[float]) -> Iterable[tuple[float, Action]]:
@@ -119,21 +117,24 @@ def _peers(schedule: Schedule, rank: int, microbatches: Sequence[int]) -> Peers:
     """By operation and stage; nothing is sent within a rank."""
     peers: Peers = {op: {} for op in COMPUTE}
     for stage in schedule.placement.stages_of(rank):
-        made: dict[str, Peer | None] = {}
+        made: dict[str, tuple[Peer, ...]] = {}
         for op in schedule.ops & COMPUTE:
             event = KINDS[op].event  # B and BW send the same
-            peer = made[event] = made[event] if event in made else _peer(schedule, rank, event, stage, microbatches)
-            if peer is not None:
-                peers[op][stage] = peer
+            if event not in made:
+                nearest_first = reversed(sends_after(schedule, event, stage))
+                found = (_peer(schedule, rank, send, stage, microbatches) for send in nearest_first)
+                made[event] = tuple(peer for peer in found if peer is not None)
+            if made[event]:
+                peers[op][stage] = made[event]
     return peers
 
 
-def _peer(schedule: Schedule, rank: int, op: str, stage: int, microbatches: Sequence[int]) -> Peer | None:
-    there = target(op, stage, schedule.stages)
+def _peer(schedule: Schedule, rank: int, send: str, stage: int, microbatches: Sequence[int]) -> Peer | None:
+    there = target(send, stage, schedule.stages)
     if there is None or (peer := schedule.placement.rank_beside(rank, stage, there)) == rank:
         return None
-    sends = [Action(SEND_OF[op], stage, m) for m in microbatches]
-    receives = [Action(RECEIVE_OF[op], there, m) for m in microbatches]
+    sends = [Action(send, stage, m) for m in microbatches]
+    receives = [Action(other_end(send), there, m) for m in microbatches]
     return Peer(peer, sends, receives)
 
 
@@ -149,7 +150,5 @@ def _interleave(order: Sequence[Step], peers: Peers, posts: Posts) -> tuple[Step
             sends.clear()
         program.append(step)
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
-            peer = peers[op].get(stage)
-            if peer is not None:
-                sends.append(peer.sends[microbatch])
+            sends += [peer.sends[microbatch] for peer in peers[op].get(stage, ())]
     return (*program, *(posts[-1] or ()), *sends)

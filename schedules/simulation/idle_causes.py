@@ -7,7 +7,16 @@ from zbcompile.amounts import plain
 from zbcompile.schedules.execution.event_loop import Outcome
 from zbcompile.schedules.ir.actions import EXCHANGES, SENDS, Action, B, F, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.dependencies import RECEIVE_OF, SEND_OF, awaited, needs, target
+from zbcompile.schedules.ir.dependencies import (
+    SEND_OF,
+    Need,
+    awaited,
+    needs,
+    other_end,
+    receives_before,
+    source,
+    target,
+)
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
 
@@ -147,11 +156,13 @@ class Waits:
             by = self.awaits[op, stage]
             yield from (self._made(Action(by, shard, microbatch), self.costs.delay(by)) for shard in self.shards)
         if kind.role == "send" and (there := target(op, stage, self.schedule.stages)) is not None:
-            yield self._made(Action(RECEIVE_OF[kind.takes], there, microbatch), 0)
+            yield self._made(Action(other_end(op), there, microbatch), 0)
         if kind.scope == "stage" and kind.takes in self.schedule.ops:
             yield self._made(Action(kind.takes, stage, 0), self.costs.delay(kind.takes, stage))
         if kind.role not in ("compute", "collective") or kind.scope == "stage":
             return
+        for at in self._straight_from(op, stage):
+            yield self._input(rank, stage, Action(kind.event, at.stage, microbatch), at.op)
         for made in (Action(*need, microbatch) for need in needs(op, stage, self.schedule.stages)):
             if kind.role == "compute" and not kind.made_at:
                 yield self._input(rank, stage, made)
@@ -160,13 +171,20 @@ class Waits:
             elif self.position[made][0] == rank:
                 yield self._made(made, 0)
 
-    def _input(self, rank: int, stage: int, action: Action) -> Input:
+    def _straight_from(self, op: str, stage: int) -> Iterator[Need]:
+        """The sends of a lowered program, of stages that are not the next, that bring what an operation needs."""
+        for receive in receives_before(self.schedule, op, stage) if self.lowered else ():
+            at = source(receive, stage, self.schedule.stages)
+            if KINDS[receive].hops > 1 and at is not None:
+                yield Need(other_end(receive), at)
+
+    def _input(self, rank: int, stage: int, action: Action, send: str = "") -> Input:
         """What another pass made, or its message if that is on another rank of a lowered program."""
         source, _ = self.position[action]
         if source == rank:
             return self._made(action, 0)
         delay = self.costs.hop(min(stage, action.stage), source, rank)
-        return self._made(action._replace(op=SEND_OF[action.op]) if self.lowered else action, delay)
+        return self._made(action._replace(op=send or SEND_OF[action.op]) if self.lowered else action, delay)
 
     def _made(self, action: Action, delay: float) -> Input:
         source, index = self.position[action]

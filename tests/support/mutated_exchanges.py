@@ -9,7 +9,7 @@ against those of the model as it was.
 import argparse
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -211,8 +211,9 @@ class Tally:
         self.missed = self.missed or []
 
 
-def inputs_of(case: Case, rank: int) -> dict[str, Tensor]:
-    """The values that a rank's graph reads, by name; to be called inside `alone(rank)`."""
+def inputs_of(case: Case, rank: int, sharded: Collection[str]) -> dict[str, Tensor]:
+    """The values that a rank's graph reads, by name; to be called inside `alone(rank)`, where nobody sends the parts of
+    DTensors, which are drawn."""
     from tests.support.meshes import mesh_of
     from zbcompile.model.distributed_tensors import Parts
 
@@ -220,17 +221,21 @@ def inputs_of(case: Case, rank: int) -> dict[str, Tensor]:
     model, _, x, y = case.make(mesh)
     Parts(model, {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names or ()})
     state = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
-    return {**state, "args[0]": x, "target": y}
+    draw = torch.Generator().manual_seed(rank)
+    parts = {name: torch.randn(state[name].shape, generator=draw) / 4 for name in state if name in sharded}
+    return {**state, **parts, "args[0]": x, "target": y}
 
 
 def examine(name: str, case: Case, limit: int, tally: Tally) -> None:
     """Try up to `limit` mutations of a model."""
     torch.manual_seed(5)
     with alone(1):
-        other, beside = captured(case), inputs_of(case, 1)
+        other = captured(case)
+        beside = inputs_of(case, 1, other.sharded)
     torch.manual_seed(5)
     with alone(0):
-        own, values = captured(case), inputs_of(case, 0)
+        own = captured(case)
+        values = inputs_of(case, 0, own.sharded)
         values |= {key: beside[key] for key in ("args[0]", "target")}
         averaged = case.dimension in ("cp", "dp", "ep")
         placement = _placements(case, own)
@@ -240,6 +245,7 @@ def examine(name: str, case: Case, limit: int, tally: Tally) -> None:
 
         torch.manual_seed(6)
         expected = run([own, other], [values, beside], case.dimension, averaged)
+        assert all(bool(value.isfinite().all()) for rank in expected for value in rank.values()), name
         pending = list(mutations_of(own.flows[0].module.graph, case.dimension))
         random.Random(name).shuffle(pending)
         for mutation in pending[:limit]:

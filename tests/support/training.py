@@ -96,7 +96,7 @@ def compiled_once(problem: str, exact: bool) -> Iterator[None]:
         key = (problem, exact, schedule.placement, guards and guards.given.answers)
         if key not in _COMPILED:
             _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest, **more)
-        return replace(_COMPILED[key], lowered=lower(schedule))
+        return replace(_COMPILED[key], lowered=lower(replace(schedule, ways=_COMPILED[key].schedule.ways)))
 
     with mock.patch.multiple("zbcompile.program_cache.programs", draw_step=draw_once, compile_drawn=compile_once):
         yield

@@ -26,7 +26,7 @@ from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.node_costs import device_of
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, cut
-from zbcompile.passes.split.joint_graph import tangents_of
+from zbcompile.passes.split.joint_graph import gradients_before, tangents_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.deduplicate import Tangents, same_work
 from zbcompile.passes.stage.peak_memory import alive_while
@@ -102,7 +102,8 @@ def price_line(
                 block = _Block(stage, program, places, end - begin, choices)
                 made[key] = block.priced(below, begin), [leaving.get(name) for name in _received(stage)]
             prices, order = made[key]
-            gradients = {n: g for n, g in zip(_received(stage), order, strict=True) if g is not None}
+            leaving = {n: g for n, g in zip(_received(stage), order, strict=True) if g is not None}
+            gradients = gradients_before(stage, gradients, leaving)
             found.append((stage, prices))
     return _joined(canonical, found[::-1])
 

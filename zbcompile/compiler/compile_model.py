@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from zbcompile.compiler.compile_stage import compile_stage, labels_of, make_manager
 from zbcompile.compiler.cut_planning import plan_cuts
-from zbcompile.compiler.paired_schedule import lower_for
+from zbcompile.compiler.paired_schedule import lower_for, owners_of
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, choose_sharding, shard
 from zbcompile.model.batch import Microbatch
@@ -150,7 +150,9 @@ def compile_drawn(
             cuts, assigned = like.cuts, assign_by_cuts(line, like.cuts)
         else:
             cuts, assigned = like.cuts, assign_by_parameters(canonical, line, like.homes, schedule.stages)
-        stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact)
+        relay = choices.relay or (schedule.programs and not schedule.ways)  # a schedule may bring its messages
+        owners = None if relay else owners_of(schedule.placement)
+        stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact, owners)
         refuse_shared_mutation(stages)
         if schedule.placement.kind == "dual":
             refuse_mutation_of_copies(stages)

@@ -16,6 +16,7 @@ from zbcompile.compiler.compile_model import (
     without_autocast,
 )
 from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.paired_schedule import owners_of, ways_of
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, forward_shards, shard_head
 from zbcompile.model.batch import Microbatch
@@ -81,7 +82,8 @@ def compile_forward(
         cuts = plan_cuts(trunk, line, frame.schedule, frame.choices, {}) if like is None else like.cuts
         count = frame.schedule.stages
         assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes, count)
-        stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, count)
+        owners = None if frame.choices.relay else owners_of(frame.schedule.placement)
+        stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, count, False, owners)
         stages = tuple(without_calls(stage, labels_of(canonical)) for stage in stages)
         if wanted.computes != "eval":
             require_whole_logits(stages, frame.sharded)
@@ -149,4 +151,5 @@ def forward_order(program: Program, count: int) -> Lowered:
     """The order in which that many microbatches flow through a forward alone."""
     found, placement = program.vocabulary, program.schedule.placement
     lookups = found is not None and bool(found.lookup)
-    return lower(forward_only(placement, count, shards=found is not None, lookups=lookups))
+    schedule = forward_only(placement, count, shards=found is not None, lookups=lookups)
+    return lower(replace(schedule, ways=ways_of(program.stages)))

@@ -1,16 +1,18 @@
 """What a schedule's exchanges take, and the schedule with pairs that hide them."""
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from zbcompile.compiler.block_prices import exchange_seconds
 from zbcompile.compiler.stage_price import bytes_of, exchange_of
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import CompileError
 from zbcompile.passes.hardware.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs, Lowered, Schedule, lower
+from zbcompile.schedules import Costs, Lowered, Placement, Schedule, lower
+from zbcompile.schedules.ir.schedule import Way
 from zbcompile.schedules.searching.pairs import beside, with_pairs
 
 
@@ -32,17 +34,43 @@ def in_order(program: Program, schedule: Schedule) -> Program:
     return replace(program, lowered=lower_for(program.stages, schedule, program.choices, program.device_type))
 
 
+def owners_of(placement: Placement) -> tuple[Hashable, ...]:
+    """The ranks of each stage, in both copies of a model that has two."""
+    copies = (0, 1) if placement.kind == "dual" else (0,)
+    return tuple(tuple(placement.rank(stage, copy) for copy in copies) for stage in range(placement.stages))
+
+
+def ways_of(stages: Sequence[StageProgram]) -> tuple[Way, ...]:
+    """The ways of what goes straight from one stage to another that is not the next."""
+    arriving = {(stage.stage - spec.hops, stage.stage) for stage in stages for spec in stage.receives.values()}
+    back = {(stage.stage - spec.hops, stage.stage) for stage in stages for spec in stage.gradients_out.values()}
+    far = sorted((source, target) for source, target in arriving if target - source > 1)
+    return tuple(Way(*each, each in back) for each in far)
+
+
+def _require_its_ways(schedule: Schedule, stages: Sequence[StageProgram]) -> None:
+    wanted = ways_of(stages)
+    if schedule.ways != wanted:
+        there, needed = (", ".join(map(str, ways)) or "none" for ways in (schedule.ways, wanted))
+        raise CompileError(
+            f"{schedule.name} brings its messages, and those that go straight to stages which are not the next are not "
+            f"those of this model: {there}; expected {needed}. Pass the schedule without its messages."
+        )
+
+
 def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choices, device: str) -> Lowered:
     """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the collectives."""
     if schedule.programs:  # its messages are placed for its order
+        _require_its_ways(schedule, stages)
         return lower(schedule)
     pairs = any(each.hides for stage in stages for each in collectives_of(stage))
     if choices.pairs == "given" or not pairs or any("W" not in stage.pieces for stage in stages):
-        return lower(with_pairs(schedule, Costs.uniform(schedule.stages)))
+        return lower(replace(with_pairs(schedule, Costs.uniform(schedule.stages)), ways=ways_of(stages)))
     speed = max((choices.hardware or hardware_for(device)).peak.values())
     times = {op: [stage.flops[op] / speed for stage in stages] for op in "FBW"}
     waits = {op: [exchange_of(stage, op, choices, device) for stage in stages] for op in "FB"}
     forward, backward = (tuple(time + wait[0] for time, wait in zip(times[op], waits[op], strict=True)) for op in "FB")
     in_forward, in_backward = (tuple(wait[1] for wait in waits[op]) for op in "FB")
     costs = Costs(forward, backward, tuple(times["W"]), **bytes_of(stages))
-    return lower(with_pairs(schedule, replace(costs, forward_exchange=in_forward, backward_exchange=in_backward)))
+    costs = replace(costs, forward_exchange=in_forward, backward_exchange=in_backward)
+    return lower(replace(with_pairs(schedule, costs), ways=ways_of(stages)))

@@ -70,7 +70,7 @@ def price_of(
     crossing = stage.crossing
     aside = {"B": crossing.kept - crossing.forward_to_backward}  # what only W reads
     running = {op: transient_bytes(stage, op, buffered=True) + aside.get(op, 0) for op in stage.pieces}
-    sizes = crossing.kept, crossing.residue, running, stage.send_bytes
+    sizes = crossing.kept, crossing.residue, running, stage.largest_message
     again = recomputed_seconds(stage, hardware)
     return StagePrice((forward + all_f, backward + all_b, weight), again, (hides_f, hides_b), *sizes, saved)
 
@@ -118,7 +118,7 @@ def bytes_of(stages: Sequence[StageProgram]) -> dict[str, Any]:
     return {
         "activation": tuple(stage.crossing.kept for stage in stages),
         "residue": tuple(stage.crossing.residue for stage in stages),
-        "message": tuple(stage.send_bytes for stage in stages),
+        "message": tuple(stage.largest_message for stage in stages),
     }
 
 

@@ -1,6 +1,6 @@
 """Ranks: which ranks of a pipeline this process plays, and what it tells the other processes outside of a step."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -144,6 +144,7 @@ class GroupRanks(Ranks):
     collectives: dist.ProcessGroup | None = None
     hosts: dist.ProcessGroup | None = None  # of replicas over gloo, if `everyone` is a group of devices
     opened: Ordered | None = None
+    opened_for: set[Hashable] = field(default_factory=set)  # the needs of the schedules whose channels these are
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -184,15 +185,20 @@ class GroupRanks(Ranks):
         return PointToPoint(channels=self.channels(schedule, microbatches, number, max_ctas), buffers=buffers)
 
     def channels(self, schedule: Schedule, microbatches: int, number: int, max_ctas: int | None) -> Channels:
-        """What carries messages between the ranks of a schedule; the first call opens the rank-local channels."""
+        """What carries messages between the ranks of a schedule; the first call opens the rank-local channels, a later
+        one those that only its schedule needs."""
         if not self.ordered:
             return Tagged(self.group, microbatches, f"{self.watch.position.doing} ({number})")
-        if self.opened is None:
-            store, pairs = self.watch.board.private_store(self.group), channels_of(schedule)
+        needs = schedule.placement, schedule.ops, schedule.ways
+        if self.opened is None or needs not in self.opened_for:
+            found = self.opened or Ordered({}, {})
+            store, pairs = self.watch.board.private_store(self.group), found.missing(channels_of(schedule), self.rank)
             with self.watch.position.waiting("the opening of the channels"):
                 given = self.backend, pairs, self.rank, store, self.device, self.watch.timeout
-                self.opened = open_channels(*given, max_ctas)
-            self.watch.groups = (*self.watch.groups, *self.opened.links)
+                new = open_channels(*given, max_ctas)
+            self.opened = Ordered({**found.outward, **new.outward}, {**found.inward, **new.inward})
+            self.opened_for.add(needs)
+            self.watch.groups = (*self.watch.groups, *new.links)
         return self.opened
 
     def collective_group(self) -> dist.ProcessGroup:
@@ -223,6 +229,7 @@ class GroupRanks(Ranks):
         if self.opened is not None:
             self.opened.close(self.backend, broken=self.watch.fault is not None)
         self.opened = None
+        self.opened_for.clear()
 
 
 def _gather(value: Any, group: dist.ProcessGroup) -> list[Any]:

@@ -28,6 +28,7 @@ from zbcompile.torch_private import gloo_link, nccl_link
 
 Pair = tuple[int, int]  # source rank, destination rank
 SOURCE, DESTINATION = 0, 1  # the ranks of a link
+STAGES = 1024  # of a program with messages to stages that are not the next
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,8 @@ class Tagged:
         return self.group.recv([tensor], peer, self._tag(message, index))
 
     def _tag(self, message: Message, index: int) -> int:
-        number = (message.stage * 2 + (message.kind == "B")) * self.microbatches + message.microbatch
+        place = (message.hops - 1) * STAGES + message.stage
+        number = (place * 2 + (message.kind == "B")) * self.microbatches + message.microbatch
         return (zlib.crc32(self.call.encode()) + number * 64 + index) % (UNUSED_TAG - 1) + 1
 
 
@@ -72,6 +74,11 @@ class Ordered:
         for a message that never comes are ended."""
         for link in self.links if backend == gpu.BACKEND else ():
             (link.abort if broken else link.shutdown)()
+
+    def missing(self, pairs: Sequence[Pair], rank: int) -> list[Pair]:
+        """Those of the channels of a rank that are not open."""
+        there = {(rank, peer) for peer in self.outward} | {(peer, rank) for peer in self.inward}
+        return [pair for pair in pairs if rank in pair and pair not in there]
 
     @property
     def links(self) -> tuple[LinkGroup, ...]:

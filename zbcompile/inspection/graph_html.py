@@ -131,7 +131,8 @@ def _columns(program: Program) -> Iterator[str]:
 
 
 def _hop(left: StageProgram, right: StageProgram) -> str:
-    """What travels between two stages: activations to the right, gradients, if the program trains, to the left."""
+    """What a stage sends on: activations to the right, also to stages further away (`value__to5`), and what it gets for
+    them, if the program trains: gradients to the left."""
     there, back = (format_bytes(sum(spec.bytes for spec in each.values())) for each in (left.sends, left.gradients_in))
     travels = f"<b>&#8594;</b>{there}<br>activations"
     travels += f"<br><b>&#8592;</b>{back}<br>gradients" if "B" in left.pieces else ""

@@ -1,5 +1,6 @@
 """The time and memory of a step, predicted from the compiled graphs without running them."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +15,9 @@ from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import is_record, record_from
 from zbcompile.schedules import Costs, simulate
-from zbcompile.schedules.ir.actions import SEND_B, SEND_F, flatten
+from zbcompile.schedules.ir.actions import SENDS, flatten
 from zbcompile.schedules.ir.costs import Link
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.visualization.figure import figure
 from zbcompile.schedules.visualization.units import in_units
 from zbcompile.untrusted_text import VALUES, read_json
@@ -101,6 +103,7 @@ def _links(program: Program, hardware: Hardware) -> dict[str, Any]:
         return {}
     rank, stages = program.schedule.placement.rank, program.schedule.stages
     pairs = {(rank(s), rank(s + 1)) for s in range(stages - 1)}
+    pairs |= {(rank(way.source), rank(way.target)) for way in program.schedule.ways}
     apart = {(a, b): hardware.connection(a, b) for pair in pairs for a, b in (pair, pair[::-1])}
     links = [Link(*pair, *c) for pair, c in sorted(apart.items()) if c is not None and c != hardware.within]
     return {"comm": hardware.within.latency, "bandwidth": hardware.within.bandwidth, "links": tuple(links)}
@@ -176,7 +179,6 @@ class Messages:
 
 def count_messages(program: Program) -> Messages:
     """The messages of one step between different ranks. One message may carry several tensors."""
-    sends = [a for order in program.lowered.programs for a in flatten(order) if a.op in (SEND_F, SEND_B)]
-    forward = [stage.send_bytes for stage in program.stages]
-    backward = [sum(spec.bytes for spec in stage.gradients_out.values()) for stage in program.stages]
-    return Messages(len(sends), sum((forward if a.op == SEND_F else backward)[a.stage] for a in sends))
+    sends = Counter(a[:2] for order in program.lowered.programs for a in flatten(order) if a.op in SENDS)
+    sizes = {(op, stage): program.stages[stage].message_bytes(KINDS[op].takes, KINDS[op].hops) for op, stage in sends}
+    return Messages(sends.total(), sum(count * sizes[key] for key, count in sends.items()))

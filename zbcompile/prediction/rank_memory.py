@@ -1,6 +1,6 @@
 """What each rank holds: parameters, gradients, optimizer state, activations, messages, the copies of collectives."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -24,8 +24,8 @@ from zbcompile.runtime.rank_plan import assign_buffers, completed_sends
 from zbcompile.runtime.stage_plan import AFTER, arrivals_of
 from zbcompile.schedules import Costs, lower
 from zbcompile.schedules.execution.memory import deltas
-from zbcompile.schedules.ir.actions import COMPUTE, RECEIVES, SEND_F, SENDS, Action, F, flatten
-from zbcompile.schedules.ir.dependencies import RECEIVE_OF
+from zbcompile.schedules.ir.actions import COMPUTE, RECEIVES, SENDS, Action, F, flatten
+from zbcompile.schedules.ir.dependencies import RECEIVE_OF, receives_before
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.lowering.edges import Message, edges_of
 from zbcompile.schedules.simulation.timeline import Timeline
@@ -106,8 +106,8 @@ def complete_peak(
     running = cache(lambda: running_of(prices_of(program)))
 
     def peak(timeline: Timeline) -> float:
-        same = timeline.schedule == program.schedule
-        other = program if same else replace(program, lowered=lower(timeline.schedule))
+        schedule = replace(timeline.schedule, ways=program.schedule.ways)
+        other = program if schedule == program.schedule else replace(program, lowered=lower(schedule))
         return max(memory.peak for memory in rank_memories(other, timeline.costs, model, sharding, running()))
 
     return peak
@@ -203,7 +203,7 @@ class _Messages:
         self.completes = completed_sends(program, rank, self.buffers)
         self.pool = _bytes({b for each in self.buffers.values() for b in each if b.number >= 0})
         self.sent: dict[Message, int] = {}
-        self.kept: dict[int, int] = {}  # by stage
+        self.kept: dict[tuple[int, int], int] = {}  # by stage, and how far its message goes
         self.readers: dict[tuple[int, str], list[frozenset[str]]] = {}  # by stage and event
         self.posted: dict[object, int] = {}  # received without a buffer that stays, or from this rank itself
         self.reading: list[tuple[int, frozenset[str], tuple[int, int]]] = []  # in buffers, and an activation
@@ -226,13 +226,16 @@ class _Messages:
         for message in self.completes.get(action, ()):
             self.sent.pop(message, None)
         if action.op in RECEIVES:
-            self.posted[action[1:], action.op[-1]] = _bytes(b for b in self._buffers(action) if b.number < 0)
+            waiting = self.posted.get((action[1:], action.op[-1]), 0)
+            alone = _bytes(b for b in self._buffers(action) if b.number < 0)
+            self.posted[action[1:], action.op[-1]] = waiting + alone
         elif action.op in SENDS and (sent := self.edges[action].carries) is not None:
-            self.sent[sent] = self._made(action) - self._kept(action)
+            self.sent[sent] = self._made(action.stage, sent) - self._kept(action)
         elif action.op in COMPUTE:
             event = KINDS[action.op].event
             self.posted.pop((action[1:], event), None)
-            self.posted.pop(self.edges[action].needs, None)
+            for message in self.edges[action].needs:
+                self.posted.pop(message, None)
             for buffer, readers in self._arrived(action, event):
                 self.reading.append((buffer.spec.bytes, readers, action[1:]))
 
@@ -240,16 +243,17 @@ class _Messages:
         """Buffers behind their last reader are buffers again; what is made for a stage on this rank waits."""
         done = AFTER.get(action.op, ())
         self.reading = [r for r in self.reading if r[2] != action[1:] or not r[1].isdisjoint(done)]
-        made, peer = self.edges[action].makes, self.edges[action].peer
-        if made is not None and peer == self.rank and made.kind in RECEIVE_OF:
-            self.posted[made] = self._made(action)
+        for made, peer in self.edges[action].makes:
+            if peer == self.rank and made.kind in RECEIVE_OF:
+                self.posted[made] = self._made(action.stage, made)
 
     def _buffers(self, action: Action) -> Sequence[Buffer]:
         return self.buffers.get(action, ())
 
     def _arrived(self, action: Action, event: str) -> Iterator[tuple[Buffer, frozenset[str]]]:
         """The buffers of what a pass waited for, each with the passes that read it."""
-        found = self._buffers(Action(RECEIVE_OF.get(event, ""), *action[1:]))
+        receives = receives_before(self.program.schedule, action.op, action.stage)
+        found = [buffer for receive in receives for buffer in self._buffers(Action(receive, *action[1:]))]
         if (action.stage, event) not in self.readers:
             arrivals = arrivals_of(self.program.stages[action.stage])
             self.readers[action.stage, event] = [each.readers for each in arrivals.get(event, ())]
@@ -259,27 +263,29 @@ class _Messages:
     def _kept(self, action: Action) -> int:
         """The bytes of a message that the backward reads again: they count as an activation already. It has arrived
         before they are read for the last time."""
-        if action.op != SEND_F:
+        if KINDS[action.op].takes != F:
             return 0
-        if action.stage not in self.kept:
-            self.kept[action.stage] = sent_and_kept(self.program.stages[action.stage].pieces["F"])
-        return self.kept[action.stage]
-
-    def _made(self, action: Action) -> int:
-        """The bytes of the message that a pass makes."""
         stage = self.program.stages[action.stage]
-        forward = action.op in (F, SEND_F)
-        return stage.send_bytes if forward else sum(spec.bytes for spec in stage.gradients_out.values())
+        key = action.stage, KINDS[action.op].hops
+        if key not in self.kept:
+            leaving = {name for name, spec in stage.sends.items() if spec.hops == key[1]}
+            self.kept[key] = sent_and_kept(stage.pieces["F"], leaving)
+        return self.kept[key]
+
+    def _made(self, stage: int, message: Message) -> int:
+        """The bytes of a message that a pass makes."""
+        return self.program.stages[stage].message_bytes(message.kind, message.hops)
 
 
-def sent_and_kept(forward: Piece) -> int:
-    """Bytes of the activations that a forward pass sends and that are saved for its backward as well."""
+def sent_and_kept(forward: Piece, leaving: Collection[str]) -> int:
+    """Bytes of those of the activations `leaving` a forward pass that are saved for its backward as well."""
     values = [
-        (slot.kind, node.meta["val"])
+        (slot, node.meta["val"])
         for slot, node in zip(forward.outputs, output_values(forward.module.graph), strict=True)
     ]
-    saved = {storage_key(t) for kind, value in values if kind == "saved" for t in tensors_of(value)}
-    sent = {storage_key(t): t for kind, value in values if kind == "activation" for t in tensors_of(value)}
+    saved = {storage_key(t) for slot, value in values if slot.kind == "saved" for t in tensors_of(value)}
+    activations = [value for slot, value in values if slot.kind == "activation" and slot.name in leaving]
+    sent = {storage_key(t): t for value in activations for t in tensors_of(value)}
     return storage_bytes(sent[key] for key in sent.keys() & saved)
 
 

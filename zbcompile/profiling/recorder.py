@@ -11,6 +11,7 @@ from zbcompile.program.step_record import RecordedSpan, StepRecord
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.schedules.ir.actions import SENDS, Action
 from zbcompile.schedules.ir.dependencies import target, travels_as
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.edges import Message
 
@@ -61,7 +62,7 @@ class ActionTimes:
         there = target(action.op, action.stage, self.program.schedule.stages)
         if action.op not in SENDS or there is None:
             return 0
-        message = Message(travels_as(action.op), there, action.microbatch)
+        message = Message(travels_as(action.op), there, action.microbatch, KINDS[action.op].hops)
         return sum(tensor.nbytes for tensor in run.outbox[message])
 
     def seen(self, ahead: float = 0.0) -> Seen:

@@ -88,6 +88,7 @@ def manifest_to_text(
         "guards": guards_to_data(program.guards),
         "output": output_to_data(program.output),
         "plan": None if program.plan is None else program.plan.to_dict(),
+        "rules": program.rules,
         "unproven": {dimension: sorted(names) for dimension, names in (program.unproven or {}).items()},
         "files": {name: list(each) for name, each in sorted(files.items())},
     }
@@ -190,6 +191,7 @@ def program_from_manifest(
         output=output_from_data(data["output"], str(device)),
         plan=from_plain(Choice, {**data["plan"], "order": lowered.schedule}) if data.get("plan") else None,
         unproven={on_a_line(each): frozenset(_texts(names)) for each, names in data.get("unproven", {}).items()},
+        rules=None if data.get("rules") is None else int(data["rules"]),
         written=data,
     )
 

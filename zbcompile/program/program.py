@@ -43,7 +43,8 @@ class Program:
     `groups` are this process's names of the process groups, by what the graphs call them. `also` are the forwards that
     a directory holds beside it, by what they compute, and the steps for other answers; `premises` what the
     model's Python read. `unproven` names what could not be proven equal, or a part, along a dimension of the mesh, and
-    is compared by the first step; None if nothing was proven. `plan` says how `schedule="auto"` chose, None for a
+    is compared by the first step; None if nothing was proven. `rules` is the version of the rules that proved the rest
+    (`zbcompile.passes.verification.value_kinds`). `plan` says how `schedule="auto"` chose, None for a
     schedule that was given.
     """
 
@@ -69,6 +70,7 @@ class Program:
     plan: Choice | None = field(default=None, compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
     unproven: Mapping[str, frozenset[str]] | None = field(default=None, repr=False, compare=False)
+    rules: int | None = field(default=None, repr=False, compare=False)
     draw: ClassVar[Callable[["Program"], str]]
 
     def _repr_html_(self) -> str:

@@ -1,5 +1,7 @@
 """The order of a compiled program for another number of microbatches."""
 
+from dataclasses import replace
+
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.errors import PipelineError
 from zbcompile.program.program import Program
@@ -37,4 +39,6 @@ def _built(program: Program, count: int) -> Schedule:
     own = program.schedule
     chunks = own.placement.chunks if find(own.name).free_chunks else None
     schedule = build(own.name, own.ranks, count, chunks=chunks)
-    return schedule if program.vocabulary is None else insert(schedule, program.vocabulary, program.stages)
+    if program.vocabulary is not None:
+        schedule = insert(schedule, program.vocabulary, program.stages)
+    return replace(schedule, ways=own.ways)

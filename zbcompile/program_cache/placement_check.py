@@ -14,7 +14,7 @@ from zbcompile.model.placements import CHOSEN, placement_of
 from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.verification.placement_proof import Axis, PlacementProof, Wrong
-from zbcompile.passes.verification.value_kinds import texts_of
+from zbcompile.passes.verification.value_kinds import RULES, texts_of
 from zbcompile.program.program import Program
 
 Texts = Mapping[str, Sequence[set[str]]]  # by dimension, for each stage
@@ -47,7 +47,7 @@ def with_proof(ranks: Ranks, program: Program) -> Program:
     if program.vocabulary is not None:  # its passes S and T are no part of the stages
         unproven = {name: found | {*program.vocabulary.parameters, "loss"} for name, found in unproven.items()}
     stages = tuple(replace(stage, flow=None) for stage in program.stages)
-    return replace(program, stages=stages, unproven=unproven)
+    return replace(program, stages=stages, unproven=unproven, rules=RULES)
 
 
 def axis_of(program: Program, dimension: str) -> Axis:

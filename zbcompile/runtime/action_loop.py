@@ -70,9 +70,10 @@ class RankRun:
                     yield step[0].action
             for instruction in step:
                 self.position.action = instruction.action
-                while instruction.needs is not None and not self.transport.ready(instruction.needs):
-                    yield instruction.action
-                    self.position.action = instruction.action
+                for message in instruction.needs:
+                    while not self.transport.ready(message):
+                        yield instruction.action
+                        self.position.action = instruction.action
             self._arrive(step[0])
             self._execute(step)
 
@@ -86,9 +87,10 @@ class RankRun:
 
     def _arrive(self, to: Instruction) -> None:
         """Wait for what an action needs."""
-        if to.needs is not None:
+        if to.needs:
             self.position.action, self.position.waits = to.action, True
-            self.transport.wait(to.needs)
+            for message in to.needs:
+                self.transport.wait(message)
             self.position.waits = False
             self.transport.complete(to.completes)
 
@@ -122,15 +124,17 @@ class RankRun:
         self._pass_on(to, self.runs[SHARD].run(to.action.op, to.action.microbatch, self._taken(to)))
 
     def _taken(self, to: Instruction) -> Tensors:
-        return self.transport.take(to.needs) if to.needs is not None else []
+        if len(to.needs) == 1:
+            return self.transport.take(to.needs[0])
+        return [value for message in to.needs for value in self.transport.take(message)]
 
     def _pass_on(self, to: Instruction, values: Tensors) -> None:
-        if to.makes is None:
-            return
-        if to.local:
-            self.transport.deliver(to.makes, values)
-        else:
-            self.outbox[to.makes] = values
+        for message, local, part in to.makes:
+            carried = values if part is None else values[part]
+            if local:
+                self.transport.deliver(message, carried)
+            else:
+                self.outbox[message] = carried
 
     def _send(self, to: Instruction) -> None:
         assert to.carries is not None

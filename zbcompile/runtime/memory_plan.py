@@ -225,8 +225,8 @@ class _ValuePlaces:
         action = instruction.action
         program = self.program_of(action)
         piece, frame = program.pieces[action.op], self.frames.setdefault(action[1:], {})
-        if instruction.needs is not None:
-            arrived = self.mail.pop(instruction.needs)
+        if instruction.needs:
+            arrived = [value for message in instruction.needs for value in self.mail.pop(message)]
             self._read(arrived)  # generator state, which is last, is used up here
             frame |= dict(zip(_arrivals(program, action.op), arrived, strict=False))
         held = {key: frame.get(slot) for slot, node in _holders(piece) for key in _storages(node)}
@@ -253,11 +253,12 @@ class _ValuePlaces:
         frame = self.frames.pop((stage, microbatch))
         if piece.name in ("F", "B") and len(program.pieces) > 1:
             self.frames[stage, microbatch] = frame | {slot: v for slot, v in found.items() if slot.kind == "saved"}
-        if instruction.makes is not None:
+        if instruction.makes:
             sends = _sends(program, piece.name)
             for slot, spec in sends.items():
                 _require_layout(slot, spec, results[slot], stage)
-            self.mail[instruction.makes] = [found[slot] for slot in sends]
+            made = [found[slot] for slot in sends]
+            self.mail |= {message: made[part or slice(None)] for message, _, part in instruction.makes}
 
     def _stays(self, slot: Slot) -> bool:
         return slot.kind in ("loss", "output") or (slot.kind == "gradient" and slot.name in self.shared)

@@ -24,24 +24,30 @@ from zbcompile.program.program import Program
 from zbcompile.runtime.data_parallel import Sum, SumPlan, plan_sums
 from zbcompile.runtime.overlapped_pairs import make_pairs
 from zbcompile.runtime.stage_plan import AFTER, ArrivalUses, CompiledStage, arrivals_of
-from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, RECEIVES, SENDS, Action, Pair, Step, flatten
-from zbcompile.schedules.ir.dependencies import SEND_OF, travels_as
+from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, RECEIVES, SENDS, Action, F, Pair, Step, flatten
+from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered
 from zbcompile.schedules.lowering.edges import Message, edges_of
+
+
+class MadeMessage(NamedTuple):
+    """A message that a pass makes, `local` if for a stage on this rank, of `values` of its results (None: all)."""
+
+    message: Message
+    local: bool
+    values: slice | None = None
 
 
 class Instruction(NamedTuple):
     """An action with its messages.
 
-    A compute action runs once `needs` has arrived, which tells that the sends in `completes` are over, and `makes` a
-    message, `local` if for a stage on this rank, else for one on `peer`. A SEND sends `carries` to `peer`; a RECV posts
-    it, into `buffers`.
+    A compute action runs once `needs` have arrived, which tells that the sends in `completes` are over, and `makes`
+    messages. A SEND sends `carries` to `peer`; a RECV posts it, into `buffers`.
     """
 
     action: Action
-    needs: Message | None = None
-    makes: Message | None = None
-    local: bool = False
+    needs: tuple[Message, ...] = ()
+    makes: tuple[MadeMessage, ...] = ()
     carries: Message | None = None
     peer: int = -1
     buffers: tuple[Buffer, ...] = ()
@@ -113,10 +119,23 @@ def instructions_of(
 
     def instruction(action: Action) -> Instruction:
         needs, makes, carries, peer = edges[action]
-        local, posted, over = peer == rank, buffers.get(action, ()), completes.get(action, ())
-        return Instruction(action, needs, makes, local, carries, peer, posted, over)
+        parcels = _parcels(stage_of(action).program, makes, rank) if makes else ()
+        return Instruction(action, needs, parcels, carries, peer, buffers.get(action, ()), completes.get(action, ()))
 
     return tuple(tuple(map(instruction, step)) for step in _send_within_pairs(_steps(program, rank)))
+
+
+def _parcels(stage: StageProgram, makes: Sequence[tuple[Message, int]], rank: int) -> tuple[MadeMessage, ...]:
+    """What a pass makes for other stages, of which the next one gets what is left."""
+    if len(makes) == 1:
+        return tuple(MadeMessage(message, peer == rank) for message, peer in makes)
+    found, begin = [], 0
+    for message, peer in makes:
+        leaving = stage.sends if message.kind == F else stage.gradients_out
+        end = begin + sum(spec.hops == message.hops for spec in leaving.values())
+        found.append(MadeMessage(message, peer == rank, slice(begin, None if message.hops == 1 else end)))
+        begin = end
+    return tuple(found)
 
 
 def _steps(program: Program, rank: int) -> list[Sequence[Action]]:
@@ -124,15 +143,14 @@ def _steps(program: Program, rank: int) -> list[Sequence[Action]]:
 
 
 def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, ...]]:
-    """What the first of a pair made is sent in the middle of the pair: its SEND becomes the pair's third part."""
-    placed = {action for step in steps for action in step}
-    early = {Action(SEND_OF[step[0].op], *step[0][1:]) for step in steps if len(step) == 2} & placed
-    result = []
-    for step in steps:
-        send = Action(SEND_OF.get(step[0].op, ""), *step[0][1:])
-        if step[0] not in early:
-            result.append((*step, send) if len(step) == 2 and send in early else tuple(step))
-    return result
+    """What the first of a pair made is sent in the middle of the pair: its SENDs become further parts of the pair."""
+    placed = [step[0] for step in steps if step[0].op in SENDS]
+    sends: dict[tuple[str, int, int], list[Action]] = defaultdict(list)
+    for send in placed:
+        sends[KINDS[send.op].takes, *send[1:]].append(send)
+    within = [sends.get((KINDS[step[0].op].event, *step[0][1:]), []) if len(step) == 2 else [] for step in steps]
+    early = {send for each in within for send in each}
+    return [(*step, *own) for step, own in zip(steps, within, strict=True) if step[0] not in early]
 
 
 def assign_buffers(
@@ -150,7 +168,8 @@ def assign_buffers(
             stage = stage_of(action)
             if id(stage) not in arrivals:
                 arrivals[id(stage)] = arrivals_at(stage)
-            found = arrivals[id(stage)][travels_as(action.op)]
+            kind = KINDS[action.op]
+            found = [each for each in arrivals[id(stage)][kind.takes] if each.spec.hops == kind.hops]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
             waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
         elif action.op in AFTER:
@@ -187,31 +206,33 @@ def completed_sends(
     """For every action that needs a message: the sends known to be over once that message has arrived."""
     places: dict[int, _Places] = {}  # a rank has few peers
     open_sends: dict[int, list[tuple[int, Message]]] = defaultdict(list)  # by receiver: where it has used the message
-    received: dict[Message | None, int] = {}  # from another rank
+    received: dict[Message, int] = {}  # from another rank
     completes: dict[Action, tuple[Message, ...]] = {}
     for action, edge in edges_of(program.lowered, rank).items():
         if edge.carries is not None and edge.peer not in places:
             places[edge.peer] = _places(program.lowered, edge.peer)
         if edge.carries is not None and action.op in SENDS:
             open_sends[edge.peer].append((places[edge.peer].used[edge.carries], edge.carries))
-        elif buffers.get(action):
+        elif edge.carries is not None and buffers.get(action):
             received[edge.carries] = edge.peer
-        elif edge.needs in received:
-            peer = received[edge.needs]
-            at = places[peer].sent.get(edge.needs, -1)
-            completes[action] = tuple(message for used, message in open_sends[peer] if used < at)
-            open_sends[peer] = [send for send in open_sends[peer] if send[0] >= at]
+        for need in edge.needs:
+            if need in received:
+                peer = received[need]
+                at = places[peer].sent.get(need, -1)
+                over = (message for used, message in open_sends[peer] if used < at)
+                completes[action] = (*completes.get(action, ()), *over)
+                open_sends[peer] = [send for send in open_sends[peer] if send[0] >= at]
     return completes
 
 
 class _Places(NamedTuple):
     """Where in the order of a rank each message is used, and where it is sent."""
 
-    used: Mapping[Message | None, int]
-    sent: Mapping[Message | None, int]
+    used: Mapping[Message, int]
+    sent: Mapping[Message, int]
 
 
 def _places(lowered: Lowered, rank: int) -> _Places:
     edges = list(enumerate(edges_of(lowered, rank).items()))
-    sent = {edge.carries: at for at, (action, edge) in edges if action.op in SENDS}
-    return _Places({edge.needs: at for at, (_, edge) in edges}, sent)
+    sent = {edge.carries: at for at, (action, edge) in edges if action.op in SENDS and edge.carries is not None}
+    return _Places({need: at for at, (_, edge) in edges for need in edge.needs}, sent)

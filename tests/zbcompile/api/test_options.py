@@ -48,6 +48,7 @@ SPELLED = {
     "timeout": ("60", 60.0),
     "search_seconds": ("5", 5.0),
     "exact": ("", True),
+    "relay": ("", True),
     "weight_recompute": ("", True),
     "debug_nan": ("", True),
 }
@@ -187,7 +188,7 @@ SAVED = """{"exact": false, "recompute": "full", "balance": ["2"], "boundary_byt
 def test_entries_of_a_program_saved_before_options_had_descriptions() -> None:
     read = read_options(Choices, json.loads(SAVED))
     assert (read.balance, read.accumulate_dtype, read.memory) == (("2",), torch.float32, 1 << 20)
-    since = {"pairs": "auto", "channels": None, "hardware": None}
+    since = {"pairs": "auto", "channels": None, "hardware": None, "relay": False}
     assert _options_to_data(read) == json.loads(SAVED) | since
     step = replace(StepOptions(), seed=3, split={"x": True})
     assert read_options(StepOptions, json.loads(json.dumps(_options_to_data(step)))) == step

@@ -13,6 +13,7 @@ import zbcompile
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from zbcompile.inspect import main
+from zbcompile.passes.verification.value_kinds import RULES
 
 
 @torch.library.custom_op("unproven::average", mutates_args=())
@@ -65,4 +66,6 @@ def test_inspect_says_what_is_unproven(tmp_path: Path, pool: Pool, capsys: pytes
     assert main([str(tmp_path / "program")]) == 0
     names = ", ".join(sorted(one["tp"]))
     said = f'not proven right along "tp" when compiling, so compared in the first step: {names}.'
-    assert said in " ".join(capsys.readouterr().out.split())
+    report = " ".join(capsys.readouterr().out.split())
+    assert said in report
+    assert f"proven when compiling, by version {RULES} of the rules" in report

@@ -1,0 +1,60 @@
+"""Models in which several later layers read a value: a U-Net, an encoder with a decoder, residuals to every layer."""
+
+import torch
+from torch import Tensor, nn
+
+WIDTH = 32
+
+
+class UNet(nn.Module):
+    """Each layer of the way up reads the result of the layer of its size on the way down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.up = nn.ModuleList(nn.Linear(2 * WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        kept = []
+        for layer in self.down:
+            x = torch.tanh(layer(x))
+            kept.append(x)
+        for layer in self.up:
+            x = torch.tanh(layer(torch.cat([x, kept.pop()], -1)))
+        return x
+
+
+class EncoderDecoder(nn.Module):
+    """Every layer of the decoder reads the encoder's result twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.keys = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+        self.values = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = found = x
+        for layer in self.encoder:
+            memory = torch.tanh(layer(memory))
+        for key, value in zip(self.keys, self.values, strict=True):
+            found = found + torch.sigmoid(key(memory) * found) * value(memory)
+        return found
+
+
+class Residuals(nn.Module):
+    """Every layer reads the results of all layers before it, weighted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+        self.weights = nn.ParameterList(torch.ones(i + 1) / (i + 1) for i in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        made = [x]
+        for layer, weights in zip(self.layers, self.weights, strict=True):
+            mixed = made[0] * weights[0]
+            for value, weight in zip(made[1:], weights[1:], strict=True):
+                mixed = mixed + value * weight
+            made.append(torch.tanh(layer(mixed)))
+        return made[-1]
