@@ -8,8 +8,8 @@ from typing import Any, Literal, NoReturn
 import torch
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.hardware.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.layout_strings import cuts_of_layout
+from zbcompile.passes.machine.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.option import (
     BYTES,
     DTYPE,

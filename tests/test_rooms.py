@@ -28,11 +28,9 @@ ORDER = {
             "capture_refusals",
             "torch_names",
             "option",
-            "hardware",
             "layout_strings",
-            "compile_options",
         ),
-        *("gpu", "torch_private", "graph", "values", "capture"),
+        *("gpu", "torch_private", "graph", "meta_device", "machine", "compile_options", "python_state", "capture"),
         *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
     ),
     "zbcompile": (
@@ -51,6 +49,7 @@ ORDER = {
         *("safe_files", "torch_private", "progress"),
         *(
             "model",
+            "batches",
             "faults",
             "distributed",
             "program",

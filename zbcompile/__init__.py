@@ -11,15 +11,15 @@ if TYPE_CHECKING:
     from zbcompile.api.grad_scaler import GradScaler as GradScaler
     from zbcompile.api.pipeline import Pipeline as Pipeline
     from zbcompile.api.pipeline_function import pipeline as pipeline
+    from zbcompile.batches.example import Example as Example
+    from zbcompile.batches.padding import buckets as buckets
     from zbcompile.errors import (
         FaultError as FaultError,
         PipelineError as PipelineError,
         PlacementError as PlacementError,
     )
     from zbcompile.inspection.explain_model import Explanation as Explanation, explain as explain
-    from zbcompile.model.example import Example as Example
     from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan as apply_tensor_parallel_plan
-    from zbcompile.model.padding import buckets as buckets
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
     from zbcompile.options import Memory as Memory, Vocab as Vocab
     from zbcompile.passes.errors import (
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         CompileError as CompileError,
         PartitionError as PartitionError,
     )
-    from zbcompile.passes.hardware.hardware import Hardware as Hardware
+    from zbcompile.passes.machine.hardware import Hardware as Hardware
     from zbcompile.persistence.checkpoint import (
         Checkpoint as Checkpoint,
         load_checkpoint as load_checkpoint,
@@ -43,7 +43,7 @@ if TYPE_CHECKING:
 _HOME = {
     "persistence.checkpoint_directory": ("latest_checkpoint",),
     "persistence.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
-    "model.example": ("Example",),
+    "batches.example": ("Example",),
     "inspection.explain_model": ("Explanation", "explain"),
     "api.pipeline_function": ("pipeline",),
     "persistence.loaded_pipeline": ("load",),
@@ -55,10 +55,10 @@ _HOME = {
     "profiling.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
     "model.huggingface_plan": ("apply_tensor_parallel_plan",),
-    "model.padding": ("buckets",),
+    "batches.padding": ("buckets",),
     "model.seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError", "PlacementError"),
-    "passes.hardware.hardware": ("Hardware",),
+    "passes.machine.hardware": ("Hardware",),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),
     "schedules.errors": ("ScheduleError",),
 }

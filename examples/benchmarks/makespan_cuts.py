@@ -43,7 +43,7 @@ import promise  # type: ignore[import-not-found]
 import zbcompile
 from zbcompile import Hardware
 from zbcompile.compiler.stage_price import running_of
-from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.passes.machine.hardware import Connection
 from zbcompile.prediction.predict import predicted_costs, prices_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, simulate

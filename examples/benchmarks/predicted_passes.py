@@ -37,8 +37,8 @@ import zbcompile
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.measure_nodes import values_like
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.flops import count_flops
-from zbcompile.passes.graph.roofline import node_seconds, seconds_of
+from zbcompile.passes.machine.flops import count_flops
+from zbcompile.passes.machine.roofline import node_seconds, seconds_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import FakeTensorMode, boxed
 from zbcompile.prediction.calibration import LARGEST

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 from tabulate import tabulate
 from torch import Tensor, nn
 
+from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.prediction.predict import count_messages
 from zbcompile.schedules import build

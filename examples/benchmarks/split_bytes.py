@@ -23,8 +23,8 @@ from torch.distributed.pipelining._backward import stage_backward_input
 from tqdm import tqdm
 
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
+from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import FakeTensorMode, storage_key
 

@@ -20,9 +20,9 @@ from torch.fx import Graph, GraphModule
 from zbcompile.passes.capture.autocast import number_autocast_regions
 from zbcompile.passes.capture.distributed_regions import regions_of
 from zbcompile.passes.capture.guards import Guards, separate_guards
-from zbcompile.passes.capture.meta_device import as_if_on
 from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.opaque_calls import OpaqueCall
+from zbcompile.passes.capture.open_numbers import computes_with_them
 from zbcompile.passes.capture.questions import ForeignAnswers, Questions
 from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture.torch_private import (
@@ -42,10 +42,10 @@ from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.source_location import failing_line, is_own
 from zbcompile.passes.graph.strides import copy_with_strides
+from zbcompile.passes.meta_device import as_if_on
+from zbcompile.passes.python_state.premises import Premises
+from zbcompile.passes.python_state.tokens import CONTAINERS
 from zbcompile.passes.torch_private import numbered_checkpoints, pytree, set_stack_trace
-from zbcompile.passes.values.open_numbers import computes_with_them
-from zbcompile.passes.values.premises import Premises
-from zbcompile.passes.values.tokens import CONTAINERS
 
 Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) of one microbatch
 Traced = TrainingStep | Inference

@@ -20,9 +20,9 @@ from zbcompile.passes.capture.torch_private import traced_graph
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line
+from zbcompile.passes.python_state.executed_code import is_users_name, line_that_writes
+from zbcompile.passes.python_state.tokens import state_of
 from zbcompile.passes.torch_private import HigherOrderOperator, outside_of_trace, replaced
-from zbcompile.passes.values.executed_code import is_users_name, line_that_writes
-from zbcompile.passes.values.tokens import state_of
 
 
 @contextlib.contextmanager

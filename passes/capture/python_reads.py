@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.passes.python_state.executed_code import FunctionWatch, is_users_name, names_in
+from zbcompile.passes.python_state.premises import Premises, Read
+from zbcompile.passes.python_state.python_changes import PythonChanges
+from zbcompile.passes.python_state.reached_values import TABLES, Reach, Reached, tensors_of
+from zbcompile.passes.python_state.tokens import Missing, token
 from zbcompile.passes.torch_private import replaced, replaced_attribute
-from zbcompile.passes.values.executed_code import FunctionWatch, is_users_name, names_in
-from zbcompile.passes.values.premises import Premises, Read
-from zbcompile.passes.values.python_changes import PythonChanges
-from zbcompile.passes.values.reached_values import TABLES, Reach, Reached, tensors_of
-from zbcompile.passes.values.tokens import Missing, token
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.capture.data_dependent_shapes import OTHERWISE, with_known_size
+from zbcompile.passes.capture.deferred_checks import required_answer
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, TracingWay
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line
@@ -30,7 +31,6 @@ from zbcompile.passes.torch_private import (
     storage_key,
     traced_node,
 )
-from zbcompile.passes.values.deferred_checks import required_answer
 
 OWN_LIBRARY = "zbcompile"
 UNKNOWN = object()

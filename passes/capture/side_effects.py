@@ -24,6 +24,7 @@ from zbcompile.passes.capture.attention_kernels import (
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
 from zbcompile.passes.capture.function_calls import calls_as_operators, refuse_set_data
 from zbcompile.passes.capture.opaque_calls import OpaqueCalls
+from zbcompile.passes.capture.open_numbers import failed_questions, with_eagers_types
 from zbcompile.passes.capture.python_effects import (
     generator_seeded,
     numbers_drawn_outside_torch,
@@ -36,10 +37,9 @@ from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.source_location import calling_line
+from zbcompile.passes.python_state.executed_code import line_that_writes
+from zbcompile.passes.python_state.premises import attribute
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, backward_hooks, buffer_table, replaced
-from zbcompile.passes.values.executed_code import line_that_writes
-from zbcompile.passes.values.open_numbers import failed_questions, with_eagers_types
-from zbcompile.passes.values.premises import attribute
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]

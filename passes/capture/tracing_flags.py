@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from zbcompile.passes.capture.open_numbers import asker
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.torch_private import FakeTensor, NoTensor, asked_for_fake_tensors, replaced
-from zbcompile.passes.values.open_numbers import asker
 
 
 class TracingWay(NamedTuple):

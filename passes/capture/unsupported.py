@@ -12,6 +12,7 @@ from torch import nn
 
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.python_state.tokens import is_users
 from zbcompile.passes.torch_private import (
     accumulation_hooks,
     backward_hooks,
@@ -22,7 +23,6 @@ from zbcompile.passes.torch_private import (
     storage_key,
     tensor_hooks,
 )
-from zbcompile.passes.values.tokens import is_users
 
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 REPLICAS = 'Replicas are the dimension "dp" of mesh=, and pipe.optimizer(zero=1) divides the optimizer among them.'

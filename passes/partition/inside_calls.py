@@ -9,9 +9,9 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.capture.opaque_calls import form_of, is_call
-from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import like, operations_behind, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
+from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx, single_threaded_backward
 
 

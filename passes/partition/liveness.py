@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from torch.fx import Node
 
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import count_uses, is_getitem, is_random
 from zbcompile.passes.graph.process_groups import is_collective, is_under_way
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import bytes_behind, is_view, tensors_of
+from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.partition.inside_calls import CallPasses, inside_calls
 
 

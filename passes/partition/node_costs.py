@@ -10,9 +10,9 @@ from torch.fx.node import map_arg
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.graph.process_groups import exchanged_bytes, is_collective, is_wait
-from zbcompile.passes.graph.roofline import node_seconds
 from zbcompile.passes.graph.storage import tensors_of
-from zbcompile.passes.hardware.hardware import Hardware, hardware_for
+from zbcompile.passes.machine.hardware import Hardware, hardware_for
+from zbcompile.passes.machine.roofline import node_seconds
 from zbcompile.passes.partition.inside_calls import CallPasses
 from zbcompile.passes.partition.liveness import Line, held_behind
 

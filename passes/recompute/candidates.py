@@ -11,7 +11,7 @@ from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.rematerialize import can_remake, reads
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import bytes_behind, bytes_moved, is_view, storages_behind, tensors_of
-from zbcompile.passes.hardware.hardware import hardware_for
+from zbcompile.passes.machine.hardware import hardware_for
 from zbcompile.passes.recompute.budget import Values
 from zbcompile.passes.split.joint_graph import Joint, reached_by_gradients
 from zbcompile.passes.split.split import forward_nodes, needed_nodes

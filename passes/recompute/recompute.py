@@ -14,10 +14,10 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.compile_options import Policy
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import with_graph
 from zbcompile.passes.graph.rematerialize import remake
 from zbcompile.passes.graph.storage import is_view
+from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.recompute.budget import Saving, Values, fit, smallest
 from zbcompile.passes.recompute.candidates import Forward, has_hints, list_values
 from zbcompile.passes.split.joint_graph import Joint, Recomputed

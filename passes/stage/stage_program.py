@@ -31,12 +31,12 @@ from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.capture.opaque_calls import is_call
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import exchanged_bytes, group_of, is_under_way, rename_groups, with_groups
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.graph.strides import boundary_like
+from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter
 from zbcompile.passes.split.gradient_flow import GradientFlow

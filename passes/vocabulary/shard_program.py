@@ -11,9 +11,9 @@ from torch.fx import GraphModule
 
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import drop_unused_inputs, like, output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
+from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place
 from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec

@@ -67,7 +67,7 @@ def readers(folder: Path) -> list[Reader]:
     names = dict.fromkeys(model.state_dict(), "weights.safetensors")
     index = json.dumps({"metadata": {"total_size": 1}, "weight_map": names})
     checkpoint = checkpoint_in(folder, model)
-    profile = Path(zbcompile.__file__).parent / "passes" / "hardware" / "profiles" / "h100-sxm.toml"
+    profile = Path(zbcompile.__file__).parent / "passes" / "machine" / "profiles" / "h100-sxm.toml"
     weights, record = folder / "model.safetensors", json.dumps(record_of(schedule))
 
     def with_header(text: str, chance: random.Random) -> bytes:

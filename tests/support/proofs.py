@@ -13,9 +13,9 @@ from torch.fx import Node
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.meshes import mesh_of
+from zbcompile.batches.batch import whole_batch
 from zbcompile.compiler.compile_model import draw_step, labels_of, make_manager
 from zbcompile.distributed.mesh import BATCHES, PARTS
-from zbcompile.model.batch import whole_batch
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.placements import placement_of
 from zbcompile.passes.compile_options import Choices

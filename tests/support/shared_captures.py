@@ -24,10 +24,10 @@ import torch.distributed as dist
 from torch import nn
 
 from tests.support.stored_captures import program_to_bytes, read_or_make
+from zbcompile.batches.batch import Microbatch, whole_batch
 from zbcompile.compiler.compile_model import Drawn, compile_drawn
 from zbcompile.compiler.inference import Frame, compile_forward
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, choose_sharding
-from zbcompile.model.batch import Microbatch, whole_batch
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured

@@ -9,9 +9,9 @@ import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from zbcompile.api.pipeline import Pipeline
+from zbcompile.batches.batch import Microbatches
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Microbatches
 from zbcompile.model.distributed_tensors import local_of
 from zbcompile.program.step_record import StepRecord
 

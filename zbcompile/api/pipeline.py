@@ -14,14 +14,14 @@ from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.partial_norms import PartialNorms
 from zbcompile.api.runs import Runs, without_words
 from zbcompile.backends.backend import Compilation
+from zbcompile.batches.batch import Given
+from zbcompile.batches.losses import Losses
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Given
 from zbcompile.model.distributed_tensors import Parts, TensorPart
 from zbcompile.model.held_elsewhere import readable
-from zbcompile.model.losses import Losses
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import OptimizerRequest, Predicate
 from zbcompile.options import Options

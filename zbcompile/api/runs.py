@@ -9,13 +9,13 @@ import torch
 
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.partial_norms import PartialNorms
+from zbcompile.batches.batch import Batch, Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
+from zbcompile.batches.losses import Losses
 from zbcompile.compiler.inference import Computation
 from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Batch, Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.model.losses import Losses
 from zbcompile.options import Options, checked
 from zbcompile.passes.stage.print_python import type_text
 from zbcompile.planning.batch_layout import BatchLayout

@@ -17,7 +17,7 @@ from zbcompile.distributed.link_speed import MeasuredLink, measure_pairs
 from zbcompile.distributed.process_group import own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.passes.hardware.hardware import Connection, Hardware
+from zbcompile.passes.machine.hardware import Connection, Hardware
 from zbcompile.prediction.calibration import ELEMENTS, ENOUGH, ROUNDS, Bench, measure_machine
 from zbcompile.progress import Say
 from zbcompile.safe_files import write_whole

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
+from zbcompile.batches.example import Example
 from zbcompile.cli.command_line import add_flags, flag_of
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.cli.target import example_from, load_object
@@ -15,11 +16,10 @@ from zbcompile.compiler.compile_example import Inspected, compile_example
 from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
-from zbcompile.model.example import Example
 from zbcompile.options import OPTIONS, Options, is_searched
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.gpu import KIND
-from zbcompile.passes.hardware.hardware import Hardware
+from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.option import options_of
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
 from zbcompile.passes.pass_list.run_passes import Observer, Ran

@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zbcompile.backends.backend import compile_passes, make_backend
+from zbcompile.batches.example import Example
 from zbcompile.cli.command_line import Command, add_flags, split_options
 from zbcompile.cli.compile_arguments import CPU, Plan, add_plan, compiled, example_of, quiet, schedule_of
 from zbcompile.compiler.compile_example import compile_example_forward
 from zbcompile.compiler.inference import Frame
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
-from zbcompile.model.example import Example
 from zbcompile.persistence.safetensors_weights import save_weights
 from zbcompile.program.directories import program_in, save_here
 from zbcompile.program.output import FORWARDS

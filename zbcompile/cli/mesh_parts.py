@@ -7,12 +7,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.batches.example import Example
 from zbcompile.cli.compile_arguments import Plan, example_of
 from zbcompile.cli.target import takes_mesh
 from zbcompile.distributed.process_group import device_of
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.model.example import Example
 from zbcompile.torch_private import group_without_peers
 
 DIMENSIONS = ("dp", "tp", "pp")

@@ -11,8 +11,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from zbcompile.batches.example import Example
 from zbcompile.errors import PipelineError
-from zbcompile.model.example import Example
 from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan
 
 FORMS = "expected package.module:name or path/file.py:name"

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from zbcompile.api.pipeline import Pipeline
+from zbcompile.batches.batch import amount
 from zbcompile.cli.target import load_object
 from zbcompile.cli.train_data import Data, Start, on_device
 from zbcompile.cli.train_optimizer import NAMED, make_optimizer, options_of, rate_factor, set_options
@@ -18,7 +19,6 @@ from zbcompile.cli.train_pipeline import Job, open_pipeline
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import amount
 from zbcompile.model.seeds import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_checkpoint, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint

@@ -10,14 +10,14 @@ import torch.distributed as dist
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.api.pipeline_function import build_pipeline
+from zbcompile.batches.example import Example
 from zbcompile.cli.target import load_example, load_object
 from zbcompile.distributed.process_group import FindDevice, device_of, own_device, start_group
 from zbcompile.errors import PipelineError
-from zbcompile.model.example import Example
 from zbcompile.model.materialize import fill
 from zbcompile.model.seeds import seed_everything
 from zbcompile.options import Options
-from zbcompile.passes.capture.meta_device import is_on_meta
+from zbcompile.passes.meta_device import is_on_meta
 from zbcompile.persistence.loaded_pipeline import device_for, load
 from zbcompile.torch_private import pytree
 

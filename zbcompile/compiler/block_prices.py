@@ -19,9 +19,9 @@ from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices, read_channels
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.rematerialize import can_remake
-from zbcompile.passes.graph.roofline import kernel_seconds
 from zbcompile.passes.graph.storage import storages_behind, tensors_of
-from zbcompile.passes.hardware.hardware import hardware_for
+from zbcompile.passes.machine.hardware import hardware_for
+from zbcompile.passes.machine.roofline import kernel_seconds
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.node_costs import device_of
 from zbcompile.passes.partition.search import Cuts

@@ -11,12 +11,12 @@ from typing import Any, Protocol
 
 import torch
 
+from zbcompile.batches.batch import Microbatch, whole_batch
+from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, redraw, whole_of
 from zbcompile.compiler.inference import Computation, Frame, compile_forward
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Microbatch, whole_batch
-from zbcompile.model.example import Example
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices

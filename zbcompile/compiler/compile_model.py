@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from zbcompile.batches.batch import Microbatch
 from zbcompile.compiler.compile_stage import compile_stage, labels_of, make_manager
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.paired_schedule import lower_for, owners_of
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, choose_sharding, shard
-from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
+from zbcompile.batches.batch import Microbatch
 from zbcompile.compiler.compile_model import (
     groups_of,
     labels_of,
@@ -19,7 +20,6 @@ from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.paired_schedule import owners_of, ways_of
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, forward_shards, shard_head
-from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.questions import ForeignAnswers

@@ -8,7 +8,7 @@ from zbcompile.compiler.stage_price import bytes_of, exchange_of
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.hardware.hardware import hardware_for
+from zbcompile.passes.machine.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, Lowered, Placement, Schedule, lower

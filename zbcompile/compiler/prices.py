@@ -13,7 +13,7 @@ from zbcompile.compiler.block_prices import Made, Prices, price_line
 from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices, Policy, Recompute
-from zbcompile.passes.hardware.hardware import Connection, Hardware, hardware_for
+from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
 from zbcompile.passes.partition.node_costs import device_of, measured_seconds

@@ -5,8 +5,8 @@ from typing import Any, NamedTuple
 
 from zbcompile.compiler.block_prices import exchange_seconds
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.roofline import kernel_seconds, seconds_of
-from zbcompile.passes.hardware.hardware import Hardware
+from zbcompile.passes.machine.hardware import Hardware
+from zbcompile.passes.machine.roofline import kernel_seconds, seconds_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of

@@ -19,7 +19,7 @@ from zbcompile.faults.device_progress import progress_of
 from zbcompile.faults.fault_report import Position
 from zbcompile.faults.watchdog import Watch
 from zbcompile.passes import gpu
-from zbcompile.passes.capture.meta_device import is_on_meta
+from zbcompile.passes.meta_device import is_on_meta
 
 FindDevice = Callable[[], torch.device]
 

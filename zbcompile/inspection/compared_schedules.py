@@ -3,12 +3,12 @@
 import contextlib
 from collections.abc import Sequence
 
+from zbcompile.batches.example import Example
 from zbcompile.cli.compile_arguments import RANKS, schedule_of, with_options
 from zbcompile.compiler.compile_example import Inspected
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.request import Prediction, Request, Subject, compile_for, predicted
-from zbcompile.model.example import Example
 from zbcompile.options import is_searched
 from zbcompile.passes.errors import PartitionError
 from zbcompile.prediction.predict import Basis, count_messages

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.fx import Node
 
+from zbcompile.batches.batch import whole_batch
 from zbcompile.compiler.compile_example import names_of_output
 from zbcompile.compiler.torch_logs import silenced
-from zbcompile.model.batch import whole_batch
 from zbcompile.model.materialize import shortened
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.differentiability import (

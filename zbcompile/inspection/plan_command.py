@@ -9,6 +9,9 @@ from typing import Any
 
 import torch
 
+from zbcompile.batches.batch import Microbatch
+from zbcompile.batches.batch_split import choose_cuts
+from zbcompile.batches.example import Example
 from zbcompile.cli.command_line import Command, flag_of, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, example_of, quiet, with_options
 from zbcompile.cli.mesh_parts import DIMENSIONS, Labels, part_of, why_whole
@@ -16,9 +19,6 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step, whole_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Microbatch
-from zbcompile.model.batch_split import choose_cuts
-from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import options_of
 from zbcompile.planning.factorisations import SLOW, CapturedStep, PlanRow, factorisations, ranked

@@ -8,7 +8,7 @@ from zbcompile.compiler.compile_example import Inspected
 from zbcompile.inspection.closed_form import with_equal_stages
 from zbcompile.inspection.request import Prediction
 from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
-from zbcompile.passes.graph.flops import without_formula
+from zbcompile.passes.machine.flops import without_formula
 from zbcompile.prediction.advice import (
     Alternative,
     Impossible,

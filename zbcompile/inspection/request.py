@@ -5,13 +5,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from zbcompile.batches.example import Example
 from zbcompile.cli.compile_arguments import Plan, compiled, example_of, schedule_of
 from zbcompile.compiler.compile_example import Inspected, read_saved
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.measured_report import StepComparison, compare_step
-from zbcompile.model.example import Example
-from zbcompile.passes.hardware.hardware import Hardware
+from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.pass_list.run_passes import Observer
 from zbcompile.prediction.predict import Basis, basis_of, hardware_of, require_costs
 from zbcompile.program.program import Program

@@ -1,1 +1,1 @@
-"""A user's model and batches: parameters, examples, random state, microbatches."""
+"""The model of a user: parameters and other tensors, where each one is, random state."""

@@ -9,7 +9,7 @@ from torch import nn
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import PART
 from zbcompile.model.seeds import undisturbed
-from zbcompile.passes.capture.meta_device import is_on_meta, on_device
+from zbcompile.passes.meta_device import is_on_meta, on_device
 from zbcompile.passes.torch_private import tensor_tables
 
 Init = Callable[[str, torch.Tensor], None]

@@ -5,7 +5,7 @@ from functools import partial
 
 from torch import nn
 
-from zbcompile.model.batch import Batch, Microbatch, Microbatches, require_divisible
+from zbcompile.batches.batch import Batch, Microbatch, Microbatches, require_divisible
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.options import Options, is_searched
 from zbcompile.planning.choose_schedule import counts_for, fit_to_batch, fit_to_count

@@ -1,8 +1,8 @@
 """Which schedule a pipeline runs - a named one for its ranks and first batch, a file's, or one that is given - and how
 many microbatches each batch becomes."""
 
+from zbcompile.batches.batch import Batch
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Batch
 from zbcompile.options import Options, is_searched
 from zbcompile.schedules import Schedule, admits, build, check, lower, smallest_microbatches
 

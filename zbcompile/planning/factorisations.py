@@ -7,7 +7,7 @@ from zbcompile.compiler.compile_model import Drawn
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning.layouts import LayoutSearch, rounded
 from zbcompile.planning.planner import Priced
 from zbcompile.program.choice import Choice

@@ -8,15 +8,15 @@ from functools import cached_property
 
 from torch import nn
 
+from zbcompile.batches.batch import Microbatch
 from zbcompile.compiler.compile_model import Drawn, targets_of, whole_of
 from zbcompile.distributed.agreement import agreed_seconds, from_first, gathered, together
 from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.model.batch import Microbatch
 from zbcompile.options import Options
 from zbcompile.passes import gpu
 from zbcompile.passes.errors import CaptureError, CompileError
-from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning.choose_schedule import fit_to_count
 from zbcompile.planning.planner import CLOSE, decide, order_by_graphs, pass_seconds, reordered
 from zbcompile.planning.trial_steps import TrialProgram

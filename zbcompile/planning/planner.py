@@ -17,7 +17,7 @@ from zbcompile.compiler.stage_price import running_of
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, tiling_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Barriers, Choices
-from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.passes.machine.hardware import Connection
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.layouts import LayoutSearch
 from zbcompile.planning.search_cache import NEAR, best_name_of, cached_search

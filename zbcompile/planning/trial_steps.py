@@ -14,9 +14,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from zbcompile.batches.batch import Microbatch
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import undisturbed
 from zbcompile.options import Options

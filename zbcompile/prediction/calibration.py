@@ -13,7 +13,7 @@ from torch import Tensor
 from zbcompile.compiler.measure_nodes import clock_of
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
-from zbcompile.passes.hardware.hardware import Hardware, Product
+from zbcompile.passes.machine.hardware import Hardware, Product
 from zbcompile.passes.torch_private import CPU_ATTENTION, CPU_ATTENTION_BACKWARD, TO_COPY
 
 aten = torch.ops.aten

@@ -9,7 +9,7 @@ from typing import Any
 from zbcompile.compiler.stage_price import StagePrice, bytes_of, costs_of, pass_seconds, price_of
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
-from zbcompile.passes.hardware.hardware import Hardware, hardware_for
+from zbcompile.passes.machine.hardware import Hardware, hardware_for
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.program.program import Program

@@ -14,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 
+from zbcompile.batches.batch import Microbatches
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Microbatches
 from zbcompile.passes import gpu
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.profiling.observation import Observed

@@ -6,9 +6,9 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from zbcompile.batches.batch import Microbatches
 from zbcompile.distributed.clocks import clock_of, offset_to_first
 from zbcompile.distributed.ranks import GroupRanks, Ranks
-from zbcompile.model.batch import Microbatches
 from zbcompile.profiling.recorder import ActionTimes, make_record
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import StepRecord

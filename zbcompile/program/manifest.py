@@ -15,7 +15,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.json_text import from_plain, to_text
 from zbcompile.model.model_info import Member, ModelFacts
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.hardware.hardware import Hardware
+from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.serialization.arguments import DEVICES

@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from zbcompile.batches.batch import Microbatch
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Microbatch
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.passes.capture.guards import Guards
@@ -18,8 +18,8 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.search import Cuts
+from zbcompile.passes.python_state.premises import Premises
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
-from zbcompile.passes.values.premises import Premises
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.choice import Choice
 from zbcompile.program.output import Output

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from zbcompile.model.batch_split import Split
+from zbcompile.batches.batch_split import Split
 from zbcompile.model.placements import Placements, read_placements
 from zbcompile.passes.option import OptionFields, OptionKind, accept, one_of, option, options, whole
 

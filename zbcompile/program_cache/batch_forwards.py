@@ -4,9 +4,9 @@ from dataclasses import replace
 
 from torch import nn
 
+from zbcompile.batches.batch import Batch
 from zbcompile.compiler.inference import Computation, Frame, compile_forward
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Batch
 from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.vocabulary.log_probs import IGNORED

@@ -15,17 +15,17 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 import torch
 from torch import nn
 
+from zbcompile.batches.batch import Microbatch
 from zbcompile.distributed.agreement import gathered, together, unlike
 from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Microbatch
 from zbcompile.passes.capture.attention_kernels import attention_kernels
 from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.capture.training_step import Kept
+from zbcompile.passes.python_state.premises import Standing
 from zbcompile.passes.torch_private import forward_hooks
-from zbcompile.passes.values.premises import Standing
 from zbcompile.program.program import Program
 from zbcompile.runtime.executable import BoundGraphs, Executable, plan_step
 from zbcompile.schedules import Lowered

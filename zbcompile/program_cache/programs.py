@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.batches.batch import Batch, Microbatch, Microbatches, hint_at_device, hint_at_target, hinting
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
 from zbcompile.compiler.inference import Computation, Frame, forward_order
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.distributed.agreement import agreed_seconds, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import Batch, Microbatch, Microbatches, hint_at_device, hint_at_target, hinting
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of
 from zbcompile.model.resident_tensors import resident_tensors
@@ -29,8 +29,8 @@ from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.python_state.premises import Standing
 from zbcompile.passes.torch_private import forward_hooks
-from zbcompile.passes.values.premises import Standing
 from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program, call_of, listed
 from zbcompile.program_cache.apart_draws import draw_apart

@@ -4,8 +4,8 @@ from typing import Any, Final
 
 import torch
 
+from zbcompile.batches.losses import total_loss
 from zbcompile.errors import PipelineError
-from zbcompile.model.losses import total_loss
 from zbcompile.passes.capture.training_step import Kept
 from zbcompile.program.output import Output
 from zbcompile.runtime.executable import Executable, Made

@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 
+from zbcompile.batches.losses import Losses
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.errors import PipelineError
-from zbcompile.model.losses import Losses
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.output import Output

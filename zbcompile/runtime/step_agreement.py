@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.batches.batch import Microbatches
 from zbcompile.distributed.agreement import Digests, gathered, unlike
 from zbcompile.distributed.equal_tensors import checksum
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.model.batch import Microbatches
 from zbcompile.torch_private import pytree
 
 Passed = tuple[int, Sequence[str], str, str]  # microbatches, their shapes, the keyword, what has changed in Python

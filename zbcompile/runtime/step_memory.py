@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from zbcompile.batches.losses import Losses
 from zbcompile.errors import PipelineError
-from zbcompile.model.losses import Losses
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.runtime.gradient_sums import Gradients

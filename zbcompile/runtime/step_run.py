@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from zbcompile.batches.losses import Losses
 from zbcompile.distributed.mesh import BATCHES, broadcast
 from zbcompile.distributed.packing import empty
 from zbcompile.distributed.ranks import Ranks
@@ -24,7 +25,6 @@ from zbcompile.distributed.transport import Transport
 from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.errors import PipelineError
 from zbcompile.faults.watchdog import Alone, Watch
-from zbcompile.model.losses import Losses
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.runtime.action_loop import Observer, RankRun
 from zbcompile.runtime.data_parallel import Reduction, unobserved

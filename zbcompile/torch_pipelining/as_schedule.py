@@ -5,9 +5,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from zbcompile.batches.batch import flatten_batch
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import flatten_batch
 from zbcompile.passes.capture.training_step import LossArguments, LossFunction, with_arguments, with_metrics
 from zbcompile.program.program import Program
 from zbcompile.torch_private import pytree

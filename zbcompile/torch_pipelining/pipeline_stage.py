@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
+from zbcompile.batches.batch import whole_batch
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import whole_batch
 from zbcompile.model.model_info import submodule
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot

@@ -18,9 +18,9 @@ import zbcompile
 from tests.support.functions import WAYS, WIDTH, AsVjp, Needed, Passed, Reversed, Saving, Ways
 from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
+from zbcompile.batches.batch import flatten_batch
 from zbcompile.compiler.compile_model import Drawn, draw_step
 from zbcompile.compiler.prices import LinePrices
-from zbcompile.model.batch import flatten_batch
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.refused import ROWS, train
-from zbcompile.passes.values.python_changes import PythonChanges
+from zbcompile.passes.python_state.python_changes import PythonChanges
 
 WIDTH = ROWS.shape[1]
 

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.stage.anonymous_graph import bare
 from zbcompile.passes.torch_private import make_fx

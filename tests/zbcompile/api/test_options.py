@@ -18,7 +18,7 @@ from zbcompile.cli.command_line import add_flags, flag_of, split_options
 from zbcompile.cli.compile_arguments import FLAGS
 from zbcompile.options import GROUPS, OPTIONS, PARAGRAPHS, Options, checked, options_from, options_in
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.hardware.hardware import Hardware
+from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.option import read_bytes, read_options
 from zbcompile.program.manifest import _options_to_data
 from zbcompile.program.step_options import StepOptions

@@ -2,7 +2,7 @@
 
 What is held while messages travel is counted in tests/zbcompile/prediction/test_rank_memory.py; what limits a step, and
 which schedules nothing beats, in tests/zbcompile/prediction/test_advice.py; FLOPs of experts in
-tests/passes/graph/test_flops.py.
+tests/passes/machine/test_flops.py.
 """
 
 import json
@@ -21,8 +21,8 @@ from zbcompile.amounts import format_bytes, format_change, format_share
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.inspect import main
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.roofline import seconds_of
-from zbcompile.passes.hardware.hardware import Hardware
+from zbcompile.passes.machine.hardware import Hardware
+from zbcompile.passes.machine.roofline import seconds_of
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import complete_peak, rank_memories
 from zbcompile.prediction.recompile_trials import _judged, _trials

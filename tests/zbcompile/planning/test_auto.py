@@ -18,7 +18,7 @@ from zbcompile.compiler.cut_planning import places_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, PartitionError
-from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning import layout_trials
 from zbcompile.planning.planner import Priced, decide
 from zbcompile.program.choice import Choice

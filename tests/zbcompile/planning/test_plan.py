@@ -12,7 +12,7 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import draw_step
 from zbcompile.inspection.plan_command import main, plan_table
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.hardware.hardware import Connection
+from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning.factorisations import CapturedStep, PlanRow, factorisations, on_mesh, ranked
 from zbcompile.program.choice import Choice, Layout
 from zbcompile.schedules import build

@@ -15,8 +15,8 @@ import zbcompile
 from tests.support.oracle import Batch, eager_step
 from tests.support.random_models import WIDTH as RANDOM_WIDTH, RandomModel
 from tests.support.training import assert_same_tensors, gradients_of
+from zbcompile.batches.batch import flatten_batch
 from zbcompile.compiler.compile_model import draw_step
-from zbcompile.model.batch import flatten_batch
 
 WIDTH, ROWS, MICROBATCHES = 8, 8, 4
 

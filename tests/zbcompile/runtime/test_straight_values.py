@@ -8,8 +8,8 @@ import zbcompile
 from tests.support.pool import Pool
 from tests.support.skip_models import WIDTH, EncoderDecoder, Residuals, UNet
 from tests.support.training import Case, assert_bitwise, assert_close, join, pipelined, reference
+from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.model.example import Example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.prediction.predict import count_messages
 from zbcompile.program.output import spec_from_data, spec_to_data

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.oracle import WIDTH
 from tests.support.training import assert_same_tensors, gradients_of
+from zbcompile.batches.batch import flatten_batch
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch import flatten_batch
 
 BATCH, COUNT = 4, 2
 SHAPES = [(), (1,), (1, 4), (4,), (4, 2), (4, 3, 2), (4, 4), (4, 4, 2), (2, 4), (6, 4), (3,), (0, 2)]

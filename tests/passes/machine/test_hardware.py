@@ -10,7 +10,7 @@ from torch import nn
 import zbcompile
 from zbcompile.cli.calibrate_command import to_toml
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.hardware.hardware import FIGURES, Connection, Hardware, Product, hardware_names
+from zbcompile.passes.machine.hardware import FIGURES, Connection, Hardware, Product, hardware_names
 
 GOOD = {"name": "mine", "peak": {"float32": 1e12}, "bandwidth": 1e11}
 WRONG: list[tuple[str, Any, str]] = [

@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.fx import GraphModule, Node
 
-from zbcompile.passes.graph.flops import count_flops
-from zbcompile.passes.graph.fusion import fused_kernels, kernel_bytes
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.storage import bytes_moved, is_view, storages_read, tensors_of
-from zbcompile.passes.hardware.hardware import Hardware, Product
+from zbcompile.passes.machine.flops import count_flops
+from zbcompile.passes.machine.fusion import fused_kernels, kernel_bytes
+from zbcompile.passes.machine.hardware import Hardware, Product
 from zbcompile.passes.torch_private import TO_COPY, FakeTensorMode
 
 aten = torch.ops.aten

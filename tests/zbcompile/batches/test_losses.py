@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbcompile.model.losses import Losses
+from zbcompile.batches.losses import Losses
 
 USES: dict[str, Callable[[Tensor], Any]] = {
     "float": float,

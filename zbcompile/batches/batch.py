@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.batches.batch_split import Cut, Split, choose_cuts
 from zbcompile.errors import PipelineError
-from zbcompile.model.batch_split import Cut, Split, choose_cuts
 from zbcompile.passes.capture.export import flatten_inputs
 from zbcompile.passes.capture.training_step import LossArguments
 from zbcompile.passes.errors import CaptureError

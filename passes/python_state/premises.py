@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.passes.python_state.tokens import MISSING, Identity, Missing, has_contents, is_followed, is_users, token
 from zbcompile.passes.torch_private import children_of, forward_hook_functions, module_tables, storage_key
-from zbcompile.passes.values.tokens import MISSING, Identity, Missing, has_contents, is_followed, is_users, token
 
 MOST = 64  # items of a container that are told apart, if the others are plain
 _ERRORS = (LookupError, AttributeError, TypeError, ValueError)

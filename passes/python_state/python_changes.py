@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from zbcompile.passes.capture_refusals import Refusal
-from zbcompile.passes.values.executed_code import line_that_writes, only_updates
-from zbcompile.passes.values.premises import attribute, vars_of
-from zbcompile.passes.values.reached_values import RECORDED_BY, Reached, slots_of
-from zbcompile.passes.values.tokens import MISSING, NAMESPACES, PLAIN, token
+from zbcompile.passes.python_state.executed_code import line_that_writes, only_updates
+from zbcompile.passes.python_state.premises import attribute, vars_of
+from zbcompile.passes.python_state.reached_values import RECORDED_BY, Reached, slots_of
+from zbcompile.passes.python_state.tokens import MISSING, NAMESPACES, PLAIN, token
 
 _OPEN = (type, types.FunctionType, types.SimpleNamespace)  # namespaces to which code adds names
 _HOOKS = ("register_forward_hook", "register_forward_pre_hook", "remove")

@@ -22,10 +22,9 @@ import torch
 from torch import nn
 
 from zbcompile.passes.graph.source_location import is_users_file
-from zbcompile.passes.torch_private import children_of, forward_hook_functions, forward_hook_tables, module_tables
-from zbcompile.passes.values.executed_code import names_in, text_constants
-from zbcompile.passes.values.premises import MOST, attribute, items_of, owner_of, step_from, vars_of
-from zbcompile.passes.values.tokens import (
+from zbcompile.passes.python_state.executed_code import names_in, text_constants
+from zbcompile.passes.python_state.premises import MOST, attribute, items_of, owner_of, step_from, vars_of
+from zbcompile.passes.python_state.tokens import (
     CONTAINERS,
     MISSING,
     NAMESPACES,
@@ -37,6 +36,7 @@ from zbcompile.passes.values.tokens import (
     state_of,
     token,
 )
+from zbcompile.passes.torch_private import children_of, forward_hook_functions, forward_hook_tables, module_tables
 
 TABLES = frozenset(vars(nn.Module()))  # modes, hooks and tensors, which others compare
 _INDIRECT = frozenset(("globals", "eval", "vars", "modules", "attrgetter", "import_module", "__import__", "__dict__"))

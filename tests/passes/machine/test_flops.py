@@ -12,9 +12,9 @@ from torch.fx import GraphModule, Interpreter, Node
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, register_flop_formula
 
 from tests.support.training import ROWS, Case, pipeline_of, problem_of
-from zbcompile.passes.graph import flops
-from zbcompile.passes.graph.flops import count_flops
 from zbcompile.passes.graph.fx import like
+from zbcompile.passes.machine import flops
+from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx
 

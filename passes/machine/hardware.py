@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from zbcompile.field_check import TEXT, wrong_field, wrong_names
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.hardware import figures
+from zbcompile.passes.machine import figures
 from zbcompile.untrusted_text import read_text
 
 LARGEST = 1 << 18  # bytes of a file of figures
@@ -205,7 +205,7 @@ def hardware_names() -> list[str]:
     return sorted(each.name.removesuffix(".toml") for each in _PROFILES.iterdir() if each.name.endswith(".toml"))
 
 
-_PROFILES = files("zbcompile.passes.hardware") / "profiles"
+_PROFILES = files("zbcompile.passes.machine") / "profiles"
 
 
 @cache

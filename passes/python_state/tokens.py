@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from zbcompile.passes.python_state.executed_code import is_users_name
 from zbcompile.passes.torch_private import OpOverload, storage_key
-from zbcompile.passes.values.executed_code import is_users_name
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device)
 PLAIN = frozenset((*_PLAIN, torch.Size, torch.layout, torch.memory_format))

@@ -1,1 +1,0 @@
-"""What machines can do: named profiles, and those that were measured."""

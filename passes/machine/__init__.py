@@ -1,0 +1,1 @@
+"""What operations take on a machine: its profile, FLOPs, fused kernels, seconds."""
