@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from typing import NamedTuple, cast
+from typing import cast
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
@@ -11,36 +11,14 @@ from zbcompile.schedules.execution.event_loop import Outcome, run
 from zbcompile.schedules.ir.actions import COMMUNICATION, COMPUTE, MESSAGES, RECEIVES, SENDS, Action, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import (
-    messages_of,
     other_end,
-    receives_before,
-    sends_after,
     source,
-    target,
 )
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 from zbcompile.schedules.lowering.collectives import check_collectives
+from zbcompile.schedules.lowering.routes import Channel, MessageNo, Routes, kinds_of_receives, routes_of
 from zbcompile.schedules.lowering.updates import check_exchanges
-
-Channel = tuple[int, int]  # source rank, destination rank
-MessageNo = int  # ((receiving stage) * (kinds of receives) + kind) * microbatches + microbatch
-
-
-class Route(NamedTuple):
-    """Where messages of one kind and stage travel, and the message of microbatch 0."""
-
-    channel: Channel
-    first: MessageNo
-
-
-Routes = dict[tuple[str, int], Route]
-
-
-def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
-    """Every pair of ranks, source and destination, between which a schedule sends messages."""
-    found = {route.channel for rank in range(schedule.ranks) for route in _routes(schedule, rank).values()}
-    return tuple(sorted(found))
 
 
 def check_communication(lowered: Lowered) -> tuple[int, ...]:
@@ -53,7 +31,7 @@ def check_communication(lowered: Lowered) -> tuple[int, ...]:
         raise ScheduleError(f"{schedule.name}: {len(lowered.programs)} programs for {schedule.ranks} ranks")
     sent: dict[Channel, list[MessageNo]] = defaultdict(list)
     received: dict[Channel, list[MessageNo]] = defaultdict(list)
-    routes = [_routes(schedule, rank) for rank in range(schedule.ranks)]
+    routes = [routes_of(schedule, rank) for rank in range(schedule.ranks)]
     for rank in range(schedule.ranks):
         _check_computation(lowered, rank)
         _collect_messages(lowered, rank, routes[rank], sent, received)
@@ -67,33 +45,6 @@ def check_communication(lowered: Lowered) -> tuple[int, ...]:
     for rank in range(schedule.ranks):
         _check_sends_follow(lowered, rank, routes[rank], outcome)
     return tuple(_receive_buffers(lowered, rank, routes[rank]) for rank in range(schedule.ranks))
-
-
-def _routes(schedule: Schedule, rank: int) -> Routes:
-    """Every kind of message that `rank` sends or receives, by (op, stage)."""
-    routes: Routes = {}
-    made = {KINDS[op].event for op in schedule.ops}
-    for stage in schedule.placement.stages_of(rank):
-        for op in made:
-            for send in sends_after(schedule, op, stage):
-                there = target(send, stage, schedule.stages)
-                if there is not None and (peer := schedule.placement.rank_beside(rank, stage, there)) != rank:
-                    routes[send, stage] = Route((rank, peer), _first(schedule, other_end(send), there))
-            for receive in receives_before(schedule, op, stage):
-                here = source(receive, stage, schedule.stages)
-                if here is not None and (peer := schedule.placement.rank_beside(rank, stage, here)) != rank:
-                    routes[receive, stage] = Route((peer, rank), _first(schedule, receive, stage))
-    return routes
-
-
-def _receives(schedule: Schedule) -> list[str]:
-    return sorted(messages_of(schedule) & RECEIVES)
-
-
-def _first(schedule: Schedule, receive: str, stage: int) -> MessageNo:
-    """The message for microbatch 0 that `receive` brings to `stage`."""
-    kinds = _receives(schedule)
-    return (len(kinds) * stage + kinds.index(receive)) * schedule.microbatches
 
 
 def _check_computation(lowered: Lowered, rank: int) -> None:
@@ -213,7 +164,7 @@ def _receive_buffers(lowered: Lowered, rank: int, routes: Routes) -> int:
 
 def _receive_of(lowered: Lowered, message: MessageNo) -> Action:
     kind, microbatch = divmod(message, lowered.schedule.microbatches)
-    kinds = _receives(lowered.schedule)
+    kinds = kinds_of_receives(lowered.schedule)
     stage, index = divmod(kind, len(kinds))
     return Action(kinds[index], stage, microbatch)
 

@@ -23,8 +23,8 @@ from zbcompile.env import OF_MESSAGES
 from zbcompile.errors import PipelineError
 from zbcompile.faults.fault_report import Position
 from zbcompile.faults.watchdog import Alone, Watch
-from zbcompile.schedules.checking.communication_rules import channels_of
 from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.lowering.routes import channels_of
 from zbcompile.torch_private import group_called, is_bound
 
 Value = TypeVar("Value")

@@ -183,8 +183,8 @@ class Transport:
 
 @dataclass
 class ReceiveBuffers:
-    """The memory that messages arrive in, made at first use and kept over steps. `rank_plan` says who has it when; if
-    it is `placed`, `memory_plan` does.
+    """The memory that messages arrive in, made at first use and kept over steps. `receive_buffers` says who has it
+    when; if it is `placed`, `memory_plan` does.
 
     On CUDA no event is needed between the last reader and the next message: a backend orders its transfer behind
     whatever the compute stream was given before the receive was posted, and every reader was.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from zbcompile.passes.gpu import KIND
 from zbcompile.program.program import Program
-from zbcompile.schedules.checking.communication_rules import channels_of
+from zbcompile.schedules.lowering.routes import channels_of
 
 MOST_CTAS = 32  # what NCCL takes over NVLink; over PCIe it takes 2
 BUFFERS = (4 << 20) + (512 << 10) + 640 * 120 * 8 * 8  # bytes per thread block, by protocol: Simple, LL, LL128

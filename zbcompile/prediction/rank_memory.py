@@ -20,8 +20,7 @@ from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import prices_of
 from zbcompile.program.program import Program
-from zbcompile.runtime.rank_plan import assign_buffers, completed_sends
-from zbcompile.runtime.stage_plan import AFTER, arrivals_of
+from zbcompile.program.receive_buffers import AFTER, arrivals_of, assign_buffers, completed_sends
 from zbcompile.schedules import Costs, lower
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import COMPUTE, RECEIVES, SENDS, Action, F, flatten

@@ -23,8 +23,9 @@ from zbcompile.passes.graph.strides import is_dense
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
+from zbcompile.program.receive_buffers import AFTER
 from zbcompile.runtime.rank_plan import Instruction
-from zbcompile.runtime.stage_plan import AFTER, travelling
+from zbcompile.runtime.stage_plan import travelling
 from zbcompile.schedules.ir.actions import RECEIVES, SENDS, Action
 from zbcompile.schedules.lowering.edges import Message
 

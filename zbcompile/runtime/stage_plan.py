@@ -11,15 +11,14 @@ import torch
 
 from zbcompile.backends.types import Run
 from zbcompile.model.seeds import Relay
-from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.passes.torch_private import boxed, storage_key
+from zbcompile.passes.torch_private import boxed
+from zbcompile.program.receive_buffers import AFTER
 
 RESIDENT = ("parameter", "buffer", "constant")
 LOSS_FACTOR = Slot("tangent", "loss")
-AFTER = {"F": ("B", "W", "BW"), "B": ("W",), "W": (), "BW": ()}  # the passes that may follow each
 _FOLLOWS = {**AFTER, "S": ("STATS", "T"), "STATS": ("T",), "T": (), "LOOKUP": ("SPREAD",), "SPREAD": ()}
 _OPEN = ("F", "S", "LOOKUP")  # passes that begin with a microbatch, and receive activations
 _RETURN = ("B", "BW", "STATS", "SPREAD")  # passes that receive gradients
@@ -174,36 +173,3 @@ def travelling(kind: Kind, specs: Mapping[str, TensorSpec]) -> dict[Slot, Tensor
 def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:
     """The results of one kind."""
     return tuple((place, slot.name) for place, slot in enumerate(piece.outputs) if slot.kind == kind)
-
-
-@dataclass(frozen=True)
-class ArrivalUses:
-    """The uses of a tensor that arrives: the passes that read it, or a view of it; `escapes` if it is passed on."""
-
-    spec: TensorSpec
-    readers: frozenset[str]
-    escapes: bool
-
-
-def arrivals_of(program: StageProgram) -> dict[str, tuple[ArrivalUses, ...]]:
-    """What arrives in `F` and in `B`, in the order in which it travels.
-
-    A graph may keep what arrived, or a view of it, for a later pass, or pass it on (a skip connection): its memory is
-    free only when the last of these has read it.
-    """
-    forward = tuple(_arrival(program, Slot("activation", name), spec) for name, spec in program.receives.items())
-    backward = tuple(_arrival(program, Slot("tangent", name), spec) for name, spec in program.gradients_in.items())
-    return {"F": forward, "B": backward}
-
-
-def _arrival(program: StageProgram, slot: Slot, spec: TensorSpec) -> ArrivalUses:
-    aliases, escapes = {slot}, False
-    pieces = {name: program.pieces[name] for name in AFTER if name in program.pieces}
-    for piece in pieces.values():
-        nodes = [node for node in piece.module.graph.find_nodes(op="placeholder") if node.meta["slot"] in aliases]
-        keys = {storage_key(node.meta["val"]) for node in nodes if isinstance(node.meta.get("val"), torch.Tensor)}
-        results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
-        same = [result for result, node in results if storage_key(node.meta["val"]) in keys]
-        aliases |= {result for result in same if result.kind == "saved"}
-        escapes |= any(result.kind != "saved" for result in same)
-    return ArrivalUses(spec, frozenset(name for name in pieces if aliases & set(pieces[name].inputs)), escapes)

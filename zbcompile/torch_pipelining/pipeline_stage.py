@@ -22,8 +22,8 @@ from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.program import Program
+from zbcompile.program.receive_buffers import arrivals_at
 from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.rank_plan import arrivals_at
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.torch_private import group_between

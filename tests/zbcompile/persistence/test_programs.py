@@ -36,7 +36,7 @@ from tests.support.training import (
 from tests.support.vocabulary_training import VocabularyCase
 from zbcompile.program.manifest import digest_of
 from zbcompile.program.program import Program
-from zbcompile.runtime.stage_plan import arrivals_of
+from zbcompile.program.receive_buffers import arrivals_of
 from zbcompile.schedules.generators.interlaced import interlaced
 
 SMALL = Case("mlp", "1f1b", 2, 2)
