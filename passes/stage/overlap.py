@@ -4,7 +4,8 @@
 The order of each half stays, so its bits do; the halves are interleaved so that what one waits for travels while the
 other computes. Collectives are those of `torch.distributed._functional_collectives`: an operation that issues, and
 `wait_tensor`. Messages leave and arrive in the middle: the first half's results are handed over as soon as they exist,
-and the second half's values are asked for when it begins.
+and the second half's values are asked for when it begins. The values are those of the halves run one after the other
+(`one_after_the_other` in `tests/support/plain_versions.py`).
 """
 
 from collections.abc import Callable, Sequence

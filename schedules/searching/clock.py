@@ -1,4 +1,7 @@
-"""Words that can be changed a little at a time, and clocks that follow a change only as far as it reaches."""
+"""Words that can be changed a little at a time, and clocks that follow a change only as far as it reaches.
+
+`ends_of` in `tests/support/plain_clock.py` computes the same times anew, in ten lines.
+"""
 
 from collections.abc import Sequence
 from heapq import heappop, heappush

@@ -1,12 +1,11 @@
 """The choice of what to keep against every choice there is, on small random forwards."""
 
-import itertools
 import random
-from collections.abc import Iterator
 
 import pytest
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
+from tests.support.plain_versions import every_choice
 from zbcompile.passes.recompute.budget import Values, fit, quickest, smallest
 
 
@@ -22,29 +21,6 @@ def random_values(seed: int) -> Values:
         bytes={node: rng.randint(1, 20) for node in nodes if node not in unkept},
         time={node: rng.randint(0, 20) for node in nodes if node in unkept or rng.random() < 0.8},
     )
-
-
-def every_choice(values: Values) -> Iterator[tuple[int, int]]:
-    """Bytes and time of every set of kept values from which the backward's can be made."""
-    for flags in itertools.product((False, True), repeat=len(values.bytes)):
-        kept = {node for node, flag in zip(values.bytes, flags, strict=True) if flag}
-        remade = _remade(values, kept)
-        if remade is not None:
-            yield sum(values.bytes[node] for node in kept), sum(values.time[node] for node in remade)
-
-
-def _remade(values: Values, kept: set[Node]) -> set[Node] | None:
-    """What must be made again if `kept` is kept; None if something cannot be."""
-    found: set[Node] = set()
-    queue = [node for node in values.wanted if node not in kept]
-    while queue:
-        node = queue.pop()
-        if node not in values.time:
-            return None
-        if node not in found:
-            found.add(node)
-            queue.extend(argument for argument in values.inputs[node] if argument not in kept)
-    return found
 
 
 @pytest.mark.mostly_slow(every=4)

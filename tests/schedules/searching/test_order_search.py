@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.plain_clock import ends_of
 from zbcompile.schedules import (
     Costs,
     Noise,
@@ -116,6 +117,7 @@ def test_every_move_is_timed_as_the_simulator_would(draws: Noise | None) -> None
         assert fresh.complete
         assert fresh.end == pytest.approx(clock.end)
         assert fresh.tail == pytest.approx(clock.tail)
+        assert ends_of(problem, annealer.order.words, clock.time, clock.delay) == pytest.approx(clock.end[:-1])
     schedule = problem.schedule(annealer.best_words)
     check(lower(schedule), costs)
     assert simulate(schedule, costs, draws).quantile() == pytest.approx(annealer.best)
