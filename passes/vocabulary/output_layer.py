@@ -4,8 +4,9 @@ The output layer is a linear map by a whole parameter whose result reaches the l
 (`zbcompile.passes.vocabulary.exits`). An MLP that happens to have as many outputs fails at its activation's users.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
@@ -17,7 +18,23 @@ from zbcompile.passes.vocabulary.logits import CASTS, NotShardable, Pointwise, t
 from zbcompile.passes.vocabulary.loss import RowLoss, row_loss
 
 aten = torch.ops.aten
-PRODUCTS = frozenset({aten.mm.default, aten.matmul.default})
+
+
+class LinearMap(NamedTuple):
+    """Where an operation that maps linearly has its arguments (`bias` None: it has none), and whether its weight is
+    [in, out]."""
+
+    hidden: int
+    weight: int
+    bias: int | None
+    transposed: bool
+
+
+PRODUCTS: Mapping[Any, LinearMap] = {
+    aten.linear.default: LinearMap(hidden=0, weight=1, bias=2, transposed=False),
+    aten.addmm.default: LinearMap(hidden=1, weight=2, bias=0, transposed=True),
+    **dict.fromkeys((aten.mm.default, aten.matmul.default), LinearMap(0, 1, bias=None, transposed=True)),
+}
 
 
 @dataclass(frozen=True)
@@ -152,24 +169,19 @@ def _readers(node: Node) -> Iterator[Node]:
 
 def _weight(node: Node) -> Node | None:
     """The parameter [out, in] by which `node` maps linearly; None if it does not."""
-    if node.op != "call_function":
-        return None
-    if node.target is aten.linear.default:
-        return _parameter(node.args[1], transposed=False)
-    if node.target in PRODUCTS:
-        return _parameter(node.args[1], transposed=True)
-    return _parameter(node.args[2], transposed=True) if node.target is aten.addmm.default else None
+    product = PRODUCTS.get(node.target)
+    return None if product is None else _parameter(node.args[product.weight], product.transposed)
 
 
 def _hidden(linear: Node) -> Node:
-    found = linear.args[1] if linear.target is aten.addmm.default else linear.args[0]
+    found = linear.args[PRODUCTS[linear.target].hidden]
     assert isinstance(found, Node)
     return found
 
 
 def _bias(linear: Node, uses: int) -> Node | None:
-    at = 0 if linear.target is aten.addmm.default else 2
-    found = linear.args[at] if len(linear.args) > at and linear.target not in PRODUCTS else None
+    at = PRODUCTS[linear.target].bias
+    found = None if at is None or len(linear.args) <= at else linear.args[at]
     if found is None:
         return None
     parameter = _parameter(found, transposed=False, ndim=1)
