@@ -70,6 +70,11 @@ class Refusal(Enum):
         "another attribute of that name.",
         "Rename it, or return the loss from forward.",
     )
+    LOSS_IN_SEQUENCE = (
+        "the loss module {loss} has parameters, for which it becomes the submodule loss of the model, but an "
+        "nn.Sequential runs all its submodules.",
+        "Put the nn.Sequential into a module whose forward calls it.",
+    )
 
     # Hooks
     GLOBAL_HOOKS = (

@@ -34,11 +34,14 @@ def with_arguments(loss: Callable[..., Any], output: Any, target: Any) -> Any:
 
 def join_loss(model: nn.Module, loss: Any) -> None:
     """Make a loss module with parameters the submodule `loss` of the model, whose last stage then has them: they train,
-    and are saved, as `loss.NAME`. Raises CaptureError if the model has another attribute of that name."""
+    and are saved, as `loss.NAME`. Raises CaptureError if the model has another attribute of that name, or runs all its
+    submodules."""
     if not isinstance(loss, nn.Module) or next(loss.parameters(), None) is None or loss in model.modules():
         return
     if hasattr(model, "loss"):
         raise Refusal.LOSS_NAME.error(loss=type(loss).__name__, model=type(model).__name__)
+    if isinstance(model, nn.Sequential):
+        raise Refusal.LOSS_IN_SEQUENCE.error(loss=type(loss).__name__)
     model.add_module("loss", loss)
 
 

@@ -427,5 +427,7 @@ def slots_of(kind: type) -> list[str]:
 
 
 def _is_torchs(module: nn.Module, name: str, stored: dict[str, Any]) -> bool:
-    """Whether an attribute is what every module inherits."""
-    return name != "forward" and name not in stored and owner_of(type(module), name) is nn.Module
+    """Whether an attribute is what every module inherits, or that of a stand-in with which torch traces."""
+    owner = owner_of(type(module), name)
+    inherited = owner is nn.Module or getattr(owner, "__module__", "").startswith("torch.fx.experimental.")
+    return inherited and name != "forward" and name not in stored

@@ -1,5 +1,6 @@
 """A loss module with parameters trains as a part of the last stage; a model that returns `loss, outputs`."""
 
+import warnings
 from typing import Any
 
 import pytest
@@ -65,6 +66,33 @@ def test_the_last_rank_has_the_parameters_of_the_loss(pool: Pool) -> None:
     eager = expected()
     assert "loss.scale" not in first
     assert all(torch.equal({**first, **last}[name], eager[name]) for name in eager)
+
+
+def test_no_stand_in_of_torchs_tracer_is_read(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its methods looked like attributes that forward changes: a warning for each module, and no program was found
+    again."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.alpha = seeded(), 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x) * self.alpha  # type: ignore[no-any-return]
+
+    model = Scaled()
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, loss=Temperature(), ranks=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for alpha in (1.0, 2.0, 1.0, 2.0):
+            model.alpha = alpha
+            pipe.step(ROWS, target=ROWS)
+    assert capsys.readouterr().out.count("compiling again") == 1
+
+
+def test_a_sequence_that_would_run_the_loss_is_refused() -> None:
+    with pytest.raises(zbcompile.CaptureError, match="runs all its submodules"):
+        zbcompile.pipeline(nn.Sequential(seeded()), schedule="1f1b", ranks=2, loss=Temperature())
 
 
 def test_a_model_that_returns_its_loss_and_logits() -> None:
