@@ -25,7 +25,7 @@ from zbcompile.passes.option import (
     read_bytes,
 )
 
-Policy = Literal["off", "hints", "selective", "full"] | int | float  # bytes, or a share of what is kept otherwise
+Policy = str | int | float  # of POLICIES, or a price (`price_of_policy`); bytes; a share of what is kept otherwise
 POLICIES = ("off", "hints", "selective", "full")
 Recompute = Policy | tuple[Policy, ...]  # of all stages alike, or of each
 
@@ -53,7 +53,19 @@ def _read_policy(given: Any) -> Policy:
         if not 0 <= given <= 1:
             raise ValueError
         return given
+    if isinstance(given, str) and price_of_policy(given) is not None:
+        return given
     return given if given in POLICIES else read_bytes(given)
+
+
+def price_of_policy(policy: Policy) -> float | None:
+    """The seconds that a byte less may cost, of a policy such as "2ms/GiB"; None for all others.
+
+    >>> price_of_policy("2ms/GiB") == 2e-3 / 2**30, price_of_policy("full")
+    (True, None)
+    """
+    found = re.fullmatch(r"(\d+\.?\d*)ms/GiB", policy) if isinstance(policy, str) else None
+    return float(found[1]) * 1e-3 / 2**30 if found else None
 
 
 def _read_balance(given: Any) -> Balance:
@@ -71,10 +83,10 @@ HARDWARE = OptionKind(
 )
 RECOMPUTE = OptionKind(
     _read_recompute,
-    f'"off", "hints", "selective", "full", a share of what is kept otherwise such as 0.5, for each microbatch and '
-    f"stage {SIZES}; or a list of these with an entry for each stage",
+    '"off", "hints", "selective", "full", a price such as "2ms/GiB", a share of what is kept otherwise such as 0.5, '
+    f"for each microbatch and stage {SIZES}; or a list of these with an entry for each stage",
     {
-        "metavar": "off|hints|selective|full|SHARE|BYTES|POLICY,POLICY",
+        "metavar": "off|hints|selective|full|PRICE|SHARE|BYTES|POLICY,POLICY",
         "type": lambda text: tuple(text.split(",")) if "," in text else text,
     },
 )
@@ -136,8 +148,9 @@ class Choices(OptionFields):
             (everything but products with parameters); "full": whatever can be, so that a stage keeps its inputs; bytes
             (an int, or a text such as "64MiB"): as little as possible, such that a stage keeps at most that many per
             microbatch between its F and B; a float from 0 to 1: the same with that share of what it would keep
-            without, or with what it has to keep if that is more. A list has an entry for each stage. Gradients keep
-            their bits; random numbers are not drawn again.
+            without, or with what it has to keep if that is more; a price such as "2ms/GiB": whatever takes less time on
+            `hardware` than that for each GiB that it saves, so equal layers are treated alike. A list has an entry for
+            each stage. Gradients keep their bits; random numbers are not drawn again.
         balance: The measure by which stages are made equal (docs/partitioning.md). "flops" (with bytes, at nominal
             speeds), "measured" (every kind of operation is run on this device), "parameters"; "makespan" (the cuts of
             "flops", moved to where the simulated step is shortest, within the limit of memory); or the cuts themselves,

@@ -4,8 +4,8 @@ simulated, with a share of the memory that 1F1B needs for activations without re
     PYTHONPATH=examples python examples/benchmarks/recompute_stages.py [NAME ...] --memory .6 .4 --seconds 20
 
 Each line is the step that `schedule="auto"` predicts: everything recomputed, the best of several budgets that are one
-share of the bytes for all stages, and what the search chooses for each stage. Cuts and orders are searched for each,
-equally long.
+share of the bytes for all stages, the best price of a byte for all stages, and what the search chooses for each stage.
+Cuts and orders are searched for each, equally long.
 """
 
 import argparse
@@ -63,17 +63,20 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[list[object]]:
         full = found(search, memory, "full", options.seconds)
         budgets = [each for b in BUDGETS if (each := found(search, memory, b, options.seconds)) is not None]
         each = found(search, memory, "hints", options.seconds)
+        prices = replace(search, choices=replace(search.choices, memory=memory)).corners[1:-1]
+        alike = [each for price in prices if (each := found(search, memory, price, options.seconds)) is not None]
         assert full is not None, "everything recomputed fits into these shares"
         assert each is not None, "so does what may recompute everything"
         one = min(budgets, key=lambda choice: choice.seconds, default=full)
-        times = [1e3 * choice.seconds for choice in (full, one, each)]
+        price = min(alike, key=lambda choice: choice.seconds, default=full)
+        times = [1e3 * choice.seconds for choice in (full, one, price, each)]
         assert max(each.peak) <= memory
-        gains = [1 - times[2] / time for time in times[:2]]
+        gains = [1 - times[-1] / time for time in times[:-1]]
         yield [name, share, *times, *gains, str(each.layout)]
 
 
-FORMATS = ("", ".1f", ".0f", ".0f", ".0f", ".1%", ".1%", "")
-HEADERS = ("model", "memory", "full ms", "one budget ms", "each stage ms", "gain", "gain", "chosen")
+FORMATS = ("", ".1f", *(".0f",) * 4, *(".1%",) * 3, "")
+HEADERS = ("model", "memory", "full ms", "one budget ms", "one price ms", "each stage ms", *("gain",) * 3, "chosen")
 
 
 def main() -> None:

@@ -47,8 +47,12 @@ def kernel_seconds(module: GraphModule, hardware: Hardware, fused: bool = False)
     apart = {node for node in nodes if flops[node] or is_collective(node) or node not in joined}
     kernels, others = fused_kernels(nodes, apart)
     found = [([node], node_seconds(node, flops[node], hardware)) for node in others]
-    priced = ((each, _kernel_seconds(kernel_bytes(each), _random_numbers(each), hardware)) for each in kernels)
-    return [*found, *priced]
+    return [*found, *((each, joined_seconds(each, hardware)) for each in kernels)]
+
+
+def joined_seconds(nodes: Sequence[Node], hardware: Hardware) -> float:
+    """The seconds of elementwise operations that are one kernel."""
+    return _kernel_seconds(kernel_bytes(nodes), _random_numbers(nodes), hardware)
 
 
 def _dropouts(nodes: Iterable[Node]) -> set[Node]:

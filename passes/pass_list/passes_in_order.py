@@ -133,7 +133,7 @@ STAGE_PASSES = (  # each gets what the one before it made, and the task
     Pass(
         "recompute",
         "lets the backward recompute values",
-        lambda joint, t: recompute(joint, t.choices.recompute_of(joint.stage.index)),
+        lambda joint, t: recompute(joint, t.choices.recompute_of(joint.stage.index), t.choices.hardware),
         _REWRITTEN,
     ),
     Pass("split", "makes F, B, W and BW", lambda joint, t: split(joint, t.choices.weight_recompute), _SPLIT),

@@ -11,12 +11,13 @@ from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.rematerialize import can_remake, reads
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import bytes_behind, bytes_moved, is_view, storages_behind, tensors_of
-from zbcompile.passes.machine.hardware import hardware_for
+from zbcompile.passes.machine.hardware import Hardware, hardware_for
+from zbcompile.passes.machine.roofline import node_seconds
 from zbcompile.passes.recompute.budget import Values
 from zbcompile.passes.split.joint_graph import Joint, reached_by_gradients
 from zbcompile.passes.split.split import forward_nodes, needed_nodes
 
-_ATTOSECONDS = 10**18
+ATTOSECONDS = 10**18
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def _hinted(node: Node) -> bool:
     return maker.meta.get("recompute") is not None
 
 
-def list_values(forward: Forward, flops: Mapping[Node, int], policy: str) -> Values:
+def list_values(forward: Forward, flops: Mapping[Node, int], policy: str, hardware: Hardware | None = None) -> Values:
     """What each value costs to keep or to recompute, the latter if `policy` ("hints", "selective" or "full") allows it.
     Views cost nothing; values that are always available are left out."""
     known = forward.made | forward.ahead | forward.arriving
@@ -83,7 +84,8 @@ def list_values(forward: Forward, flops: Mapping[Node, int], policy: str) -> Val
         wanted=forward.wanted,
         inputs={n: tuple(known.intersection(() if n in forward.arriving else forward.reads(n))) for n in nodes},
         bytes={n: bytes_behind((n,)) for n in nodes if n not in forward.ahead and _can_keep(n)},
-        time=dict.fromkeys(forward.ahead, 0) | _times(forward, [n for n in nodes if n in forward.made], flops, policy),
+        time=dict.fromkeys(forward.ahead, 0)
+        | _times(forward, [n for n in nodes if n in forward.made], flops, policy, hardware),
     )
 
 
@@ -95,8 +97,10 @@ def _can_keep(node: Node) -> bool:
     return not (is_view(maker) and can_remake(maker))
 
 
-def _times(forward: Forward, made: list[Node], flops: Mapping[Node, int], policy: str) -> dict[Node, int]:
-    """Attoseconds that each value takes which may be recomputed."""
+def _times(
+    forward: Forward, made: list[Node], flops: Mapping[Node, int], policy: str, hardware: Hardware | None
+) -> dict[Node, int]:
+    """Attoseconds of each value that may be recomputed, on `hardware` or at the nominal speeds of the device."""
     weights = _weights(forward.joint)
 
     def allowed(node: Node) -> bool:
@@ -104,10 +108,12 @@ def _times(forward: Forward, made: list[Node], flops: Mapping[Node, int], policy
             return True
         return policy == "selective" and not (flops[node] and weights.intersection(node.all_input_nodes))
 
+    again = [node for node in made if can_remake(node) and allowed(node)]
+    if hardware is not None:
+        return {node: int(ATTOSECONDS * node_seconds(node, flops[node], hardware)) for node in again}
     devices = (t.device.type for _, node in forward.joint.inputs for t in tensors_of(node.meta["val"]))
     machine = hardware_for(next(devices))
-    per_flop, per_byte = _ATTOSECONDS / machine.peak_of(""), _ATTOSECONDS / machine.bandwidth
-    again = [node for node in made if can_remake(node) and allowed(node)]
+    per_flop, per_byte = ATTOSECONDS / machine.peak_of(""), ATTOSECONDS / machine.bandwidth
     return {node: int(flops[node] * per_flop + bytes_moved(node) * per_byte) for node in again}
 
 

@@ -21,7 +21,7 @@ from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.rematerialize import can_remake
 from zbcompile.passes.graph.storage import storages_behind, tensors_of
 from zbcompile.passes.machine.hardware import hardware_for
-from zbcompile.passes.machine.roofline import kernel_seconds
+from zbcompile.passes.machine.roofline import joined_seconds, kernel_seconds
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.node_costs import device_of
 from zbcompile.passes.partition.search import Cuts
@@ -188,8 +188,9 @@ class _Block:
         for nodes, seconds in kernel_seconds(self.program.pieces[op].module, self.choices.hardware):
             place, again = at[nodes[0]], nodes[0].meta.get("pass") == "recompute"
             (found.again if again else times)[place] += seconds
-            if op == "F" and any(map(can_remake, nodes)):
-                found.passing[place] += seconds
+            if op == "F" and (remade := [node for node in nodes if can_remake(node)]):  # not the mask of a dropout
+                whole = len(remade) == len(nodes)
+                found.passing[place] += seconds if whole else joined_seconds(remade, self.choices.hardware)
         named = {node.name: place for node, place in at.items()}
         for each in collectives_of(self.program):
             if each.name == op:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from zbcompile.compiler.block_prices import Made, Prices, price_line
 from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import Choices, Policy, Recompute
+from zbcompile.passes.compile_options import Choices, Policy, Recompute, price_of_policy
 from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
@@ -21,6 +21,8 @@ from zbcompile.passes.stage.deduplicate import Tangents
 from zbcompile.schedules import Costs, Placement, Schedule, peak_memory
 from zbcompile.schedules.execution.memory import most_beside, with_messages
 from zbcompile.schedules.ir.actions import B, F
+
+PRICES = (1, 2, 4, 6, 8, 12, 16)  # of a byte, in the time to move it; above, stages remake what their blocks receive
 
 
 class ShardPrice(NamedTuple):
@@ -100,6 +102,8 @@ class LinePrices:
     def stage(self, begin: int, end: int, policy: Policy) -> StagePrice:
         """The price of the operations from `begin` to `end`; it is remembered, as many layouts have the same stage."""
         key = begin, end, policy
+        if isinstance(policy, float):
+            return self._with_share(begin, end, policy)
         if key not in self._stages:
             known = self._known(policy)
             received = self._received(begin, policy)
@@ -120,6 +124,36 @@ class LinePrices:
     def kept(self, begin: int, end: int) -> int:
         """What waits for the B of a stage that recomputes nothing."""
         return self._known("off").kept.within(begin, end)
+
+    def _with_share(self, begin: int, end: int, share: float) -> StagePrice:
+        """Between the corners around a share of what waits for B otherwise."""
+        prices = [self.stage(begin, end, policy) for policy in self.corners]
+        aim = share * prices[0].kept
+        for over, under in pairwise(prices):
+            if under.kept <= aim < over.kept:
+                return over.mixed(under, (over.kept - aim) / (over.kept - under.kept))
+        return prices[0] if aim >= prices[0].kept else prices[-1]
+
+    @cached_property
+    def corners(self) -> tuple[Policy, ...]:
+        """What stages may recompute, from nothing but what was hinted at to everything: prices of a byte, those on the
+        convex hull of what waits for B and of what B takes."""
+        hardware = self._hardware
+        unit = 1e3 * 2**30 / (hardware.bandwidth * hardware.bandwidth_efficiency)  # milliseconds to move a GiB
+        prices = dict.fromkeys(f"{times * unit:.2g}ms/GiB" for times in PRICES)
+        ends: list[Policy] = ["hints", *(name for name in prices if price_of_policy(name)), "full"]
+        hull: list[tuple[float, float, Policy]] = []
+        for policy in ends:
+            found = [
+                self.stage(*span, policy)
+                for span in pairwise([*self._known("off").prices.blocks, len(self.line.nodes)])
+            ]
+            point = sum(each.kept for each in found), sum(sum(each.seconds) for each in found), policy
+            while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
+                hull.pop()
+            if not hull or point[0] < hull[-1][0]:
+                hull.append(point)
+        return tuple(policy for *_, policy in hull)
 
     def _received(self, begin: int, policy: Policy) -> int:
         """What a stage that recomputes everything keeps of what it received."""
@@ -153,13 +187,14 @@ class LinePrices:
         if policy == "full":  # recomputed, all of it is there
             waits = self._known("off").kept.growing(begin, end)
         left, forward, backward = residue.shrinking(begin, end), 0, 0
-        arriving = 0 if end in prices.blocks else self._crossing(end)  # gradients in a buffer; a block alone frees them
+        last = max(block for block in prices.blocks if block < end)  # it counts gradients that arrive for a whole block
         second = next((block for block in prices.blocks if block > begin), end)  # the first one counts what it receives
         for at in range(begin, end):
             in_forward, in_backward = (each[at] for each in prices.beside)
             if in_forward is not None:
                 forward = max(forward, grown[at - begin] + in_forward + (received if at >= second else 0))
             if in_backward is not None:
+                arriving = 0 if end in prices.blocks and at >= last else self._crossing(end)  # in a buffer
                 backward = max(backward, waits[at - begin] + in_backward + left[at - begin] + arriving)
         return forward, backward
 
@@ -270,3 +305,10 @@ class LinePrices:
         found = map(sum, zip(*self._known("off").prices.seconds, strict=True))
         measured = measured_seconds(self.line, self.measured)
         return [now / then if then else 0.0 for now, then in zip(measured, found, strict=True)]
+
+
+def _is_above(
+    point: tuple[float, float, Policy], left: tuple[float, float, Policy], right: tuple[float, float, Policy]
+) -> bool:
+    """Whether a corner takes no less than the line between its neighbours, of which the left one keeps more bytes."""
+    return (point[1] - left[1]) * (left[0] - right[0]) >= (right[1] - left[1]) * (left[0] - point[0])

@@ -50,6 +50,19 @@ class StagePrice(NamedTuple):
             message=rows * self.message,
         )
 
+    def mixed(self, other: "StagePrice", share: float) -> "StagePrice":
+        """The price of a stage that is, for a share, as another one of the same operations."""
+
+        def between(one: Sequence[float], two: Sequence[float]) -> list[float]:
+            return [a + share * (b - a) for a, b in zip(one, two, strict=True)]
+
+        return self._replace(
+            seconds=tuple(between(self.seconds, other.seconds)),  # type: ignore[arg-type]
+            again=between([self.again], [other.again])[0],
+            kept=between([self.kept], [other.kept])[0],
+            running={op: max(size, other.running[op]) for op, size in self.running.items()},
+        )
+
 
 def price_of(
     stage: StageProgram,

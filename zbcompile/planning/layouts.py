@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate, product
 from math import inf
 from typing import TypeVar
@@ -23,7 +24,6 @@ from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound
 from zbcompile.schedules.execution.memory import with_messages
 from zbcompile.schedules.searching.problem import ROUNDING
 
-CORNERS: tuple[Policy, ...] = ("hints", 0.75, 0.5, 0.25, "full")
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
 GLANCE = 100  # moves for a first look at a layout; the orders to start from say most of it
 MANY = 100  # stages x microbatches, from which on a move takes so long that there are fewer,
@@ -164,10 +164,11 @@ class LayoutSearch:
             )
         return tuple(found)
 
-    @property
+    @cached_property
     def corners(self) -> tuple[Policy, ...]:
         """What each stage may recompute: under a limit of memory something or all, unless something else was asked."""
-        return CORNERS if self.choices.memory is not None and self.choices.recompute == "hints" else ()
+        free = self.choices.memory is not None and self.choices.recompute == "hints"
+        return next(iter(self.lines.values())).corners if free else ()
 
     @property
     def recomputations(self) -> tuple[Recompute, ...]:

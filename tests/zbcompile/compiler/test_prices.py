@@ -69,6 +69,23 @@ def test_stages_of_whole_blocks(recompute: Policy) -> None:
 
 
 @pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.parametrize("times", [2, 12])
+def test_prices_of_a_byte_choose_alike_in_blocks_and_in_stages(times: float) -> None:
+    """Within 1 % in seconds and in bytes, also of the running pass."""
+    example, schedule = gpt(), build("1f1b", 3, 4)
+    hardware = zbcompile.Hardware.find("h100-sxm")
+    drawn = draw_step(example.model, one_microbatch(example), example.loss, Choices(hardware=hardware))
+    free = LinePrices(drawn.canonical, drawn.line, Choices(hardware=hardware))
+    assert free.corners[0] == "hints"
+    kept = [sum(price.kept for price in free.stages((), each)) for each in free.corners]
+    assert kept == sorted(kept, reverse=True)
+    policy = f"{times / hardware.bandwidth * 2**30 * 1e3:.2g}ms/GiB"
+    prices = replace(free, choices=replace(free.choices, recompute=policy))
+    edges = edges_named(drawn.line, ["blocks.1", "blocks.2"], 3)
+    program = compile_drawn(example.model, one_microbatch(example), drawn, schedule, prices.choices, {}, edges=edges)
+    assert_priced(prices, program, edges, 0.01, 0.01)
+
+
 @pytest.mark.slow
 def test_stages_that_are_cut_anywhere(compiled: Inspected) -> None:
     prices, edges = line_prices(compiled)
