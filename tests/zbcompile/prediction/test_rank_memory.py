@@ -7,10 +7,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
 
 import zbcompile
 from tests.support.live_storages import Alive
 from tests.support.pool import Pool
+from tests.support.skip_models import UNet
+from zbcompile.batches.example import Example
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import Choices
@@ -29,10 +32,20 @@ def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
     """Bytes of gradients, activations and messages on this rank: the most that lived, and what was predicted. Of all
     steps the least counts: on a busy machine a message that leaves late is one more tensor that lives."""
     torch.manual_seed(0)
-    example = load_example(f"{TARGETS}:gpt")
+    return _counted_and_predicted(load_example(f"{TARGETS}:gpt"), schedule, microbatches, False)
+
+
+def skips_counted_and_predicted(schedule: str, microbatches: int, relay: bool) -> tuple[int, int]:
+    torch.manual_seed(0)
+    x = torch.randn(64, 32)
+    return _counted_and_predicted(Example(UNet(), (x,), target=x, loss=mse_loss), schedule, microbatches, relay)
+
+
+def _counted_and_predicted(example: Example, schedule: str, microbatches: int, relay: bool) -> tuple[int, int]:
     tokens, target = (torch.cat([each] * microbatches) for each in (example.args[0], example.target))
     before = _tensors()
-    pipe = zbcompile.pipeline(example.model, schedule=schedule, microbatches=microbatches, loss=example.loss)
+    options = {"schedule": schedule, "microbatches": microbatches, "loss": example.loss, "relay": relay}
+    pipe = zbcompile.pipeline(example.model, **options)
     pipe.step(tokens, target=target)
     gc.collect()
     lived = []
@@ -52,6 +65,15 @@ def test_storages_that_live_in_a_step_are_predicted(pool: Pool, schedule: str) -
     """Under zb-v one rank has both stages of a tied parameter, and keeps a sum for each."""
     for lived, predicted in pool.run(counted_and_predicted, schedule, 4):
         assert predicted == pytest.approx(lived, rel=0.005)
+
+
+@pytest.mark.slow
+def test_what_goes_straight_is_predicted(pool: Pool) -> None:
+    """The stages between hold nothing of it. Left out is the last rank, which holds more, whichever way values go."""
+    straight, relay = (pool.run(skips_counted_and_predicted, "1f1b", 8, relay, ranks=4)[:3] for relay in (False, True))
+    for lived, predicted in straight:
+        assert predicted == pytest.approx(lived, rel=0.005)
+    assert sum(lived for lived, _ in straight) < 0.9 * sum(lived for lived, _ in relay)
 
 
 def _memory(dtype: torch.dtype, sharding: ReplicaSharding) -> RankMemory:
