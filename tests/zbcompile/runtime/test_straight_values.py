@@ -1,5 +1,7 @@
 """Values that go straight to the stages that read them: the bits of eager, fewer bytes, and torch's schedules."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -11,10 +13,11 @@ from tests.support.training import Case, assert_bitwise, assert_close, join, pip
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.partition import straight_ways
 from zbcompile.prediction.predict import count_messages
-from zbcompile.program.output import spec_from_data, spec_to_data
 from zbcompile.program.program import Program
 from zbcompile.schedules import build, check
+from zbcompile.schedules.ir import kinds
 
 EXACT = (
     Case("u-net", "1f1b", 4, 5),
@@ -88,12 +91,27 @@ def test_two_readers_of_a_stage_keep_the_relay_if_bits_count() -> None:
     assert count_messages(default).bytes < count_messages(exact).bytes
 
 
-def test_a_program_with_straight_values_is_saved_and_read() -> None:
-    """Its schedule and the tensors that travel know the ways."""
-    program = compiled(UNet(), "1f1b", Choices())
-    specs = [spec for stage in program.stages for spec in stage.receives.values()]
-    assert {spec.hops for spec in specs} > {1}
-    assert [spec_from_data(spec_to_data(spec), spec.device) for spec in specs] == specs
+def test_a_saved_program_evaluations_and_other_counts_go_the_same_ways(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = UNet(), torch.randn(8, WIDTH)
+    loss = torch.nn.functional.mse_loss
+    pipe = zbcompile.pipeline(model, schedule="zb-v", ranks=4, microbatches=4, loss=loss, exact=True)
+    first = pipe.step(x, target=x)
+    assert pipe.program.schedule.ways
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    torch.testing.assert_close(pipe.eval(x), model(x))
+    pipe.program.save(tmp_path / "program")
+    loaded = zbcompile.load(tmp_path / "program", model.state_dict())
+    assert torch.equal(loaded.step(x, target=x), first)
+    assert loaded.program.schedule.ways == pipe.program.schedule.ways
+    for name, parameter in loaded.named_parameters():
+        assert torch.equal(parameter.grad, gradients[name]), name
+    pipe.step(microbatches=[((part,), {}, part) for part in x[:6].split(2)])  # three instead of four
+    assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+def test_no_value_goes_further_than_a_message() -> None:
+    assert straight_ways.FARTHEST == kinds.FARTHEST
 
 
 def torch_stages(relay: bool) -> None:
