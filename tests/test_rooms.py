@@ -72,6 +72,92 @@ FOR_ALL = {  # import nothing of the library but each other
 }
 MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several rooms have
 
+DOORS = {"compile", "run", "inspect", "plan", "calibrate", "checkpoints", "doctor"}
+# Files below 100 lines with one reader, each a feature of its own. Do not add one without need.
+ONE_READER = {
+    "backends.inductor",
+    "cli.calibrate_command",
+    "cli.fake_models",
+    "cli.mesh_parts",
+    "distributed.gpus",
+    "faults.turns",
+    "inspection.closed_form",
+    "inspection.compared_schedules",
+    "integrations.accelerator",
+    "passes.capture.deferred_checks",
+    "passes.machine.figures",
+    "passes.partition.straight_ways",
+    "passes.pass_list.stack_chunk",
+    "passes.pass_list.torch_private",
+    "passes.serialization.operators",
+    "passes.split.convolution",
+    "passes.split.defer_sums",
+    "passes.verification.exchanges",
+    "passes.verification.stage_rules",
+    "passes.vocabulary.trunk",
+    "persistence.folder_writer",
+    "persistence.saved_averages",
+    "profiling.nan_check",
+    "profiling.recorder",
+    "profiling.trace_steps",
+    "program_cache.apart_draws",
+    "program_cache.batch_forwards",
+    "program_cache.placement_check",
+    "runtime.equal_results",
+    "runtime.labels",
+    "runtime.tied_gradients",
+    "runtime.unannounced_draws",
+    "schedules.generators.dualpipe",
+    "schedules.generators.gpipe_1f1b",
+    "schedules.searching.justification",
+    "tracebacks",
+}
+# Lines that each room may have: its size of November 2026 and three percent.
+BUDGET = {
+    "passes": 1638,
+    "passes/capture": 4013,
+    "passes/graph": 975,
+    "passes/machine": 784,
+    "passes/partition": 1370,
+    "passes/pass_list": 302,
+    "passes/python_state": 1296,
+    "passes/recompute": 419,
+    "passes/serialization": 761,
+    "passes/split": 1497,
+    "passes/stage": 1547,
+    "passes/verification": 1581,
+    "passes/vocabulary": 1946,
+    "schedules": 446,
+    "schedules/checking": 466,
+    "schedules/execution": 567,
+    "schedules/generators": 1742,
+    "schedules/ir": 1404,
+    "schedules/lowering": 529,
+    "schedules/searching": 1844,
+    "schedules/simulation": 907,
+    "schedules/visualization": 970,
+    "zbcompile": 1699,
+    "zbcompile/api": 1347,
+    "zbcompile/backends": 757,
+    "zbcompile/batches": 600,
+    "zbcompile/cli": 1776,
+    "zbcompile/compiler": 2452,
+    "zbcompile/distributed": 1876,
+    "zbcompile/faults": 1024,
+    "zbcompile/inspection": 2376,
+    "zbcompile/integrations": 560,
+    "zbcompile/model": 896,
+    "zbcompile/optimizer": 1386,
+    "zbcompile/persistence": 2508,
+    "zbcompile/planning": 1306,
+    "zbcompile/prediction": 1289,
+    "zbcompile/profiling": 600,
+    "zbcompile/program": 1984,
+    "zbcompile/program_cache": 1502,
+    "zbcompile/runtime": 3382,
+    "zbcompile/torch_pipelining": 507,
+}
+
 
 def modules() -> dict[str, tuple[str, Path]]:
     """Dotted name -> (top-level folder, file)."""
@@ -192,6 +278,42 @@ def test_rooms_are_not_halls() -> None:
     """More than about two dozen modules side by side hide what a reader looks for."""
     crowd = Counter(file.parent for _, file in MODULES.values())
     assert max(crowd.values()) <= 24, crowd.most_common(3)
+
+
+def readers_of(name: str) -> int:
+    """How many modules import a module; a public name counts as one more."""
+    return sum(name in targets for targets in arrows().values()) + (name in public_names().values())
+
+
+def test_a_small_file_has_a_second_reader() -> None:
+    """Less than 100 lines with one reader belong into the reader's file, unless `ONE_READER` has them: one feature
+    each, beside files that would grow long. Users read the doors of commands and what runs as `__main__`."""
+    small = set()
+    for name in arrows():
+        top, file = MODULES[name]
+        is_door = top == "zbcompile" and file.parent == ROOT / top and room(name) in DOORS
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        if lines < 100 and readers_of(name) < 2 and not is_door and file.stem != "__main__":
+            small.add(name.removeprefix("zbcompile."))
+    assert small <= ONE_READER, sorted(small - ONE_READER)
+    assert {f"zbcompile.{each}" for each in ONE_READER} <= MODULES.keys()
+
+
+def lines_of_rooms() -> Counter[str]:
+    """The lines of each room; what stands at the top of a folder counts for the folder."""
+    lines = Counter[str]()
+    for top, file in MODULES.values():
+        inside = file.relative_to(ROOT / top).parent.as_posix()
+        lines[f"{top}/{inside}".removesuffix("/.")] += len(file.read_text(encoding="utf-8").splitlines())
+    return lines
+
+
+def test_rooms_keep_within_their_budget() -> None:
+    """A change that needs more lines raises `BUDGET` on purpose, and says so."""
+    found = lines_of_rooms()
+    assert found.keys() == BUDGET.keys()
+    over = {each: f"{lines} lines, {BUDGET[each]} allowed" for each, lines in found.items() if lines > BUDGET[each]}
+    assert not over, over
 
 
 @pytest.mark.slow

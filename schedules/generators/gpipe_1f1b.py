@@ -28,10 +28,10 @@ def looped_bfs(task: Task, rank: int) -> Order:
     """
     write = Writer(task.microbatches)
     stages = task.placement.stages_of(rank)
-    for stage in stages:
+    for stage in stages:  # all forwards
         for _ in range(task.microbatches):
             write.f(stage)
-    for stage in reversed(stages):
+    for stage in reversed(stages):  # all backwards
         for _ in range(task.microbatches):
             write.bw(stage)
     return tuple(write.order)
@@ -47,9 +47,9 @@ def one_f_one_b(task: Task, rank: int) -> Order:
               F1.0  BW1.0  F1.1   BW1.1        F1.2   BW1.2
     """
     write = Writer(task.microbatches)
-    for _ in range(min(task.microbatches, task.ranks - 1 - rank)):
+    for _ in range(min(task.microbatches, task.ranks - 1 - rank)):  # warm-up
         write.f(rank)
-    while write.has_b(rank):
+    while write.has_b(rank):  # steady; cool-down once no forward is left
         if write.has_f(rank):
             write.f(rank)
         write.bw(rank)

@@ -24,7 +24,7 @@ def interlaced(ranks: int, microbatches: int) -> Schedule:
 def _order(ranks: int, rank: int, microbatches: int) -> tuple[Step, ...]:
     distance = ranks - 1 - rank
     ahead, order = 1 + distance // 2, list[Step]()
-    for slot in range(-ahead, microbatches + distance):
+    for slot in range(-ahead, microbatches + distance):  # warm-up below 0, cool-down from `microbatches` on
         if 0 <= slot < microbatches:
             order += [Action(S, rank, slot), Action(T, rank, slot)]
         passes = [Action(BW, rank, slot - distance), Action(F, rank, slot + ahead)]

@@ -32,8 +32,8 @@ def interleaved_one_f_one_b(task: Task, rank: int, group: int | None = None) -> 
         F0.0  F0.1  F2.0  F2.1         BW2.0         BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  BW3.0  F3.1   BW3.1  BW1.0  BW1.1
     """
-    write, forwards, backwards = _start(task, rank, 2 * (task.ranks - 1 - rank), group)
-    for stage in backwards:
+    write, forwards, backwards = _warm_up(task, rank, 2 * (task.ranks - 1 - rank), group)
+    for stage in backwards:  # steady; cool-down once no forward is left
         for forward in islice(forwards, 1):
             write.f(forward)
         write.bw(stage)
@@ -49,8 +49,8 @@ def overlapped_interleaved(task: Task, rank: int, group: int | None = None) -> O
         F0.0  F0.1  F2.0  F2.1                BW2.0  BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  (F3.1|BW3.0)  BW3.1  BW1.0  BW1.1
     """
-    write, forwards, backwards = _start(task, rank, 2 * (task.ranks - 1 - rank) + 1, group)
-    for stage in backwards:
+    write, forwards, backwards = _warm_up(task, rank, 2 * (task.ranks - 1 - rank) + 1, group)
+    for stage in backwards:  # steady; cool-down once no forward is left
         paired = list(islice(forwards, 1))
         if paired:
             write.pair(paired[0], stage)
@@ -70,8 +70,8 @@ def interleaved_zero_bubble(task: Task, rank: int, group: int | None = None) -> 
         F0.0  F0.1  F2.0  F2.1        B2.0  W2.0  B2.1  W2.1  B0.0  W0.0  B0.1  W0.1
               F1.0  F1.1  F3.0  B3.0  F3.1  B3.1  W3.0  B1.0  W3.1  B1.1  W1.0  W1.1
     """
-    write, forwards, backwards = _start(task, rank, task.ranks - 1 - rank, group)
-    for done, stage in enumerate(backwards):
+    write, forwards, backwards = _warm_up(task, rank, task.ranks - 1 - rank, group)
+    for done, stage in enumerate(backwards):  # steady; cool-down once no forward is left
         for forward in islice(forwards, 1):
             write.f(forward)
         write.b(stage)
@@ -82,7 +82,7 @@ def interleaved_zero_bubble(task: Task, rank: int, group: int | None = None) -> 
     return tuple(write.order)
 
 
-def _start(task: Task, rank: int, extra: int, group: int | None) -> tuple[Writer, Iterator[int], Iterator[int]]:
+def _warm_up(task: Task, rank: int, extra: int, group: int | None) -> tuple[Writer, Iterator[int], Iterator[int]]:
     """Write the warm-up; return the pen, the stages of the remaining forwards, and of all backwards."""
     stages = task.placement.stages_of(rank)
     usual = task.microbatches // rounds(task.ranks, task.microbatches)

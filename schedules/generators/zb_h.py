@@ -34,8 +34,8 @@ def zb_h1_lazy(task: Task, rank: int, exact: bool = False) -> Order:
     warm_up = min(task.microbatches, task.ranks - 1 - rank)
     for _ in range(warm_up):
         write.f(rank)
-    last_paired = task.microbatches - warm_up - 1
-    for backward in range(task.microbatches):
+    last_paired = task.microbatches - warm_up - 1  # the last backward of the steady phase
+    for backward in range(task.microbatches):  # steady; cool-down once no forward is left
         if write.has_f(rank):
             write.f(rank)
         if rank == 0 or (rank <= backward < last_paired and not exact):
@@ -60,9 +60,9 @@ def zb_h2(task: Task, rank: int) -> Order:
               F1.0  B1.0  F1.1  B1.1  F1.2  B1.2  W1.0  F1.3  B1.3  W1.1  W1.2  W1.3
     """
     write = Writer(task.microbatches)
-    for _ in range(min(task.microbatches, 2 * (task.ranks - rank) - 1)):
+    for _ in range(min(task.microbatches, 2 * (task.ranks - rank) - 1)):  # warm-up
         write.f(rank)
-    for backward in range(task.microbatches):
+    for backward in range(task.microbatches):  # steady; cool-down once no forward is left
         write.b(rank)
         if backward >= 2 * rank:
             write.w(rank)

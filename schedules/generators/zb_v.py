@@ -35,17 +35,10 @@ def _handcrafted(p: int, microbatches: int) -> Orders:
 
 
 def _rank_order(p: int, rank: int, microbatches: int) -> Order:
-    down, up = rank, 2 * p - 1 - rank
     write = Writer(microbatches)
     _warm_up(write, p, rank)
-    _steady(write, down, up)
-    for _ in range(rank):
-        write.b(down)
-        write.b(up)
-    for _ in range(p - rank):
-        write.b(down)
-        write.w(down)
-    write.flush(up, down)
+    _steady(write, down=rank, up=2 * p - 1 - rank)
+    _cool_down(write, p, rank)
     return tuple(write.order)
 
 
@@ -71,6 +64,17 @@ def _steady(write: Writer, down: int, up: int) -> None:
         write.f(up)
         write.b(up)
         write.w(up)
+
+
+def _cool_down(write: Writer, p: int, rank: int) -> None:
+    down, up = rank, 2 * p - 1 - rank
+    for _ in range(rank):
+        write.b(down)
+        write.b(up)
+    for _ in range(p - rank):
+        write.b(down)
+        write.w(down)
+    write.flush(up, down)
 
 
 def _deleted(orders: Orders, microbatches: int) -> Orders:
