@@ -128,7 +128,8 @@ def figures_of(made: Any) -> dict[str, int]:
     between its passes, by the closure alone if it is not split yet. Nothing of what has no graphs: a model."""
     if isinstance(made, torch.nn.Module):
         return {}
-    views = [view for view in graphs_of(made) if view.kind != "BW"]
+    of_pair = isinstance(made, tuple)  # whose halves are not those of one stage
+    views = [view for view in graphs_of(made) if view.kind != "BW" or of_pair]
     found = {OPERATIONS: sum(not is_getitem(node) for view in views for node in view.calls)}
     if isinstance(made, Joint | Split | StageProgram):
         crossing = crossing_of(closure(made)) if isinstance(made, Joint) else made.crossing
