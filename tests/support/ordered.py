@@ -26,7 +26,7 @@ class InOrder(Transport):
     posted: dict[Channel, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
-        source = message.stage - 1 if message.kind == "F" else message.stage + 1
+        source = message.stage + (-message.hops if message.kind == "F" else message.hops)
         channel = self.rank_of(source, message.microbatch), peer
         self.sent[channel].append(tensors)
         self._match(channel)

@@ -124,9 +124,10 @@ class RankRun:
         self._pass_on(to, self.runs[SHARD].run(to.action.op, to.action.microbatch, self._taken(to)))
 
     def _taken(self, to: Instruction) -> Tensors:
-        if len(to.needs) == 1:
-            return self.transport.take(to.needs[0])
-        return [value for message in to.needs for value in self.transport.take(message)]
+        values = self.transport.take(to.needs[0]) if to.needs else []
+        for message in to.needs[1:]:
+            values = [*values, *self.transport.take(message)]
+        return values
 
     def _pass_on(self, to: Instruction, values: Tensors) -> None:
         for message, local, part in to.makes:

@@ -226,8 +226,9 @@ class StepRun:
     def ready(self, op: str, rank: int) -> bool:
         """A rank has come to an exchange: whether all of this process have; processes wait for each other inside of
         it."""
-        self.come[op].add(rank)
-        return len(self.come[op]) == len(self.runs)
+        come = self.come[op]
+        come.add(rank)
+        return len(come) == len(self.runs)
 
     def carry_out(self, action: Action, rank: int) -> None:
         """Do it: an exchange once, for all ranks of this process. If replicas take different steps, nothing is
