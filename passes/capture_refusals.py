@@ -368,7 +368,7 @@ class Refusal(Enum):
     TRANSFORM = (
         "calls a transform of torch.func (jvp, grad, vmap) on an operation in which torch.export cannot follow it.",
         "Write the derivative, or the loop, out as ordinary operations.",
-        *("functorch tensor", "_unwrap_for_grad"),
+        *("functorch tensor", "_unwrap_for_grad", "executing %_guards_fn"),  # 2.13: it gets None for what jvp took
     )
     NO_FAKE = (
         "calls an operator whose shapes torch cannot infer.",

@@ -114,6 +114,7 @@ class Hardware:
             return cls.read(Path(name))
         if name not in (known := hardware_names()):
             near = [each for each in known if name.lower() in each] or get_close_matches(name.lower(), known)
+            near.sort(key=lambda each: "sxm" not in each)  # what most machines have
             hint = f"did you mean {' or '.join(near)}? " if near else ""
             raise CompileError(f"no profile is called {name!r}; {hint}expected {', '.join(known)}, or a FILE.toml.")
         return _named(name)

@@ -97,7 +97,7 @@ def test_every_field_is_checked_and_comes_back_from_a_file(tmp_path: Path) -> No
 
 
 def test_a_name_that_is_part_of_one_suggests_it() -> None:
-    with pytest.raises(CompileError, match="did you mean h100-pcie or h100-sxm"):
+    with pytest.raises(CompileError, match="did you mean h100-sxm or h100-pcie"):
         Hardware.find("H100")
 
 

@@ -143,6 +143,14 @@ def number_from_data() -> None:
     train(Reading(2))
 
 
+def derivative_along_an_input() -> None:
+    class Derived(MLP):
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers[1](torch.func.jvp(torch.sin, (self.layers[0](x),), (x,))[1])  # type: ignore[no-any-return]
+
+    train(Derived(2))
+
+
 def flexible_attention() -> None:
     blocks = create_block_mask(lambda b, h, q, k: q >= k, None, None, WIDTH, WIDTH, device="cpu")
 
@@ -419,6 +427,7 @@ REFUSED = (
     Refused(evaluation_of_unknown_class, CAPTURE, r"a class that torch\.export does not know.*register the class"),
     Refused(unknown_cut, PARTITION, r"names 'layers\.7', which is neither a module that"),
     Refused(narrow_boundary, PARTITION, r"boundary_bytes=1 leaves 0 of the \d places"),
+    Refused(derivative_along_an_input, CAPTURE, r"calls a transform of torch\.func \(jvp, grad, vmap\)"),
     Refused(little_memory, PARTITION, r"memory=1 bytes per rank is too small"),
     Refused(little_to_keep, "CompileError", r"stage \d has to keep at least [\d,]+ bytes per microbatch"),
 )
