@@ -238,8 +238,8 @@ def _positive(text: str) -> int:
 
 def _dimensions(text: str) -> tuple[str, ...]:
     found = tuple(text.split(","))
-    if not set(found) <= set(DIMENSIONS) or len(set(found)) < len(found) or not {"dp", "pp"} & set(found):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(DIMENSIONS)}, with dp or pp")
+    if not set(found) <= set(DIMENSIONS) or len(set(found)) < len(found):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(DIMENSIONS)}")
     return found
 
 

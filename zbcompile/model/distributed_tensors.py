@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
+from zbcompile.model.model_info import has_values
 from zbcompile.model.placements import REPLICATE, SHARD
 from zbcompile.passes.torch_private import tensor_tables
 
@@ -142,7 +143,7 @@ def _warn_of_untied(model: nn.Module) -> None:
 def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors, at least one of them a part of a DTensor, have equal values, and not all the same one."""
     part = getattr(one, PART, None) or getattr(other, PART, None)
-    if one is other or part is None or one.is_meta or other.is_meta:
+    if one is other or part is None or not (has_values(one) and has_values(other)):
         return False
     whole = [each.shape == part.whole.shape and not hasattr(each, PART) for each in (one, other)]
     a, b = (part.cut("", each) if cut else each for each, cut in zip((one, other), whole, strict=True))

@@ -75,7 +75,7 @@ class LayoutSearch:
         self._require_room()
         looked = self._looked_at(announce)
         several = not is_partial(_fastest(looked)[0])  # a score of cuts of a large step takes a while
-        finalists, until = _fastest(looked, FINALISTS if several else 1), time.monotonic() + MOVING * seconds
+        finalists, until = _starts(looked)[: FINALISTS if several else 1], time.monotonic() + MOVING * seconds
         for number, choice in enumerate(finalists):
             announce(f"cuts of {choice.layout}")
             finalists[number] = self._recut(choice, (until - time.monotonic()) / (len(finalists) - number))
@@ -312,6 +312,13 @@ def _fastest(choices: Iterable[Choice], count: int | None = None) -> list[Choice
         return rounded(choice.seconds / (1 if choice.layout.vocab == "off" else WORTH)), max(choice.peak)
 
     return sorted(choices, key=rank)[:count]
+
+
+def _starts(choices: Iterable[Choice]) -> list[Choice]:
+    """The fastest, of each placement with one recomputation: a descent changes that itself."""
+    fastest = _fastest(choices)
+    alike = {replace(c.layout, recompute="off", edges=()): c for c in reversed(fastest)}
+    return [choice for choice in fastest if choice in alike.values()]
 
 
 def _leading(choices: Iterable[Choice]) -> list[str]:

@@ -85,7 +85,14 @@ def test_dimensions_of_the_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     assert "takes no argument mesh, and GPT brings no tensor-parallel plan" in " ".join(shown.split())
     with pytest.raises(SystemExit):
         main([TARGET, *asked, "--mesh", "dp,cp"])
-    assert "'dp,cp'; expected some of dp,tp,pp, with dp or pp" in capsys.readouterr().err
+    assert "'dp,cp'; expected some of dp,tp,pp" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_embedding_and_a_head_without_values_are_not_compared(capsys: pytest.CaptureFixture[str]) -> None:
+    asked = "--ranks", "2", "--search-seconds", "1", "--fake", "--mesh", "tp"
+    assert main(["examples/targets.py:byte_llama", *asked]) == 0
+    assert re.findall(r"(\d) (\d) (\d) linear", " ".join(capsys.readouterr().out.split()))[0] == ("1", "2", "1")
 
 
 @pytest.mark.slow
