@@ -351,7 +351,7 @@ class Refusal(Enum):
         "makes a tensor whose shape depends on the data.",
         "Use a mask or torch.where instead of nonzero, boolean indexing or unique (a loss over some rows: give the "
         "others the label ignore_index, -100; transformers' mixtures of experts: "
-        'model.set_experts_implementation("batched_mm")).',
+        'model.set_experts_implementation("grouped_mm")).',
         *("Size-like symbols: u", "DynamicOutputShape", "aten.nonzero", "unbacked symint", "aten.masked_select"),
     )
     NUMBER_FROM_DATA = (

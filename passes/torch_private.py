@@ -21,7 +21,10 @@ from torch._ops import (
     OpOverload as OpOverload,  # 2.11-2.13: the class of torch.ops.aten.*.*
     OpOverloadPacket,  # 2.11-2.13: the class of torch.ops.aten.*
 )
-from torch._subclasses import functional_tensor  # 2.11-2.13: what AOTAutograd functionalises with
+from torch._subclasses import (
+    fake_impls,  # 2.11-2.13: how fake tensors compute shapes, where the meta kernel of an operator does not
+    functional_tensor,  # 2.11-2.13: what AOTAutograd functionalises with
+)
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     FakeTensor as FakeTensor,  # 2.11-2.13: no public name for the class
@@ -59,6 +62,22 @@ FLASH_ATTENTION = aten._scaled_dot_product_flash_attention.default
 EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention.default
 ATTENTION_BY_FORMULA = aten._scaled_dot_product_attention_math.default  # 2.11-2.13: what SDPBackend.MATH runs
 GROUPED_PRODUCTS = (aten._grouped_mm, aten._scaled_grouped_mm)  # 2.11-2.13: what torch.nn.functional.grouped_mm calls
+
+
+def _grouped_product(mode: FakeTensorMode, function: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """The shape of a grouped product in other dtypes than bfloat16, which the CPU's kernel computes and torch's shape
+    function refuses (2.11-2.13): a product for each group of rows, or of columns, that end at `offs`."""
+    one, other, offs, *_ = (*args, *kwargs.values(), None)
+    if one.device.type != "cpu" or one.dtype == torch.bfloat16:
+        return NotImplemented
+    sizes = [one.shape[-2], other.shape[-1]]
+    if one.ndim == other.ndim:
+        sizes.insert(0, one.shape[0] if one.ndim == 3 else offs.shape[0])
+    with mode:
+        return torch.empty(sizes, dtype=one.dtype, device=one.device)
+
+
+fake_impls.op_implementations_dict.setdefault(aten._grouped_mm.default, _grouped_product)
 
 # 2.11-2.13: what is bound by memory without torch's tags saying so (pointwise, reduction).
 MEMORY_BOUND = {

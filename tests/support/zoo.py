@@ -87,7 +87,7 @@ def _mixtral() -> nn.Module:
 
 
 def _qwen_moe() -> nn.Module:
-    """More, smaller experts, and normed queries and keys."""
+    """More, smaller experts, and normed queries and keys. Rows sorted by their expert, one product for all experts."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     config = Qwen3MoeConfig(
@@ -99,7 +99,7 @@ def _qwen_moe() -> nn.Module:
         num_experts_per_tok=2,
     )
     model = Qwen3MoeForCausalLM(config)
-    model.set_experts_implementation("batched_mm")
+    model.set_experts_implementation("grouped_mm")
     return model
 
 

@@ -99,6 +99,8 @@ PRODUCTS: list[tuple[Callable[..., Tensor], tuple[Tensor, ...], int]] = [
     (torch.addbmm, (torch.ones(3, 2), torch.ones(5, 3, 4), torch.ones(5, 4, 2)), 120),
     (experts, (torch.ones(10, 16, **HALF), torch.ones(3, 16, 8, **HALF), ENDS), 10 * 16 * 8),
     (weight_of_experts, (torch.ones(10, 16, **HALF), torch.ones(10, 8, **HALF), ENDS), 10 * 16 * 8),
+    (experts, (torch.ones(10, 16), torch.ones(3, 16, 8), ENDS), 10 * 16 * 8),
+    (weight_of_experts, (torch.ones(10, 16), torch.ones(10, 8), ENDS), 10 * 16 * 8),
     (in_turn, (torch.ones(10, 16), torch.ones(3, 16, 8), ENDS), 3 * 10 * 16 * 8),
 ]
 
