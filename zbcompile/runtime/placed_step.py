@@ -31,7 +31,7 @@ def require_recordable(executable: Executable, ranks: Ranks, loaded: bool) -> No
         "forward has an assert, which waits for its value": "check" in slots,
         "it draws random numbers (dropout), which a recording would draw again": any(s.random for s in program.stages),
         'the output layer is sharded (pass vocab="off")': program.vocabulary is not None,
-        "its ranks are in several processes": ranks.group is not None,
+        "replicas or other dimensions of a mesh train beside the pipeline": len(ranks.members) > ranks.count,
         "it returns outputs beside its loss": program.returned is not None,
     }
     refuse(reason for reason, holds in reasons.items() if holds)

@@ -57,7 +57,7 @@ class StepAgreement:
 
     def require(self) -> None:
         """Raise PipelineError, on every rank, if they are not."""
-        if self._passed is None or not self.differs():
+        if not self.differs() or self._passed is None:
             return
         ranks, leader = self._ranks, self._ranks.members[0]
         found = gathered(ranks, self._passed)

@@ -1,19 +1,28 @@
 // What torch asks of a device: which one is current, its streams and events, and that it is there at all.
 #pragma once
-#include "memory.hpp"
+#include "graphs.hpp"
 
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include <chrono>
 
-struct Event {
+struct Moment {  // of a stream
   Clock clock;
-  double when = 0;
-  DeviceIndex device = 0;
-  bool captured = false;
   Pending pending;
 };
+struct Event {
+  Moment at;
+  double when = 0;
+  DeviceIndex device = 0;
+  std::shared_ptr<Moment> replayed;  // of a captured event, in the replay at hand; its own clock is the capture's
+};
+inline Moment moment_of(StreamKey stream) { return {state().clocks[stream], pending_on(stream)}; }
+inline void follow(StreamKey stream, const Moment& moment) {
+  Lock lock(state().mutex);
+  join(state().clocks[stream], moment.clock);
+  stand_still(stream, moment.pending);
+}
 inline double seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
@@ -56,22 +65,35 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(state().mutex);
     if (!*event) *event = new Event;
     state().contexts.insert(stream.device_index());
-    bool captured = captures_here() && state().captured.count(key_of(stream));
-    join(state().clocks[key_of(stream)], state().host);
-    auto& clock = state().clocks[key_of(stream)];
-    *static_cast<Event*>(*event) = {clock, seconds(), stream.device_index(), captured, pending_on(key_of(stream))};
+    auto key = key_of(stream);
+    auto& made = *static_cast<Event*>(*event) = {{}, seconds(), stream.device_index(), nullptr};
+    if (captures(key)) {
+      made.at.clock = state().captured[key];
+      made.replayed = std::make_shared<Moment>();
+      state().capture->ops.push_back({key, [at = made.replayed] { *at = moment_of(stream_now()); }});
+      return;
+    }
+    join(state().clocks[key], state().host);
+    made.at = moment_of(key);
   }
   void block(void* event, const c10::Stream& stream) const override {
     Lock lock(state().mutex);
     if (!event) return;
-    join(state().clocks[key_of(stream)], static_cast<Event*>(event)->clock);
-    stand_still(key_of(stream), static_cast<Event*>(event)->pending);
-    if (captures_here() && static_cast<Event*>(event)->captured) state().captured.insert(key_of(stream));
+    auto key = key_of(stream);
+    auto& made = *static_cast<Event*>(event);
+    if (!made.replayed) {
+      TORCH_CHECK(!captures(key), "CUDA error: dependency created on uncaptured work in another stream");
+      return follow(key, made.at);
+    }
+    TORCH_CHECK(captures_here(), "CUDA error: operation not permitted on an event last recorded in a capturing stream");
+    join(state().captured[key], made.at.clock);
+    state().capture->note(key, [at = made.replayed] { follow(stream_now(), *at); });
   }
   bool queryEvent(void* event) const override {
+    refuse_in_capture("event.query");
     Lock lock(state().mutex);
     state().contexts.insert(current);  // CUDA makes a context on the thread's device, not on the event's
-    auto& pending = static_cast<Event*>(event)->pending;
+    auto& pending = static_cast<Event*>(event)->at.pending;
     return std::all_of(pending.begin(), pending.end(), [](auto& each) { return each->is_over(); });
   }
   bool queryStream(const c10::Stream& stream) const override { return pending_on(key_of(stream)).empty(); }
@@ -80,9 +102,10 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     host_waits("stream.synchronize", key_of(stream), false);
   }
   void synchronizeEvent(void* event) const override {
-    if (event) settle(static_cast<Event*>(event)->pending);
+    refuse_in_capture("event.synchronize");
+    if (event) settle(static_cast<Event*>(event)->at.pending);
     Lock lock(state().mutex);
-    if (event) join(state().host, static_cast<Event*>(event)->clock);
+    if (event) join(state().host, static_cast<Event*>(event)->at.clock);
   }
   void synchronizeDevice(const DeviceIndex device) const override {
     std::vector<StreamKey> all;

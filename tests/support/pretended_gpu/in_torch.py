@@ -140,8 +140,10 @@ class GraphContext:
         self.graph.capture_begin()
 
     def __exit__(self, *raised: object) -> None:
-        self.graph.capture_end()
-        self.context.__exit__(*raised)
+        try:
+            self.graph.capture_end()
+        finally:
+            self.context.__exit__(*raised)
 
 
 def _properties(given: Any = None) -> SimpleNamespace:

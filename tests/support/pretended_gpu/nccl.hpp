@@ -3,7 +3,8 @@
 //
 // A communicator is made by its first operation, per device and, unless the group is bound to its device, per pair of
 // ranks that send; two ranks on one GPU are refused then. `wait` makes the current stream wait, not the host: what is
-// posted next waits for it too, and so do kernels, which here are the host's. This shows the deadlocks of streams.
+// posted next waits for it too, and so do kernels, which here are the host's. This shows the deadlocks of streams. While
+// the current stream is captured an operation is noted, and so is a `wait` for it; each replay posts it anew.
 #pragma once
 #include "operators.hpp"
 
@@ -95,31 +96,41 @@ struct Communicator {  // a queue with a thread: what NCCL does on one stream
   }
 };
 
+struct Posted {  // an operation, or several that are one; of a graph it is another job in each replay
+  std::shared_ptr<Job> job;
+  Moment end;         // of the communicator's stream
+  Clock end_in_capture;
+  bool captured = false;
+};
+
 struct NcclWork final : Work {
-  std::shared_ptr<Done> done;
-  Clock end;
+  std::shared_ptr<Posted> posted;
   Tensors held;
   DeviceIndex device;
   bool for_host;  // a barrier
-  NcclWork(std::shared_ptr<Done> d, Clock e, Tensors t, DeviceIndex i, bool h, std::chrono::milliseconds patience)
-      : done(std::move(d)), end(std::move(e)), held(std::move(t)), device(i), for_host(h) {
-    done->patience = patience;
+  NcclWork(std::shared_ptr<Posted> p, Tensors t, DeviceIndex i, bool h)
+      : posted(std::move(p)), held(std::move(t)), device(i), for_host(h) {}
+  Done& done() const {
+    TORCH_CHECK(posted->job, "CUDA error: operation not permitted on work of a capture");
+    return *posted->job->done;
   }
   bool isCompleted() override {
-    std::lock_guard<std::mutex> lock(done->mutex);
-    return done->over;
+    refuse_in_capture("work.is_completed");
+    return done().is_over();
   }
   bool isSuccess() const override {
-    std::lock_guard<std::mutex> lock(done->mutex);
-    return done->over && !done->error;
+    std::lock_guard<std::mutex> lock(done().mutex);
+    return done().over && !done().error;
   }
   std::exception_ptr exception() const override {
-    std::lock_guard<std::mutex> lock(done->mutex);
-    return done->error;
+    std::lock_guard<std::mutex> lock(done().mutex);
+    return done().error;
   }
   bool wait(std::chrono::milliseconds timeout = kNoTimeout) override {
-    if (timeout != kNoTimeout) done->patience = timeout;
-    if (for_host || isCompleted()) done->wait();
+    if (!posted->captured) {
+      if (timeout != kNoTimeout) done().patience = timeout;
+      if (for_host || done().is_over()) done().wait();
+    }
     synchronize();
     return true;
   }
@@ -127,16 +138,22 @@ struct NcclWork final : Work {
     {
       Lock lock(state().mutex);
       auto stream = key_of(device, streams[device]);
-      stand_still(stream, {done});
-      join(state().clocks[stream], end);
-      if (for_host) join(state().host, end);
+      TORCH_CHECK(captures(stream) == posted->captured, "CUDA error: dependency created on ",
+                  posted->captured ? "captured" : "uncaptured", " work in another stream");
+      if (posted->captured) {
+        join(state().captured[stream], posted->end_in_capture);
+        state().capture->note(stream, [from = posted] { follow(stream_now(), from->end); });
+      } else {
+        follow(stream, posted->end);
+        if (for_host) join(state().host, posted->end.clock);
+      }
     }
     held.clear();  // without the mutex: to free a tensor can take Python's lock
   }
   c10::intrusive_ptr<c10::ivalue::Future> getFuture() override {
     auto made = c10::make_intrusive<c10::ivalue::Future>(c10::ListType::create(c10::TensorType::get()));
     auto results = held;
-    settle(Pending{done});
+    settle(posted->end.pending);
     made->markCompleted(IValue(results));
     return made;
   }
@@ -149,7 +166,7 @@ struct Nccl final : c10d::Backend {
   std::mutex mutex;
   uint64_t host_name;
   bool bound = false, coalescing = false, ended = false;
-  std::shared_ptr<Job> batch;
+  std::shared_ptr<Posted> batch;
   Tensors batch_held;
   std::shared_ptr<Communicator> batch_on;
 
@@ -175,6 +192,7 @@ struct Nccl final : c10d::Backend {
     TORCH_CHECK(!ended, "NCCL communicator was aborted");
     auto& found = communicators[{device, name}];
     if (found) return found;
+    refuse_in_capture("a new communicator of NCCL");
     found = std::make_shared<Communicator>(device);
     {
       Lock state_lock(state().mutex);
@@ -222,37 +240,60 @@ struct Nccl final : c10d::Backend {
     }
     auto device = held[0].device().index();
     auto communicator = peer < 0 ? on(device, "all", -1) : pair(device, peer);
-    {
-      Lock lock(state().mutex);
-      join(state().clocks[communicator->key()], state().clocks[key_of(device, streams[device])]);
-    }
-    launch(communicator->key(), std::string("nccl::") + name, views.reads, views.writes);
-    auto job = coalescing ? batch : std::make_shared<Job>();
-    job->needs = pending_on(key_of(device, streams[device]));
-    job->starts.push_back(std::move(start));
-    if (after) job->after.push_back(std::move(after));
-    if (coalescing) {
-      batch_on = communicator;
-      batch_held.insert(batch_held.end(), held.begin(), held.end());
-    } else {
-      communicator->give(job);
-    }
-    return work(job, communicator, std::move(held));
+    auto posted = coalescing ? batch : std::make_shared<Posted>();
+    if (!coalescing) open(posted, device);
+    now_or_noted(device, [=, op = std::string("nccl::") + name, reads = views.reads, writes = views.writes] {
+      auto stream = key_of(device, streams[device]);
+      {
+        Lock lock(state().mutex);
+        join(state().clocks[communicator->key()], state().clocks[stream]);
+      }
+      launch(communicator->key(), op, reads, writes);
+      posted->job->needs = pending_on(stream);
+      posted->job->starts.push_back(start);
+      if (after) posted->job->after.push_back(after);
+    });
+    if (!coalescing) return close(posted, communicator, std::move(held));
+    batch_on = communicator;
+    batch_held.insert(batch_held.end(), held.begin(), held.end());
+    return c10::make_intrusive<NcclWork>(posted, std::move(held), device, false);
   }
-  Works work(std::shared_ptr<Job> job, std::shared_ptr<Communicator> communicator, Tensors held, bool host = false) {
-    Lock lock(state().mutex);
-    return c10::make_intrusive<NcclWork>(job->done, state().clocks[communicator->key()], std::move(held),
-                                         communicator->device, host, options_->timeout);
+  static void now_or_noted(DeviceIndex device, std::function<void()> act) {
+    auto stream = key_of(device, streams[device]);
+    captures(stream) ? state().capture->note(stream, std::move(act)) : act();
+  }
+  void open(const std::shared_ptr<Posted>& posted, DeviceIndex device) {
+    posted->captured = captures(key_of(device, streams[device]));
+    now_or_noted(device, [posted, patience = options_->timeout] {
+      posted->job = std::make_shared<Job>();
+      posted->job->done->patience = patience;
+    });
+  }
+  Works close(const std::shared_ptr<Posted>& posted, const std::shared_ptr<Communicator>& on, Tensors held) {
+    auto device = on->device;
+    now_or_noted(device, [posted, on] {
+      on->give(posted->job);
+      Lock lock(state().mutex);
+      posted->end = {state().clocks[on->key()], {posted->job->done}};
+    });
+    if (posted->captured) {  // its stream takes part in the capture
+      Lock lock(state().mutex);
+      auto& clock = state().captured[on->key()];
+      join(clock, state().captured[key_of(device, streams[device])]);
+      ++clock[on->key()];
+      posted->end_in_capture = clock;
+    }
+    return c10::make_intrusive<NcclWork>(posted, std::move(held), device, false);
   }
   void startCoalescing() override {
     coalescing = true;
-    batch = std::make_shared<Job>();
+    batch = std::make_shared<Posted>();
+    open(batch, current);
   }
   Works endCoalescing() override {
     coalescing = false;
     if (!batch_on) return {};
-    batch_on->give(batch);
-    auto made = work(batch, batch_on, std::move(batch_held));
+    auto made = close(batch, batch_on, std::move(batch_held));
     batch_held.clear();
     batch_on = nullptr;
     return made;
@@ -395,16 +436,18 @@ struct Nccl final : c10d::Backend {
   }
   Works barrier(const c10d::BarrierOptions& options) override {
     auto device = options.device_ids.empty() ? current : static_cast<DeviceIndex>(options.device_ids[0]);
+    refuse_in_capture("barrier");
     auto communicator = on(device, "all", -1);
-    auto job = std::make_shared<Job>();
-    job->needs = pending_on(key_of(device, streams[device]));
-    job->starts.push_back([group = inner] { return group->barrier(c10d::BarrierOptions()); });
+    auto posted = std::make_shared<Posted>();
+    open(posted, device);
+    posted->job->needs = pending_on(key_of(device, streams[device]));
+    posted->job->starts.push_back([group = inner] { return group->barrier(c10d::BarrierOptions()); });
     {
       Lock lock(state().mutex);
       join(state().clocks[communicator->key()], state().clocks[key_of(device, streams[device])]);
     }
-    communicator->give(job);
-    return work(job, communicator, {}, true);
+    close(posted, communicator, {});
+    return c10::make_intrusive<NcclWork>(posted, Tensors(), device, true);
   }
   void abort() override {
     std::lock_guard<std::mutex> lock(mutex);

@@ -1,5 +1,4 @@
-// Operations: the CPU's kernels over the device's memory, launched on the current stream of the tensors' device; and CUDA
-// graphs, which note the operations of a capture and run them again.
+// Operations: the CPU's kernels over the device's memory, launched on the current stream of the tensors' device.
 #pragma once
 #include "device.hpp"
 
@@ -140,45 +139,7 @@ inline void each_tensor(const IValue& value, const std::function<void(const Tens
   });
 }
 
-// ---------------------------------------------------------------- CUDA graphs
-struct Noted {
-  c10::OperatorHandle op;
-  std::vector<IValue> inputs, outputs;
-};
-struct Graph {  // what a capture wrote into memory that was there, and the generators, go back at its end
-  std::vector<Noted> ops;
-  std::unordered_map<void*, std::vector<char>> before;
-  std::vector<std::pair<uint64_t, uint64_t>> generators;
-
-  void keep(void* memory) {
-    auto at = state().memory.find(memory);
-    if (at == state().memory.end() || before.count(memory)) return;
-    auto* bytes = static_cast<char*>(memory);
-    before.emplace(memory, std::vector<char>(bytes, bytes + at->second.bytes));
-  }
-  void begin() {
-    ops.clear();
-    for (int device = 0; device < MOST_DEVICES; ++device) {
-      auto* generator = own(default_generator(device));
-      generators.emplace_back(generator->seed_, generator->offset_);
-    }
-    state().capture = this;
-    state().capturing = std::this_thread::get_id();
-    state().captured = {stream_now()};
-  }
-  void end() {
-    state().capture = nullptr;
-    for (auto& [memory, bytes] : before) {
-      auto at = state().memory.find(memory);
-      if (at != state().memory.end() && at->second.bytes == bytes.size()) memcpy(memory, bytes.data(), bytes.size());
-    }
-    before.clear();
-    for (int device = 0; device < MOST_DEVICES; ++device)
-      std::tie(own(default_generator(device))->seed_, own(default_generator(device))->offset_) = generators[device];
-    generators.clear();
-  }
-};
-
+// ---------------------------------------------------------------- operations of a graph
 // A tensor of its own over the same memory: torch frees some temporaries whoever else holds them (ExclusivelyOwned).
 inline Tensor snapshot(const Tensor& tensor) {
   return tensor.defined() && tensor.is_cuda() ? on_storage(tensor.storage(), tensor, CUDA_KEYS) : tensor;
@@ -189,18 +150,22 @@ inline void write_result(const Tensor& to, const Tensor& from) {
   memcpy(to.storage().mutable_data(), from.storage().data(), to.storage().nbytes());
   launch(stream_now(), "replay", {}, {to.storage().mutable_data()});
 }
-inline void replay(Graph& graph) {
-  for (auto& noted : graph.ops) {
-    Stack stack(noted.inputs);
-    noted.op.callBoxed(&stack);
-    for (size_t i = 0; i < noted.outputs.size(); ++i) {
-      auto &to = noted.outputs[i], &from = stack[stack.size() - noted.outputs.size() + i];
-      if (to.isTensor()) write_result(to.toTensor(), from.toTensor());
-      if (!to.isTensorList()) continue;
-      auto old = to.toTensorVector(), made = from.toTensorVector();
-      for (size_t k = 0; k < old.size(); ++k) write_result(old[k], made[k]);
-    }
+inline void repeat(const c10::OperatorHandle& op, const std::vector<IValue>& inputs, const std::vector<IValue>& outputs) {
+  Stack stack(inputs);
+  op.callBoxed(&stack);
+  for (size_t i = 0; i < outputs.size(); ++i) {
+    const auto& to = outputs[i];
+    auto& from = stack[stack.size() - outputs.size() + i];
+    if (to.isTensor()) write_result(to.toTensor(), from.toTensor());
+    if (!to.isTensorList()) continue;
+    auto old = to.toTensorVector(), made = from.toTensorVector();
+    for (size_t k = 0; k < old.size(); ++k) write_result(old[k], made[k]);
   }
+}
+inline void note(const c10::OperatorHandle& op, std::vector<IValue> inputs, std::vector<IValue> outputs) {
+  for (auto* values : {&inputs, &outputs})
+    for (auto& value : *values) value = mapped(value, snapshot);
+  state().capture->note(stream_now(), [op, inputs, outputs] { repeat(op, inputs, outputs); });
 }
 
 // ---------------------------------------------------------------- the boxed fallback
@@ -287,9 +252,9 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* 
   auto& results = schema.returns();
   bool view = std::any_of(results.begin(), results.end(),
                           [](auto& each) { return each.alias_info() && !each.alias_info()->isWrite(); });
-  Noted noted{op, {}, {}};
-  bool note = capturing() && !view;
-  if (note) noted.inputs.assign(stack->end() - count, stack->end());
+  std::vector<IValue> inputs;
+  bool noted = capturing() && !view;
+  if (noted) inputs.assign(stack->end() - count, stack->end());
   if (waits_for_values(name, &(*stack)[first], count)) host_waits(name, stream_now());
   Views views;
   for (size_t i = 0; i < count; ++i) {
@@ -300,7 +265,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* 
     if (on_device) value = Device(DeviceType::CPU);
     views.any = views.any || on_device;
   }
-  if (note)
+  if (noted)
     for (void* memory : views.writes) state().capture->keep(memory);
   auto& fresh = Views::fresh();
   fresh.clear();
@@ -313,11 +278,7 @@ inline void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* 
     launch(stream_now(), name, views.reads, views.writes);
   }
   fresh.clear();
-  if (!note) return;
-  noted.outputs.assign(stack->end() - results.size(), stack->end());
-  for (auto* values : {&noted.inputs, &noted.outputs})
-    for (auto& value : *values) value = mapped(value, snapshot);
-  state().capture->ops.push_back(std::move(noted));
+  if (noted) note(op, std::move(inputs), {stack->end() - results.size(), stack->end()});
 }
 
 // ---------------------------------------------------------------- operations that are not a CPU kernel over views
@@ -339,7 +300,7 @@ inline Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
   OnDevice there(source.is_cuda() ? source.device().index() : self.device().index());
   if (capturing()) {
     static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("aten::copy_", "");
-    state().capture->ops.push_back({op, {snapshot(self), snapshot(source), non_blocking}, {}});
+    note(op, {self, source, non_blocking}, {});
   }
   if (self.is_cuda() && source.is_cuda() && self.device() != source.device()) {  // both current streams take part
     Lock lock(state().mutex);

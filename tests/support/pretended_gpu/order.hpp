@@ -112,7 +112,7 @@ struct State {
   PyObject* stack_function = nullptr;
   Graph* capture = nullptr;
   std::thread::id capturing;
-  std::set<StreamKey> captured;  // streams that take part in the capture
+  std::map<StreamKey, Clock> captured;  // streams that take part in the capture, and what each follows of it
   int devices = 0, sync_mode = 0, fault_file = -1;
   bool writes_faults = true;
 };
@@ -213,11 +213,15 @@ inline void note_sync(const std::string& what) {
 }
 
 inline bool captures_here() { return state().capture && state().capturing == std::this_thread::get_id(); }
-inline bool capturing() { return captures_here() && state().captured.count(key_of(current, streams[current])); }
+inline bool captures(StreamKey stream) { return captures_here() && state().captured.count(stream); }
+inline bool capturing() { return captures(key_of(current, streams[current])); }
+inline void refuse_in_capture(const std::string& what) {
+  TORCH_CHECK(!captures_here(), "CUDA error: operation not permitted when stream is capturing (", what, ")");
+}
 
 // The host waits for a stream. `said`: whether set_sync_debug_mode tells of it, as of all but explicit calls.
 inline void host_waits(const std::string& what, StreamKey stream, bool said = true) {
-  TORCH_CHECK(!captures_here(), "CUDA error: operation not permitted when stream is capturing (", what, ")");
+  refuse_in_capture(what);
   TORCH_CHECK(!(said && state().sync_mode == 2), "called a synchronizing CUDA operation (", what, ")");
   settle(stream);
   {

@@ -1,11 +1,15 @@
 """Passes recorded as CUDA graphs; what needs no GPU of it runs everywhere."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zbcompile
+from tests.support.on_gpus import two_gpus, waiting_forbidden
 from tests.support.oracle import Batch
+from tests.support.pool import Pool
 from tests.support.training import problem_of
 from zbcompile.backends.cuda_graphs import Recorded
 
@@ -54,27 +58,19 @@ def test_replays_compute_what_launches_do(problem: str, exact: bool) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
-@needs_gpu
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
-@pytest.mark.parametrize("problem", ["mlp", "small-tied"])
-def test_a_recorded_step_computes_what_launches_do(problem: str, schedule: str) -> None:
+def assert_recorded_steps_equal_launches(problem: str, schedule: str, ranks: int | None) -> None:
     """Bit by bit, with other data in every step, whether gradients are zeroed or dropped; from the third step on
-    replayed."""
+    replayed. No step but the first one waits for the device."""
     chosen = problem_of(problem)
     found: list[tuple[list[Tensor], dict[str, Tensor]]] = []
+    batches = [on_gpu(batch) for batch in chosen.batches(6, MICROBATCHES * 2)]
     for graphs in (False, "step"):
-        pipe = zbcompile.pipeline(
-            chosen.model().cuda(),
-            schedule=schedule,
-            ranks=2,
-            microbatches=MICROBATCHES,
-            loss=chosen.loss,
-            cuda_graphs=graphs,
-            vocab="off",
-        )
+        options = {"schedule": schedule, "ranks": ranks, "microbatches": MICROBATCHES, "vocab": "off"}
+        pipe = zbcompile.pipeline(chosen.model().cuda(), loss=chosen.loss, cuda_graphs=graphs, **options)
         losses, optimizer = [], None
-        for index, batch in enumerate(map(on_gpu, chosen.batches(6, MICROBATCHES * 2))):
-            losses.append(pipe.step(*batch.args, **batch.kwargs, target=batch.target))
+        for index, batch in enumerate(batches):
+            with waiting_forbidden() if index else nullcontext():
+                losses.append(pipe.step(*batch.args, **batch.kwargs, target=batch.target))
             optimizer = optimizer or torch.optim.SGD(pipe.parameters(), lr=0.1)
             optimizer.step()
             optimizer.zero_grad(set_to_none=index % 2 == 0)
@@ -83,6 +79,23 @@ def test_a_recorded_step_computes_what_launches_do(problem: str, schedule: str) 
     (plain_losses, plain), (its_losses, its) = found
     assert [loss.item() for loss in its_losses] == [loss.item() for loss in plain_losses]
     assert all(torch.equal(its[name], value) for name, value in plain.items())
+
+
+@needs_gpu
+@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
+@pytest.mark.parametrize("problem", ["mlp", "small-tied"])
+def test_a_recorded_step_computes_what_launches_do(problem: str, schedule: str) -> None:
+    assert_recorded_steps_equal_launches(problem, schedule, 2)
+
+
+@two_gpus
+@pytest.mark.mostly_slow(every=3)
+@pytest.mark.parametrize("backend", ["nccl", "nccl, bound"], ids=["lazy", "bound to a device"])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
+@pytest.mark.parametrize("problem", ["mlp", "small-tied"])
+def test_a_recorded_step_of_two_processes(problem: str, schedule: str, backend: str, pool: Pool) -> None:
+    """Its sends and receives are in the recording, and so is the sum of the losses."""
+    pool.run(assert_recorded_steps_equal_launches, problem, schedule, None, backend=backend)
 
 
 @needs_gpu

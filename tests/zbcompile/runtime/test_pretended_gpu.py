@@ -182,6 +182,79 @@ def test_messages_of_one_communicator_wait_for_each_other(pool: Pool, crossed: b
     assert pool.run(send_and_receive, crossed, backend="nccl") == [not crossed] * 2
 
 
+def arrived_by_replay(waits: bool) -> list[float] | str:
+    """What arrives from the other rank in three replays of one recording, or why it cannot be recorded."""
+    rank, graph = dist.get_rank(), torch.cuda.CUDAGraph()
+    own, its = torch.full((4,), 7.0, device="cuda"), torch.zeros(4, device="cuda")
+
+    def exchange() -> list[dist.Work]:
+        both = [dist.P2POp(dist.isend, own, 1 - rank), dist.P2POp(dist.irecv, its, 1 - rank)]
+        return dist.batch_isend_irecv(both)  # type: ignore[no-any-return]
+
+    for work in exchange():  # makes the connection
+        work.wait()
+    torch.cuda.synchronize()
+    own.fill_(8)
+    try:
+        with torch.cuda.graph(graph):
+            works = exchange()
+            for work in works if waits else ():
+                work.wait()
+            result = its * 2
+    except RuntimeError as error:
+        return str(error)
+    assert its.tolist() == [7.0] * 4  # nothing was sent
+    found = []
+    for step in range(3):
+        own.fill_(10 * step + rank)
+        graph.replay()
+        found.append(result.tolist()[0])
+    return found
+
+
+@pretended
+def test_messages_of_a_recording_are_sent_by_its_replays(pool: Pool) -> None:
+    assert pool.run(arrived_by_replay, True, backend="nccl") == [[2.0, 22.0, 42.0], [0.0, 20.0, 40.0]]
+
+
+@pretended
+def test_a_message_that_a_recording_does_not_wait_for_is_found(pool: Pool) -> None:
+    for found in pool.run(arrived_by_replay, False, backend="nccl"):
+        assert "capturing stream has unjoined work" in found
+
+
+@pretended
+@pytest.mark.parametrize("ordered", [False, True])
+def test_streams_of_a_recording_are_told_apart(device: ModuleType, ordered: bool) -> None:
+    torch.cuda.synchronize()
+    written, other, graph = torch.zeros(4, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        here = torch.cuda.current_stream()
+        other.wait_stream(here)
+        with torch.cuda.stream(other):
+            written.add_(1)
+        if ordered:
+            here.wait_stream(other)
+        result = written * 2
+        here.wait_stream(other)
+    graph.replay()
+    assert kinds(device) == (set() if ordered else {"RACE"})
+    assert not ordered or result.tolist() == [2.0] * 4
+
+
+@pretended
+def test_a_recording_waits_for_nothing_outside_of_it() -> None:
+    torch.cuda.synchronize()
+    before, graph = torch.cuda.Event(), torch.cuda.CUDAGraph()
+    before.record()
+    with torch.cuda.graph(graph):
+        for ask in (before.query, before.synchronize):
+            with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+                ask()
+        with pytest.raises(RuntimeError, match="uncaptured work in another stream"):
+            torch.cuda.current_stream().wait_event(before)
+
+
 @pretended
 def test_free_memory_counts_what_the_allocator_holds_unused() -> None:
     device = torch.device("cuda", 1)
