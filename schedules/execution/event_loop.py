@@ -20,6 +20,7 @@ from zbcompile.schedules.ir.actions import (
     COLLECTIVES,
     COMPUTE,
     EXCHANGES,
+    FETCH,
     ONCE,
     PAIRED,
     Action,
@@ -65,7 +66,8 @@ Triple = tuple[Any, int, int]  # an action, or a part of a pair: key of rows, st
 
 
 class Events(NamedTuple):
-    """Numbers of events. The first `microbatches` of them have always happened; nothing waits for the last ones."""
+    """Numbers of events; of each kind a stage has `microbatches`, or as many as it gathers parameters if that is more.
+    The first ones have always happened; nothing waits for the last ones."""
 
     stages: int
     microbatches: int
@@ -139,7 +141,7 @@ def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> 
     lowered, ops = isinstance(program, Lowered), operations(program)
     known = (op for op in WAITED_FOR if schedule.shards or KINDS[op].scope != "shard")
     bands = tuple(op for op in known if op in ops or op in COMPUTE - ONCE)  # what has events when these operations run
-    events = Events(schedule.stages, schedule.microbatches, bands)
+    events = Events(schedule.stages, _most_of_one_kind(schedule), bands)
     happened: list[Any] = [None] * (events.nothing + events.microbatches)
     happened[: events.microbatches] = [0] * events.microbatches
     begin: list[list[Any]] = [[] for _ in orders]
@@ -165,6 +167,12 @@ def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> 
             break
     blocked = {rank: need for need, ranks in waiting.items() for rank in ranks}
     return Outcome(begin, end, happened, blocked, events)
+
+
+def _most_of_one_kind(schedule: Schedule) -> int:
+    """How many actions of one kind a stage has at most: one for every microbatch, or one for every gather."""
+    gathers = (step[2] + 1 for order in schedule.orders for step in order if step[0] == FETCH)
+    return max(schedule.microbatches, *gathers) if FETCH in schedule.ops else schedule.microbatches
 
 
 def _rank(
@@ -303,7 +311,7 @@ class _RowsOf(NamedTuple):
             there = target(op, stage, events.stages)
             return (0 if there is None else events.first(other_end(op), there), 0, 0, make)
         made = needs(op, stage, events.stages) if kind.role == "collective" else ()
-        count = self.events.microbatches
+        count = self.schedule.microbatches
         here = [n for n in made if rank in {self.schedule.rank_of(n.stage, m) for m in (0, count - 1)}]
         return (events.first(*here[0]) if here else 0, 0, 0, make)
 

@@ -40,7 +40,8 @@ class Costs:
     * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names, `vocab_state` what
       the shard holds from S to T; `cast`, `stats`: time of their collectives, C0 and C1 (or C2), by default `comm`.
     * `optimizer`: time of the optimizer step of a stage; `reduce`: from the start of its gradients' sum until that is
-      there; `gather`: from the begin of a step until the parameters that were updated before it have arrived.
+      there; `gather`: from the begin of a step until the parameters that were updated before it have arrived, or from
+      the begin of a gather of divided ones; `gathered`: what these take meanwhile.
     * `activation`: what F adds; `residue`: what is left of it after B until W (by default all of it).
     * `message`: size of what a stage sends onwards, and of the gradient that comes back for it.
     * `comm`: latency of a hop between two ranks, `bandwidth` its size term (`None`: none); `links` overrides both for
@@ -73,6 +74,7 @@ class Costs:
     backward_exchange: tuple[float, ...] = ()
     reduce: tuple[float, ...] = ()
     gather: tuple[float, ...] = ()
+    gathered: tuple[float, ...] = ()
     message: tuple[float, ...] = ()
     comm: float = 0
     bandwidth: float | None = None

@@ -40,7 +40,9 @@ def global_order(schedule: Schedule, outcome: Outcome) -> list[Collective]:
     events, shards = outcome.events, schedule.shards
     fed = {op: {need for s in shards for need in needs(op, s, schedule.stages)} for op in collectives_of(schedule)}
     made = {op: [events.first(*need) for need in found] for op, found in fed.items() if found}
-    times = ((op, m, max(outcome.happened[e + m] for e in made[op])) for op in made for m in range(events.microbatches))
+    times = (
+        (op, m, max(outcome.happened[e + m] for e in made[op])) for op in made for m in range(schedule.microbatches)
+    )
     found = [(time, m, op) for op, m, time in times]
     return sorted([*found, *(_lookups(schedule, outcome) if schedule.lookups else ())])
 

@@ -13,12 +13,13 @@ from zbcompile.program.program import Program
 
 
 class Alive(TorchDispatchMode):
-    """Adds up, after every operation, the storages that are alive: those of `values`, and all made since."""
+    """Adds up, after every operation, the storages that are alive: those of `values`, and all made since, at the size
+    that each has by then."""
 
     def __init__(self, values: list[torch.Tensor], uncounted: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.without = {t.untyped_storage()._cdata for t in uncounted}
-        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.seen: dict[int, StorageWeakRef] = {}
         self.most = 0
         self.look(values)
 
@@ -31,9 +32,16 @@ class Alive(TorchDispatchMode):
         for value in values:
             storage = value.untyped_storage()
             if storage._cdata not in self.without:
-                self.seen[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
-        self.seen = {key: found for key, found in self.seen.items() if not found[0].expired()}
-        self.most = max(self.most, sum(size for _, size in self.seen.values()))
+                self.seen[storage._cdata] = StorageWeakRef(storage)
+        sizes = {key: _size(found) for key, found in self.seen.items()}
+        self.seen = {key: found for key, found in self.seen.items() if sizes[key] is not None}
+        self.most = max(self.most, sum(size or 0 for size in sizes.values()))
+
+
+def _size(found: StorageWeakRef) -> int | None:
+    """The bytes of a storage; None if it is gone."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(found.cdata)
+    return None if storage is None else storage.nbytes()
 
 
 def forward_bytes(program: Program) -> tuple[int, int]:

@@ -13,7 +13,10 @@ from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import OptimizerRequest
+from zbcompile.prediction.predict import predicted_costs
+from zbcompile.prediction.rank_memory import ReplicaSharding, rank_memories
 from zbcompile.program_cache.programs import Programs
+from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.slices import Slices
 
 
@@ -32,13 +35,35 @@ class Optimizers:
         found = PipelineOptimizer(wanted, self.ranks, self.made)
         if self.compiled.trains:
             with self.ranks.watch.region("making the optimizer"):
-                found.bind(self._trained())
+                self._bind(found)
         return found
 
     def bind(self) -> None:
         """Tell those that do not know it what the pipeline trains, now that it is compiled."""
         for each in [each for each in self.made if not each.bound]:
-            each.bind(self._trained())
+            self._bind(each)
+
+    def _bind(self, optimizer: PipelineOptimizer) -> None:
+        if optimizer.wanted.zero == 3 and self.compiled.records_passes:
+            optimizer.close()
+            raise PipelineError(
+                "zero=3 gathers parameters wherever memory is free, and cuda_graphs= has recorded where they were. "
+                "Leave cuda_graphs= out, or pass zero=2."
+            )
+        optimizer.bind(self._trained())
+        gathers, asked = optimizer.slices.gathers, optimizer.wanted.reshard_after_forward
+        if gathers is not None:
+            gathers.reshard = self._keeps_too_much() if asked is None else asked
+
+    def _keeps_too_much(self) -> bool:
+        """Whether a step that gathers divided parameters once, and keeps them, would exceed the limit of memory."""
+        program = self.compiled.program
+        assert program is not None
+        limit, model = program.choices.memory, dict(self.model.named_parameters())
+        kept = ReplicaSharding(self.ranks.replicas.count, zero=3)
+        return limit is not None and limit < max(
+            each.peak for each in rank_memories(program, predicted_costs(program), model, kept)
+        )
 
     @property
     def slices(self) -> list[Slices]:
@@ -50,10 +75,15 @@ class Optimizers:
         """What is divided among replicas."""
         return [each for each in self.slices if each.divided]
 
-    def arrive(self) -> None:
-        """Wait until the parameters have the values of the last updates."""
+    @property
+    def gathers(self) -> list[Gathers]:
+        """What lives divided among replicas, and is gathered by the actions of steps and evaluations."""
+        return [each.gathers for each in self.slices if each.gathers is not None]
+
+    def arrive(self, whole: bool = True) -> None:
+        """Wait until the parameters have the values of the last updates; see `PipelineOptimizer.arrive`."""
         for each in self.made:
-            each.arrive()
+            each.arrive(whole)
 
     def require_whole_gradients(self, what: str) -> None:
         """Raise PipelineError if replicas hold parts of the gradients."""
@@ -70,7 +100,7 @@ class Optimizers:
         early = [each for each in self.made if each.wanted.updates_early and self.ranks.replicas.synchronise]
         return {
             "VALIDATE": [each.settle for each in self.made if each.wanted.validates],
-            "GATHER": [each.arrive for each in self.divided],
+            "GATHER": [each.arrive for each in self.divided if each.arrives],
             "OPT": [each.update for each in early],
         }
 

@@ -112,6 +112,7 @@ class Runs:
             scale=None if scaler is None else scaler.scale,
             slices=self.optimizers.slices,
             actions=self.optimizers.actions,
+            gathers=self.optimizers.gathers,
             ahead=self.optimizers.all_early,
             outputs="last" if outputs == "last" else "all" if outputs else "",
             agreement=self.compiled.agreement,
@@ -156,7 +157,7 @@ class Runs:
             else:
                 batches = [flatten_batch(args, kwargs, labels, self.options.split, True)]
             _require_same_calls(self.engine.ranks, wanted, outputs, count, recorder is not None, batches)
-            self.optimizers.arrive()
+            self.optimizers.arrive(whole=False)
             own, inputs, groups = list[BoundGraphs](), list[dict[str, torch.Tensor]](), list[range]()
             for batch in batches:
                 graphs = self.compiled.forwards(batch, wanted, 1 if isinstance(microbatches, Sequence) else count)
@@ -165,7 +166,9 @@ class Runs:
                 inputs += [batch.microbatch(i, len(graphs)).tensors for i in range(len(graphs))]
             self.compiled.require_values()
             executable = self.compiled.evaluation(own, wanted.training)
-            given = StepInput(inputs, step, self.options.seed, "sum", recorder, outputs=outputs)
+            given = StepInput(
+                inputs, step, self.options.seed, "sum", recorder, outputs=outputs, gathers=self.optimizers.gathers
+            )
             with torch.autocast(self.engine.ranks.device.type, enabled=False):  # its casts are in the graphs
                 made = self.engine.run(executable, given, {}, self.compiled.schedule).made
             self.parts.renew()

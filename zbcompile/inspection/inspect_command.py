@@ -154,7 +154,7 @@ def _timeline(subject: Subject) -> Iterator[Table]:
 
 
 def _sharding(request: Request) -> ReplicaSharding:
-    return ReplicaSharding(request.replicas, request.zero)
+    return ReplicaSharding(request.replicas, request.zero, request.reshard)
 
 
 def _peak_of(subject: Subject, program: Program | None = None) -> Peak:
@@ -242,7 +242,8 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--fused", action="store_true", help="chains of elementwise operations take one kernel, as with inductor")
     add("--replicas", type=int, default=1, metavar="N", help="data-parallel copies of the pipeline, for the memory")
-    add("--zero", type=int, choices=(0, 1, 2), default=0, help="what replicas divide, for the memory (default: 0)")
+    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="what replicas divide, for the memory (default: 0)")
+    add("--reshard", action="store_true", help="with --zero 3: stages let parameters go between their uses in a step")
     _add_output(parser.add_argument_group("what to show, one after the other (default: a summary)"))
 
 

@@ -21,7 +21,14 @@ from zbcompile.prediction.advice import (
 )
 from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import count_messages, hardware_of
-from zbcompile.prediction.rank_memory import ALONE, RankMemory, ReplicaSharding, complete_peak, rank_memories
+from zbcompile.prediction.rank_memory import (
+    ALONE,
+    RankMemory,
+    ReplicaSharding,
+    complete_peak,
+    gathers_of,
+    rank_memories,
+)
 from zbcompile.program.program import Program
 from zbcompile.schedules import format_schedule, format_timeline
 from zbcompile.schedules.ir.actions import flatten
@@ -71,7 +78,7 @@ class Summary:
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         self.memory = rank_memories(self.program, prediction.timeline.costs, tensors, sharding)
         self.peak = complete_peak(self.program, tensors, sharding)
-        self.replicas = sharding.replicas
+        self.sharding = sharding
 
     def tables(self) -> Iterator[Table]:
         yield self._model()
@@ -202,8 +209,9 @@ class Summary:
 
     def _memory(self) -> Table:
         names = [each.name for each in fields(RankMemory)]
-        if not any(memory.communicators for memory in self.memory):
-            names.remove("communicators")
+        for name in ("gathered", "communicators"):
+            if not any(getattr(memory, name) for memory in self.memory):
+                names.remove(name)
         rows = [
             [
                 Figure("rank", rank),
@@ -214,14 +222,22 @@ class Summary:
         ]
         notes = [
             'Copies are what pipe.optimizer(validate="after") keeps besides.',
+            *self._gathers(),
             *self._communicators(),
             *self._fit(),
         ]
         return Table("memory", "Memory of the ranks: the most at any moment, and of all together", rows, notes)
 
+    def _gathers(self) -> Iterator[str]:
+        """How often a step gathers the parameters of stages that live divided."""
+        if self.sharding.gathers:
+            counts = gathers_of(self.program, self.sharding)
+            each = ", ".join(map(str, counts))
+            yield f"A step gathers the parameters of a stage {sum(counts)} times; by rank: {each}."
+
     def _communicators(self) -> Iterator[str]:
         """What NCCL takes on the rank that has the most neighbours."""
-        every = [communicators_of(self.program, rank, self.replicas) for rank in range(len(self.memory))]
+        every = [communicators_of(self.program, rank, self.sharding.replicas) for rank in range(len(self.memory))]
         most = max(every, key=lambda each: each.links)
         if most.links:
             yield (

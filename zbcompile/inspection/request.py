@@ -33,6 +33,7 @@ class Request(Plan):
     fused: bool
     replicas: int
     zero: int
+    reshard: bool
     graph: str | None
     graphs: Path | None
     diff: list[str] | None

@@ -18,7 +18,8 @@ from zbcompile.optimizer.wanted import UpdateRule
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
-from zbcompile.runtime.slices import LATE, Slice, Slices
+from zbcompile.runtime.slice import LATE, Slice
+from zbcompile.runtime.slices import Slices
 
 Part = tuple[str, int, int, int]  # a parameter's name, the elements from where to where, the owner
 Shapes = Mapping[str, Sequence[int]]
@@ -83,7 +84,7 @@ def whole_slices(trained: TrainedParameters, names: Collection[str], plain: bool
     return slices
 
 
-def divided_slices(trained: TrainedParameters, names: Collection[str], rule: UpdateRule, keep: bool) -> Slices:
+def divided_slices(trained: TrainedParameters, names: Collection[str], rule: UpdateRule, zero: int) -> Slices:
     """The trained parameters called one of `names`, divided by `rule` among the replicas that sum their gradients."""
     program, mesh = trained.program, trained.ranks.mesh
     everywhere = program.trained.intersection(names)
@@ -104,9 +105,10 @@ def divided_slices(trained: TrainedParameters, names: Collection[str], rule: Upd
         for name, begin, end, owner in parts:
             own, shown, counts = trained.own[name], trained.shown[name], trained.counts(name, *summed)
             _sum_in_single_precision(own, shown)
-            place = (stage, counts, True, rule.block > 0, group, owner, owner == here)
+            apart = zero == 3 and stage != LATE and group is not None
+            place = (stage, counts, True, rule.block > 0, group, owner, owner == here, apart)
             found.append(Slice(name, own, own, shown, begin, end, *place))
-    slices = Slices(found, trained.ranks, True, keep, frozenset(names), everywhere)
+    slices = Slices(found, trained.ranks, True, zero == 1, frozenset(names), everywhere)
     slices.give_masters(lambda parameter: True)
     return slices
 

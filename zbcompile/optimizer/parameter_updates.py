@@ -15,7 +15,8 @@ from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCA
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.post_validation import PostValidation, Verdict
 from zbcompile.optimizer.wanted import OptimizerRequest
-from zbcompile.runtime.slices import LATE, Slices
+from zbcompile.runtime.slice import LATE
+from zbcompile.runtime.slices import Slices
 from zbcompile.torch_private import step_without_hooks
 
 
@@ -247,11 +248,14 @@ class ParameterUpdates(Optimizer):
             self._made_early = None
         return self._infinite
 
-    def arrive(self) -> None:
-        """Wait until the parameters have the values of the last update."""
+    def arrive(self, whole: bool = True) -> None:
+        """Wait until the parameters have the values of the last update; those that live divided if they are needed
+        `whole`, not by actions that gather them."""
         self.settle()
         if self._slices is not None:
             self._slices.arrive()
+            if whole:
+                self._slices.hold()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`."""

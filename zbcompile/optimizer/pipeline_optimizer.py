@@ -26,7 +26,7 @@ from zbcompile.optimizer.wanted import (
 State = dict[str, Any]
 MASTER = "master"
 PLAIN = (bool, int, float, str, tuple, type(None))  # options that ranks compare
-SETTINGS = ("zero", "clip", "early", "validate", "reduce_dtype")  # what else they compare
+SETTINGS = ("zero", "clip", "early", "validate", "reduce_dtype", "reshard_after_forward")  # what else they compare
 
 
 class PipelineOptimizer(ParameterUpdates):
@@ -86,7 +86,7 @@ class PipelineOptimizer(ParameterUpdates):
             require_rule_for_dtensors(wanted, read_groups(wanted.groups)[1], shown)
         if wanted.zero:
             assert self._rule is not None
-            slices = divided_slices(trained, self.numbers, self._rule, keep=wanted.zero == 1)
+            slices = divided_slices(trained, self.numbers, self._rule, wanted.zero)
         else:
             slices = whole_slices(trained, self.numbers, parts)
         slices.reduce_dtype = wanted.reduce_dtype

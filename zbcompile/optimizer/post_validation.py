@@ -13,7 +13,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.optimizer.early_update import EarlyUpdate, Options
 from zbcompile.optimizer.gradient_norm import as_norm, begin_sum, squares_of
-from zbcompile.runtime.slices import LATE
+from zbcompile.runtime.slice import LATE
 from zbcompile.torch_private import unscale_and_find_infinities
 
 Verdict = Literal["as it is", "clipped", "skipped"]  # how an update uses its gradients

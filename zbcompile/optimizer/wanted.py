@@ -120,6 +120,7 @@ class OptimizerRequest:
     early: bool = False
     validate: str = "before"
     reduce_dtype: torch.dtype | None = None
+    reshard_after_forward: bool | None = None
 
     def __post_init__(self) -> None:
         _require_known(self)
@@ -150,10 +151,11 @@ class OptimizerRequest:
 EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "params": (lambda given: given is None or callable(given), "a function of a parameter's name and the parameter"),
     "groups": (lambda given: given is None or _is_list(given), 'a list of groups, such as {"params": function}'),
-    "zero": (lambda given: is_real(given) and given in (0, 1, 2), "0, 1 or 2"),
+    "zero": (lambda given: is_real(given) and given in (0, 1, 2, 3), "0, 1, 2 or 3"),
     "clip": (lambda given: given is None or (is_real(given) and given > 0), "a norm above 0, or None"),
     "early": (lambda given: isinstance(given, bool), "True or False"),
     "validate": (lambda given: given in ("before", "after"), '"before" or "after"'),
+    "reshard_after_forward": (lambda given: given is None or isinstance(given, bool), "True, False or None"),
     "reduce_dtype": (
         lambda given: given is None or (isinstance(given, torch.dtype) and given.is_floating_point),
         "a dtype of floating-point numbers, such as torch.bfloat16, or None",
@@ -174,6 +176,11 @@ def _require_known(wanted: OptimizerRequest) -> None:
     for name, (holds, expected) in EXPECTED.items():
         if not holds(given := getattr(wanted, name)):
             raise PipelineError(f"{name}={given!r}; expected {expected}.")
+    if wanted.reshard_after_forward is not None and wanted.zero != 3:
+        raise PipelineError(
+            f"reshard_after_forward={wanted.reshard_after_forward} says when parameters that live divided are let go, "
+            f"and zero={wanted.zero} leaves them whole. Pass zero=3 as well."
+        )
     if wanted.early and wanted.clip is not None and not wanted.validates:
         raise PipelineError(
             "early=True updates a stage before the norm of all gradients is known, by which clip= clips. Pass "

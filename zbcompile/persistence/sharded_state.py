@@ -11,7 +11,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.pipeline_optimizer import MASTER, PipelineOptimizer
 from zbcompile.persistence.local_tensors import Corner, Holding, Pieces
-from zbcompile.runtime.slices import Slice
+from zbcompile.runtime.slice import Slice
 
 
 def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Corner, Corner]]:

@@ -11,6 +11,7 @@ import torch
 from zbcompile.compiler.stage_price import running_of
 from zbcompile.distributed.packing import Buffer
 from zbcompile.distributed.parcels import ALONE_BYTES
+from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.partition.memory_estimate import gradient_bytes, state_bytes
@@ -21,9 +22,22 @@ from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import prices_of
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import AFTER, arrivals_of, assign_buffers, completed_sends
-from zbcompile.schedules import Costs, lower
+from zbcompile.schedules import Costs, lower, with_updates
 from zbcompile.schedules.execution.memory import deltas
-from zbcompile.schedules.ir.actions import COMPUTE, RECEIVES, SENDS, Action, F, flatten
+from zbcompile.schedules.ir.actions import (
+    COMPUTE,
+    FETCH,
+    FREE,
+    GATHER,
+    GATHERS,
+    ONCE,
+    RECEIVES,
+    REDUCE,
+    SENDS,
+    Action,
+    F,
+    flatten,
+)
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, receives_before
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.lowering.edges import Message, edges_of
@@ -36,14 +50,15 @@ class RankMemory:
     all together, which need not be their sum. Not predicted: what the allocator rounds up and cannot use in fragments,
     what kernels and libraries take for themselves, the user's batch.
 
-    * `parameters`: with buffers.
+    * `parameters`: with buffers; with `zero=3` what stays between steps, masters in their place.
     * `gradients`: the sums over microbatches, in their dtype; with `zero=1` this replica's part of the sums over
-      replicas as well. With `zero=2` the part is what is left of them.
+      replicas as well. With `zero=2 | 3` the part is what is left of them.
     * `optimizer_state`: with float32 masters of half-precision parameters.
     * `activations`: what waits between the passes, and what the pass needs that runs.
     * `messages`: receive buffers, which stay from step to step, less what counts as an activation while it is in them;
       what was sent and is not known to have arrived.
     * `collectives`: the copies in which small gradients travel to other replicas.
+    * `gathered`: the most that divided parameters take while they are gathered, with copies of small ones under way.
     * `communicators`: on a GPU, the buffers that NCCL takes at most (`communicators_of`).
     """
 
@@ -53,16 +68,24 @@ class RankMemory:
     activations: int
     messages: int
     collectives: int
+    gathered: int
     communicators: int
     peak: int
 
 
 @dataclass(frozen=True)
 class ReplicaSharding:
-    """How many replicas hold the same parameters, and what they divide: as `zero` of `pipe.optimizer`."""
+    """How many replicas hold the same parameters, and what they divide: as `zero` of `pipe.optimizer`; with `reshard`
+    stages let divided parameters go between their uses."""
 
     replicas: int = 1
     zero: int = 0
+    reshard: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters live divided."""
+        return self.zero == 3 and self.replicas > 1
 
 
 ALONE = ReplicaSharding()
@@ -70,11 +93,14 @@ ALONE = ReplicaSharding()
 
 class Held(NamedTuple):
     """One moment of a step: bytes of activations, of messages, and of the sums that stages have made so far of a
-    gradient to which several contribute."""
+    gradient to which several contribute; where parameters live divided, of those that are gathered, and of gradients.
+    """
 
     activations: float
     messages: float
     sums: float
+    gathered: float = 0.0
+    gradients: float = 0.0
 
 
 class _Receiver(NamedTuple):
@@ -94,7 +120,7 @@ def rank_memories(
 ) -> tuple[RankMemory, ...]:
     """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program, and
     `running` those of its passes, if they are known already (`running_of`)."""
-    moments = partial(_moments, program, costs, running or running_of(prices_of(program)), model)
+    moments = partial(_moments, program, costs, running or running_of(prices_of(program)), model, sharding)
     return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
 
 
@@ -124,19 +150,24 @@ def _memory(
     collectives = sum(size for size in sums if size < ALONE_BYTES) if replicas > 1 else 0
     parts = gradients / replicas if sharding.zero == 1 and replicas > 1 else 0
     state /= replicas if sharding.zero else 1
+    always, last = gradients, moments[-1]
+    if sharding.gathers:
+        lives = [each for stage in program.stages_of(rank) for each in divided_of(program, model, stage)]
+        parameters -= sum(v.nbytes - (0 if v.dtype in HALF else v.nbytes / replicas) for v in lives)
+        always -= sum(gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v in lives)
     waiting = max(sum(moment) for moment in moments)
-    last = moments[-1]
     communicators = communicators_of(program, rank, replicas).bytes
-    stays = parameters + gradients + state + communicators
+    stays = parameters + always + state + communicators
     return RankMemory(
         parameters=int(parameters),
-        gradients=int(gradients + parts + last.sums),
+        gradients=int(always + max(m.gradients for m in moments) + parts + last.sums),
         optimizer_state=int(state),
         activations=int(max(m.activations for m in moments)),
         messages=int(max(m.messages for m in moments)),
         collectives=int(collectives),
+        gathered=int(max(m.gathered for m in moments)),
         communicators=communicators,
-        peak=int(stays + max(waiting, parts + collectives + last.messages + last.sums)),
+        peak=int(stays + max(waiting, parts + collectives + last.messages + last.sums + last.gradients)),
     )
 
 
@@ -161,20 +192,102 @@ def _sums(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> in
     return sum(gradient_bytes(value, program.choices.dtype_of_sum(value.dtype)) for value in values)
 
 
+def divided_of(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> list[torch.Tensor]:
+    """The parameters of a stage that live divided with `zero=3`: what the end of the step completes lives whole."""
+    rows = () if program.vocabulary is None else program.vocabulary.parameters
+    own = (name for name in program.stages[stage].trained if name in model and name not in rows)
+    return [model[name] for name in own if len(program.homes[name]) == 1 and program.copies == 1]
+
+
+def gathers_of(program: Program, sharding: ReplicaSharding) -> tuple[int, ...]:
+    """How often each rank gathers the parameters of one of its stages in a step."""
+    lowered = with_updates(program.lowered, GATHERS, sharding.reshard, program.readers)
+    return tuple(sum(step[0] == FETCH for step in own) for own in lowered.programs)
+
+
+class _Divided:
+    """What a rank holds of parameters that live divided: those that are gathered, less the slices that are in them, and
+    gradients, which a replica has as
+    a whole from a stage's first W until the next stage's sum has begun, and then its part of."""
+
+    def __init__(self, program: Program, model: Mapping[str, torch.Tensor], rank: int, replicas: int) -> None:
+        self.replicas = replicas
+        self.parameters = {stage: divided_of(program, model, stage) for stage in program.stages_of(rank)}
+        self.whole = {
+            stage: [gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v in own]
+            for stage, own in self.parameters.items()
+        }
+        self.added = {stage: sum(map(self._added, own)) for stage, own in self.parameters.items()}
+        self.held: dict[int, float] = {}
+        self.gradients: dict[int, float] = {}
+        self.reducing: list[int] = []
+
+    def after(self, action: Action) -> Iterator[tuple[float, float]]:
+        """Bytes of gathered parameters and of gradients, while and after an action is carried out."""
+        stage, sizes = action.stage, [each.nbytes for each in self.parameters[action.stage]]
+        if action.op == FETCH:
+            self.held[stage] = self.added[stage] + _small(sizes)
+        elif action.op == GATHER:
+            self.held[stage] = self.added[stage]
+        elif action.op == FREE:
+            plain = [each.nbytes for each in self.parameters[stage] if each.dtype not in HALF]
+            largest, part = max(plain, default=0), sum(plain) / self.replicas
+            self.held[stage] += max(0, min(largest, part) - max(0, sum(plain) - part - largest))
+            yield self.now  # a slice gets its memory before the parameter loses its own
+            self.held.pop(stage)
+        elif action.op == REDUCE:
+            yield from self.finish()
+            self.gradients[stage] = sum(self.whole[stage]) + _small(self.whole[stage])
+            self.reducing.append(stage)
+        elif "W" in KINDS[action.op].does:
+            self.gradients.setdefault(stage, sum(self.whole[stage]))
+        yield self.now
+
+    def _added(self, parameter: torch.Tensor) -> float:
+        """What a gathered parameter takes beside its slice, or its master."""
+        return parameter.nbytes * (1.0 if parameter.dtype in HALF else 1 - 1 / self.replicas)
+
+    def finish(self) -> Iterator[tuple[float, float]]:
+        """The sums under way have arrived: of each a part is copied before the whole is freed."""
+        for stage in self.reducing:
+            part = sum(self.whole[stage]) / self.replicas
+            self.gradients[stage] += part
+            yield self.now
+            self.gradients[stage] = part
+        self.reducing.clear()
+
+    @property
+    def now(self) -> tuple[float, float]:
+        return sum(self.held.values()), sum(self.gradients.values())
+
+
+def _small(sizes: Iterable[int]) -> int:
+    """Bytes of what travels in copies."""
+    return sum(size for size in sizes if size < ALONE_BYTES)
+
+
 def _moments(
     program: Program,
     costs: Costs,
     running: Mapping[str, Sequence[float]],
     model: Mapping[str, torch.Tensor],
+    sharding: ReplicaSharding,
     rank: int,
 ) -> Iterator[Held]:
     """What a rank holds while each of its passes runs, and behind it."""
     messages = _Messages(program, rank)
     waiting = 0.0
     sums: dict[int, int] = {}
+    divided = _Divided(program, model, rank, sharding.replicas) if sharding.gathers else None
     own = {"F": [0.0] * len(program.stages), "B": costs.activation, "W": costs.residue, "BW": costs.activation}
+    kinds = (*GATHERS, REDUCE) if divided else ()
+    lowered = with_updates(program.lowered, kinds, sharding.reshard, program.readers)
     yield Held(0.0, messages.bytes, 0.0)
-    for action in flatten(program.lowered.programs[rank]):
+    for action in flatten(lowered.programs[rank]):
+        found = list(divided.after(action)) if divided and action.op in COMPUTE else [(0.0, 0.0)]
+        if action.op in ONCE:
+            yield from (Held(waiting, messages.bytes, sum(sums.values()), *each) for each in found)
+            continue
         messages.before(action)
         if action.op not in COMPUTE:
             continue
@@ -183,11 +296,13 @@ def _moments(
             needed = running[action.op][action.stage]
             if action.op in ("W", "BW") and action.stage not in sums:
                 sums[action.stage] = _sums(program, model, action.stage)
-            yield Held(waiting - own[action.op][action.stage] + needed, messages.bytes, sum(sums.values()))
+            before = waiting - own[action.op][action.stage] + needed
+            yield Held(before, messages.bytes, sum(sums.values()), *found[-1])
         waiting += change
-        yield Held(waiting, messages.bytes, sum(sums.values()))
+        yield Held(waiting, messages.bytes, sum(sums.values()), *found[-1])
         messages.after(action)
-    yield Held(waiting, messages.bytes, sum(sums.values()))
+    for each in (*divided.finish(), divided.now) if divided else [(0.0, 0.0)]:
+        yield Held(waiting, messages.bytes, sum(sums.values()), *each)
 
 
 class _Messages:

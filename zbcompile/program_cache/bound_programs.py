@@ -16,7 +16,14 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
-from zbcompile.model.held_elsewhere import is_held_elsewhere, refuse_merging, release, state_in_process, withhold
+from zbcompile.model.held_elsewhere import (
+    is_held_elsewhere,
+    is_in_parts,
+    refuse_merging,
+    release,
+    state_in_process,
+    withhold,
+)
 from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
@@ -70,6 +77,11 @@ class BoundPrograms:
     def trains(self) -> bool:
         """Whether a step has been compiled; before, `program` is an evaluation that placed the parameters, or None."""
         return self.program is not None and self.program.output is None
+
+    @property
+    def records_passes(self) -> bool:
+        """Whether CUDA graphs hold the addresses of parameters."""
+        return bool(self._options.cuda_graphs)
 
     def hold(self, program: Program) -> None:
         """Let the parameters live where `program`, the first one, has them."""
@@ -193,7 +205,7 @@ class BoundPrograms:
         self.fill()
         self.share.require_filled()
         for name, tensor in self._own.items():
-            if is_held_elsewhere(tensor):
+            if is_held_elsewhere(tensor) and not is_in_parts(tensor):
                 raise PipelineError(
                     f"{name} is on rank {self.ranks.rank} in this pipeline, and another pipeline of the same module "
                     "has trained or loaded it on another rank, so the values here are old. Give both the same cut "

@@ -21,7 +21,8 @@ from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.slices import LATE, Observe, Slices
+from zbcompile.runtime.slice import LATE
+from zbcompile.runtime.slices import Observe, Slices
 
 Way = tuple[dist.ProcessGroup, torch.dtype | None]
 

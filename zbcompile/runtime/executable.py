@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,7 @@ from zbcompile.program.output import Output
 from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.data_parallel import Sum
+from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.slices import Slices
@@ -29,8 +30,9 @@ from zbcompile.schedules import Lowered, Schedule, with_updates
 class StepInput:
     """One step: the tensors of each microbatch by input path, which step it is, how losses combine, what records it,
     how a GradScaler scales the loss, what each optimizer updates, what the optimizers do for a stage by kind of action
-    (VALIDATE, GATHER, OPT), whether the rank goes on before all have ended the step, and which ranks get the model's
-    outputs: "all", "last" (that of the last stage) or none (""); `agreement` says what the ranks differ in."""
+    (VALIDATE, GATHER, OPT), the parameters that live divided and are gathered for a stage, whether the rank goes on
+    before all have ended the step, and which ranks get the model's outputs: "all", "last" (that of the last stage) or
+    none (""); `agreement` says what the ranks differ in."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -40,6 +42,7 @@ class StepInput:
     scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     slices: Sequence[Slices] = ()
     actions: Mapping[str, Sequence[Callable[[int], None]]] = field(default_factory=dict)
+    gathers: Sequence[Gathers] = ()
     ahead: bool = False
     outputs: str = ""
     agreement: StepAgreement | None = None
@@ -73,7 +76,7 @@ class Executable:
     everywhere: tuple[BoundGraphs, ...]
     plans: tuple[RankPlan, ...]
     memory: StepMemory | None = None
-    ordered: dict[frozenset[str], tuple[Schedule, tuple[RankPlan, ...]]] = field(default_factory=dict)
+    ordered: dict[Any, tuple[Schedule, tuple[RankPlan, ...]]] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(init=False, default_factory=dict)
 
     @cached_property
@@ -85,13 +88,18 @@ class Executable:
     def loss_dtype(self) -> torch.dtype:
         return dtype_named(self.program.loss_dtype)
 
-    def with_updates(self, kinds: frozenset[str]) -> tuple[Schedule, tuple[RankPlan, ...]]:
-        """The schedule and the plans with the actions of these kinds, which a step has once; each is made once."""
-        if kinds not in self.ordered:
-            lowered = with_updates(self.program.lowered, kinds)
+    def with_updates(self, kinds: frozenset[str], reshard: bool) -> tuple[Schedule, tuple[RankPlan, ...]]:
+        """The schedule and the plans with the actions of these kinds, which a step has beside its passes; each is made
+        once. With `reshard` stages let divided parameters go between their uses."""
+        if (kinds, reshard) not in self.ordered:
+            lowered = with_updates(self.program.lowered, kinds, reshard, self.program.readers)
             plans = tuple(plan.with_updates(lowered.programs[plan.rank]) for plan in self.plans)
-            self.ordered[kinds] = lowered.schedule, plans
-        return self.ordered[kinds]
+            self.ordered[kinds, reshard] = lowered.schedule, plans
+        return self.ordered[kinds, reshard]
+
+    def parameters_of(self, stage: int) -> frozenset[str]:
+        """The parameters that a stage reads, in any microbatch of the step."""
+        return frozenset().union(*(each.program.stages[stage].parameters for each in self.everywhere))
 
     @property
     def outputs(self) -> tuple[Output, ...]:

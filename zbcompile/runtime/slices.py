@@ -9,95 +9,22 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import groupby
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.packing import as_contiguous
 from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
 from zbcompile.program.program import Program
+from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.gradient_sums import Gradients, GradientSum, grad_dtype
+from zbcompile.runtime.slice import LATE, Slice, await_parcels, by_owner, memory_of, spread, wait
 from zbcompile.torch_private import writes_into
 
 Observe = Callable[[str, torch.Tensor], None]
-LATE = -1  # in place of a stage: what is complete, and needed, outside of the program of a stage
-
-
-@dataclass(eq=False)
-class Slice:
-    """The elements from `begin` to `end` of a parameter, in the order of its memory, which its owner updates as
-    `tensor`: in the parameter's own memory, or as a float32 master. `divided` says whether the owner is one replica,
-    number `owner` of `group`; a whole parameter belongs to all of them. `mine` says whether this process is an owner.
-
-    `parameter` is plain; `given` is the one that an optimizer would be given whole, `shown` the one that users see:
-    each may be a DTensor over the same memory. `flat` says whether `tensor` is a row of elements; otherwise it has the
-    shape of the parameter. The gradient is complete with the last W of `stage`. `counts` says whether this process
-    speaks for the slice, in norms and checkpoints.
-    """
-
-    name: str
-    parameter: nn.Parameter
-    given: nn.Parameter
-    shown: nn.Parameter
-    begin: int
-    end: int
-    stage: int
-    counts: bool
-    divided: bool = False
-    flat: bool = False
-    group: dist.ProcessGroup | None = None
-    owner: int = 0
-    mine: bool = True
-
-    def __post_init__(self) -> None:
-        self.tensor = nn.Parameter(self.values) if self.divided else self.given
-
-    @property
-    def memory(self) -> torch.Tensor:
-        """The slice in the parameter's memory."""
-        return memory_of(self.parameter)[self.begin : self.end]
-
-    @property
-    def values(self) -> torch.Tensor:
-        """The slice in the parameter's memory, with the shape of `tensor`."""
-        return self.memory if self.flat else self.given.detach()
-
-    @property
-    def is_master(self) -> bool:
-        """Whether `tensor` may have digits that the parameter lacks."""
-        return self.tensor.dtype != self.parameter.dtype
-
-    @property
-    def holder(self) -> nn.Parameter:
-        """The tensor whose `.grad` an update uses."""
-        return self.tensor if self.divided else self.parameter
-
-    def give_master(self) -> None:
-        """Update a float32 copy from now on."""
-        self.tensor = nn.Parameter(self.values.float())
-
-    def refresh(self) -> None:
-        """Before an update: begin with the parameter's values wherever a master does not round to them: there somebody
-        else has written since."""
-        values, own = self.values, self.tensor.detach()
-        if self.is_master:
-            own.copy_(torch.where(own.to(values.dtype) == values, own, values.to(own.dtype)))
-        elif self.divided and own.data_ptr() != values.data_ptr():
-            self.tensor.data = values  # the parameter has got other memory
-
-    def add(self, part: torch.Tensor, copied: bool) -> None:
-        """Add a sum, in the order of the parameter's memory, to the slice's gradient; it is `copied` if its memory is
-        used elsewhere. A part of a sum is a copy, or all of the sum would stay alive."""
-        own, dtype = self.parameter, self.tensor.dtype
-        part = (part.clone() if copied or part.numel() < own.numel() else part).to(dtype)
-        part = part if self.flat else part.as_strided(own.shape, own.stride(), part.storage_offset())
-        self.tensor.grad = part if self.tensor.grad is None else self.tensor.grad.add_(part)
 
 
 @dataclass
@@ -126,6 +53,13 @@ class Slices:
 
     def __post_init__(self) -> None:
         self.names = frozenset(each.name for each in self.slices)
+        apart = [each for each in self.slices if each.apart]
+        self.gathers = Gathers(apart, self.ranks) if apart else None
+
+    @property
+    def arrives(self) -> bool:
+        """Whether updated values travel to other replicas as soon as there are any."""
+        return self.divided and any(not each.apart for each in self.slices)
 
     def of(self, stage: int | None = None) -> list[Slice]:
         """Those that are complete with a stage; None: all."""
@@ -138,14 +72,6 @@ class Slices:
     def of_tensor(self, tensor: torch.Tensor) -> Slice:
         """The slice that the optimizer updates as `tensor`."""
         return next(each for each in self.mine() if each.tensor is tensor)
-
-    def _by_owner(self, stage: int) -> Iterator[tuple[dist.ProcessGroup | None, int, list[Slice]]]:
-        """What travels together. Several ranks hold what is late: they must add in the same order, so that it travels
-        by itself."""
-        for (group, owner, _), found in groupby(
-            self.of(stage), key=lambda each: (each.group, each.owner, each.name if stage == LATE else "")
-        ):
-            yield group, owner, list(found)
 
     # For a step of the pipeline
 
@@ -164,14 +90,17 @@ class Slices:
                 "optimizer.step(): replicas hold parts of the gradients, which model.zero_grad() does not know."
             )
         self.arrive(LATE)
+        self.let_go()
         for name, parameter in {each.name: each.parameter for each in self.slices}.items() if self.keep else ():
             self._lend(name, parameter)
 
     def reduce(self, stage: int, gradients: Gradients, observe: Observe) -> None:
         """Begin to sum a stage's gradients to their owners; `.grad` becomes None. `observe` sees what this rank
         adds."""
+        if self.gathers is not None:  # whose memory matters more than that sums are under way together
+            self.finish()
         sums = {name: _taken(gradients[name], partial(observe, name)) for name in {s.name: s for s in self.of(stage)}}
-        for group, owner, slices in self._by_owner(stage):
+        for group, owner, slices in by_owner(self.of(stage)):
             parts = ((each, memory_of(sums[each.name])[each.begin : each.end]) for each in slices)
             self.reducing[stage] += send(parts, partial(_reduce, group, owner), self.reduce_dtype)
 
@@ -201,9 +130,17 @@ class Slices:
                         "which waits for them."
                     )
             with self.ranks.watch.position.waiting("the updated parameters"):
-                for parcel in self.arriving.pop(at, ()):
-                    _wait(parcel)
-                    parcel.unpack()
+                await_parcels(self.arriving.pop(at, ()))
+
+    def hold(self) -> None:
+        """Gather what lives divided, for whoever reads or writes parameters between steps."""
+        if self.gathers is not None:
+            self.gathers.hold()
+
+    def let_go(self) -> None:
+        """End that: what was written meanwhile goes into the slices."""
+        if self.gathers is not None:
+            self.gathers.let_go()
 
     # For an update
 
@@ -243,39 +180,40 @@ class Slices:
         """Before an update, of all or a stage. Raises PipelineError for gradients that are not summed over replicas."""
         if stage is None:
             self.arrive()
+            self.let_go()
         left = [each.name for each in self.of(stage) if each.divided and each.parameter.grad is not None]
         if left:
             raise PipelineError(
                 f"the gradient of {min(left)} is this replica's own: the last step was inside no_sync, or the gradient "
                 "was made elsewhere. Run a step outside of no_sync before optimizer.step()."
             )
-        for each in self.mine(stage):
+        for each in (each for each in self.mine(stage) if not each.apart):
             each.refresh()
 
     def end_update(self, stage: int | None = None) -> None:
         """After an update: its values travel to the other replicas, first those that the next step needs first."""
         self.used = self.summed
         self.round(stage)
-        for at in sorted({each.stage for each in self.of(stage) if each.divided}):
-            for group, owner, slices in self._by_owner(at):
-                parts = ((each, each.memory) for each in slices)
-                self.arriving[at] += send(parts, partial(_broadcast, group, owner))
+        for at in sorted({each.stage for each in self.of(stage) if each.divided and not each.apart}):
+            self.arriving[at] += spread(self.of(at))
             self.writes |= {each: writes_into(each.parameter) for each in self.of(at)}
 
     def round(self, stage: int | None = None) -> None:
         """Let parameters be their masters, rounded."""
-        for each in (each for each in self.mine(stage) if each.is_master):
+        for each in (each for each in self.mine(stage) if each.is_master and not each.apart):
             each.values.copy_(each.tensor.detach())
 
     def recall(self) -> None:
         """An update is going to be undone: nothing of it is on its way any more."""
         for parcel in (each for at in list(self.arriving) for each in self.arriving.pop(at)):
-            _wait(parcel)
+            wait(parcel)
 
     def drop(self) -> None:
         """Forget all gradients, and sums under way that failed."""
         self.summed = self.used = False
         self.reducing.clear()
+        if self.gathers is not None:
+            self.gathers.forget()
         for each in self.slices:
             each.parameter.grad = each.shown.grad = each.tensor.grad = None
 
@@ -284,11 +222,6 @@ class Slices:
         if parameter.grad is None:
             kept = self.kept.get(name)
             parameter.grad = self.kept[name] = _zeros(parameter) if kept is None else kept.zero_()
-
-
-def memory_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The elements of a dense tensor in the order of its memory, as a view."""
-    return as_contiguous(tensor.detach()).view(-1)
 
 
 def _zeros(parameter: nn.Parameter) -> torch.Tensor:
@@ -306,13 +239,3 @@ def _taken(own: GradientSum, observe: Callable[[torch.Tensor], None]) -> torch.T
 
 def _reduce(group: dist.ProcessGroup | None, owner: int, flat: torch.Tensor) -> dist.Work | None:
     return None if group is None else dist.reduce(flat, group=group, group_dst=owner, async_op=True)
-
-
-def _broadcast(group: dist.ProcessGroup | None, owner: int, flat: torch.Tensor) -> dist.Work | None:
-    work = None if group is None else dist.broadcast(flat, group=group, group_src=owner, async_op=True)
-    return None if work is None else outlives_its_step(work)
-
-
-def _wait(parcel: Parcel[Slice]) -> None:
-    if parcel.work is not None:
-        complete(parcel.work)

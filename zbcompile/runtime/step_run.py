@@ -33,7 +33,7 @@ from zbcompile.runtime.executable import Executable, Made, StepInput, StepResult
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.labels import Labels
 from zbcompile.runtime.rank_plan import RankPlan
-from zbcompile.runtime.slices import LATE
+from zbcompile.runtime.slice import LATE
 from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.step_memory import StepMemory, refuse
@@ -87,7 +87,7 @@ class Engine:
         opened, number = channels or program.schedule, executable.first.number
         transport = ranks.transport(opened, count, buffers, number, program.step.max_ctas)
         step = StepRun(executable, given, ranks, self.equal, reductions)
-        schedule, plans = executable.with_updates(step.kinds)
+        schedule, plans = executable.with_updates(step.kinds, any(each.reshard for each in given.gathers))
         step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)
         with undisturbed(ranks.device), torch.no_grad():
             if memory is None:
@@ -247,8 +247,27 @@ class StepRun:
     # For a stage
 
     def _act(self, op: str, stage: int) -> None:
-        for act in self.given.actions[op]:
+        for act in self.given.actions.get(op, ()):
             act(stage)
+
+    def _fetch(self, stage: int) -> None:
+        for each in self.given.gathers:
+            each.fetch(stage, self.executable.parameters_of(stage))
+
+    def _arrive(self, stage: int) -> None:
+        for each in self.given.gathers:
+            each.arrive(stage)
+        self._act("GATHER", stage)
+
+    def _free(self, stage: int) -> None:
+        for each in self.given.gathers:
+            each.free(self.executable.parameters_of(stage))
+
+    def _reduce(self, reduction: Reduction, stage: int) -> None:
+        reduction.start(stage)
+        for run in self.runs:
+            if stage in run.runs:
+                run.runs[stage].accumulators.clear()  # the sum may be freed as soon as it is divided
 
     def _update_stage(self, reduction: Reduction, stage: int) -> None:
         reduction.finish_stage(stage)
@@ -344,8 +363,13 @@ class OnceAction(NamedTuple):
 OVER_REPLICAS = {"REDUCE", "OPT", "SYNC", "BUFFERS", "FINAL", "LOSS"}
 ONCE_ACTIONS = {
     "VALIDATE": OnceAction(_has("VALIDATE"), lambda step, reduction, at: step._act("VALIDATE", at)),
-    "GATHER": OnceAction(_has("GATHER"), lambda step, reduction, at: step._act("GATHER", at)),
-    "REDUCE": OnceAction(lambda step: step.reduces, lambda step, reduction, at: reduction.start(at)),
+    "FETCH": OnceAction(lambda step: step.given.gathers, lambda step, reduction, at: step._fetch(at)),
+    "GATHER": OnceAction(
+        lambda step: step.given.gathers or step.given.actions.get("GATHER"),
+        lambda step, reduction, at: step._arrive(at),
+    ),
+    "FREE": OnceAction(lambda step: step.given.gathers, lambda step, reduction, at: step._free(at)),
+    "REDUCE": OnceAction(lambda step: step.reduces, StepRun._reduce),
     "OPT": OnceAction(_has("OPT"), StepRun._update_stage),
     "ROWS": OnceAction(lambda step: step.looks_up_rows, StepRun._gather_rows),
     "DRAIN": OnceAction(lambda step: True, StepRun._drain),

@@ -2,6 +2,7 @@
 
 import gc
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -101,15 +102,18 @@ def test_what_replicas_divide(zero: int) -> None:
 WIDTH, LAYERS = 768, 4  # a layer's weight is large enough to travel by itself
 
 
-def held_by_replicas(zero: int) -> tuple[int, int, int, int]:
+def held_by_replicas(zero: int, chunks: int = 1, reshard: bool | None = None) -> tuple[int, int, int, int]:
     """Of one of two replicas, all but the parameters: the most bytes that lived in a step, what was predicted, and the
     most in an update; the bytes of the parameters. The first step has no state yet, but sums to compare the ranks by.
     """
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
+    before = _tensors()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    before, x = _tensors(), torch.ones(4, WIDTH)
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, mesh=mesh)
-    optimizer = pipe.optimizer(torch.optim.AdamW, zero=zero)
+    before += [] if zero == 3 else _tensors()
+    x = torch.ones(4, WIDTH)
+    order: dict[str, Any] = {"schedule": "1f1b"} if chunks == 1 else {"schedule": "looped-bfs", "chunks": chunks}
+    pipe = zbcompile.pipeline(model, **order, microbatches=2, loss=nn.functional.mse_loss, mesh=mesh)
+    optimizer = pipe.optimizer(torch.optim.AdamW, zero=zero, reshard_after_forward=reshard)
     pipe.step(x, target=x)
     optimizer.step()
     optimizer.zero_grad()
@@ -121,18 +125,32 @@ def held_by_replicas(zero: int) -> tuple[int, int, int, int]:
                 call()
             lived[name].append(alive.most)
         optimizer.zero_grad()
-    parameters = dict(model.named_parameters())
-    memory = rank_memories(pipe.program, predicted_costs(pipe.program), parameters, ReplicaSharding(2, zero))[0]
+    parameters = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
+    sharding = ReplicaSharding(2, zero, bool(reshard))
+    memory = rank_memories(pipe.program, predicted_costs(pipe.program), parameters, sharding)[0]
     pipe.close()
-    return max(lived["step"]), memory.peak - memory.parameters, max(lived["update"]), memory.parameters
+    size = sum(each.nbytes for each in parameters.values())
+    return max(lived["step"]), memory.peak - (size if zero < 3 else 0), max(lived["update"]), size
 
 
 @pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
-@pytest.mark.parametrize(("zero", "most"), [(0, 3.6), (1, 3.1), (2, 2.1)])
-def test_storages_of_replicas_are_predicted(pool: Pool, zero: int, most: float) -> None:
-    """`most` is in units of the parameters' bytes. AdamW itself takes as much as two of the four layers while it
-    updates one."""
-    for lived, predicted, in_update, parameters in pool.run(held_by_replicas, zero):
+@pytest.mark.parametrize(
+    ("zero", "chunks", "reshard", "most"),
+    [
+        (0, 1, None, 3.6),
+        (1, 1, None, 3.1),
+        (2, 1, None, 2.1),
+        (3, 1, False, 3.2),
+        (3, 4, False, 2.6),
+        (3, 4, True, 2.6),
+    ],
+)
+def test_storages_of_replicas_are_predicted(
+    pool: Pool, zero: int, chunks: int, reshard: bool | None, most: float
+) -> None:
+    """`most` is in units of the parameters' bytes, with `zero=3` of all, otherwise beside the parameters. AdamW itself
+    takes as much as two of the four layers while it updates one."""
+    for lived, predicted, in_update, parameters in pool.run(held_by_replicas, zero, chunks, reshard):
         assert predicted == pytest.approx(lived, rel=0.02)
         assert max(lived, in_update) <= most * parameters
