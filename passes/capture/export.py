@@ -43,7 +43,7 @@ from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.source_location import failing_line, is_own
 from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.meta_device import as_if_on
-from zbcompile.passes.python_state.premises import Premises
+from zbcompile.passes.python_state.premises import Premises, without_joined_loss
 from zbcompile.passes.python_state.tokens import CONTAINERS
 from zbcompile.passes.torch_private import numbered_checkpoints, pytree, set_stack_trace
 
@@ -277,7 +277,8 @@ def _text(program: ExportedProgram) -> list[str]:
 
 
 def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
-    regions = regions_of(wrapper.model, *example[:2])
+    with without_joined_loss(wrapper.model):
+        regions = regions_of(wrapper.model, *example[:2])
     with contextlib.ExitStack() as around:
         around.enter_context(watch.functions(wrapper, regions))
         for each in (numbered_checkpoints, whole_regions, _without_torchs_warnings, unchecked_distributions):

@@ -38,7 +38,7 @@ from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.python_state.executed_code import line_that_writes
-from zbcompile.passes.python_state.premises import attribute
+from zbcompile.passes.python_state.premises import attribute, without_joined_loss
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, backward_hooks, buffer_table, replaced
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -93,7 +93,12 @@ class EffectsSeen:
             told_of_hooks_on_nodes(partial(self.note_hook_on_node, any(map(backward_hooks, model.modules())))),
             failed_questions(self.note_unanswered),
         ]
-        with self.reads.recording(), _Calls(self, parameters), contextlib.ExitStack() as around:
+        with (
+            without_joined_loss(model),
+            self.reads.recording(),
+            _Calls(self, parameters),
+            contextlib.ExitStack() as around,
+        ):
             for watch in watches:
                 around.enter_context(watch)
             with contextlib.ExitStack() as self._around:

@@ -11,6 +11,7 @@ from torch import nn
 from zbcompile.passes.capture.distributed_regions import Pending
 from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture_refusals import Refusal
+from zbcompile.passes.python_state.premises import join
 from zbcompile.passes.torch_private import pytree
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]  # of (output, target); with metrics a pair
@@ -42,7 +43,7 @@ def join_loss(model: nn.Module, loss: Any) -> None:
         raise Refusal.LOSS_NAME.error(loss=type(loss).__name__, model=type(model).__name__)
     if isinstance(model, nn.Sequential):
         raise Refusal.LOSS_IN_SEQUENCE.error(loss=type(loss).__name__)
-    model.add_module("loss", loss)
+    join(model, loss)
 
 
 def register_dataclasses(value: Any) -> None:

@@ -4,6 +4,7 @@ The graph has them as constants, so it is right only while they are what they we
 the model, the loss or a module's globals to each value. Two models built alike have equal records.
 """
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -13,6 +14,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -47,6 +49,35 @@ def attribute(value: Any, name: str) -> Any:
     owner = owner_of(type(value), name)
     raw = vars(owner)[name] if owner is not None else MISSING
     return raw.__get__(value) if isinstance(raw, types.MemberDescriptorType) else raw
+
+
+_JOINED: WeakSet[nn.Module] = (
+    WeakSet()
+)  # losses with parameters, each a submodule `loss` of the model that it trains with
+
+
+def join(model: nn.Module, loss: nn.Module) -> None:
+    """Make a loss the submodule `loss` of a model, of which forward sees nothing: eager's model has none."""
+    model.add_module("loss", loss)
+    _JOINED.add(loss)
+
+
+@contextlib.contextmanager
+def without_joined_loss(model: Any) -> Iterator[None]:
+    """Inside, a model has no loss that it was joined with."""
+    modules = vars_of(model).get("_modules", {})
+    before = dict(modules)
+    loss = modules.get("loss")
+    if loss is None or loss not in _JOINED:
+        yield
+        return
+    del modules["loss"]
+    try:
+        yield
+    finally:
+        now = {"loss": loss, **modules}
+        modules.clear()  # in the same order as before
+        modules.update({name: now[name] for name in (*before, *now) if name in now})
 
 
 def owner_of(kind: type, name: str) -> type | None:
@@ -166,22 +197,28 @@ class Standing:
 
     def __init__(self, premises: Premises, roots: Mapping[str, Any]) -> None:
         self.premises, self._roots = premises, roots
-        self._looks = self._made()
+        with without_joined_loss(roots["model"]):
+            self._looks = self._made()
 
     def hold(self) -> bool:
         """Whether all values are what they were."""
+        with without_joined_loss(self._roots["model"]):
+            return self._find_all() or self._compare()
+
+    def _find_all(self) -> bool:
         for look, key, expected in self._looks:
             try:
                 now = look(key)
             except _ERRORS:
-                return self._compare()
+                return False
             if now is not expected and not (type(now) is int is type(expected) and now == expected):
-                return self._compare()
+                return False
         return True
 
     def change(self) -> str:
         """The first value that is another one, in words; "" if there is none."""
-        return next(self.premises.changes(self._roots), "")
+        with without_joined_loss(self._roots["model"]):
+            return next(self.premises.changes(self._roots), "")
 
     def _compare(self) -> bool:
         if self.change():

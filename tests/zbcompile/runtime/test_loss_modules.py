@@ -1,6 +1,8 @@
 """A loss module with parameters trains as a part of the last stage; a model that returns `loss, outputs`."""
 
+import copy
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -88,6 +90,44 @@ def test_no_stand_in_of_torchs_tracer_is_read(capsys: pytest.CaptureFixture[str]
             model.alpha = alpha
             pipe.step(ROWS, target=ROWS)
     assert capsys.readouterr().out.count("compiling again") == 1
+
+
+LOOKS: dict[str, Callable[[nn.Module], Any]] = {
+    "parameters": lambda model: sum(each.square().sum() for each in model.parameters()),
+    "children": lambda model: len(list(model.children())),
+    "modules": lambda model: len(list(model.modules())),
+    "state": lambda model: len(model.state_dict()),
+    "attribute": lambda model: hasattr(model, "loss"),
+}
+
+
+class Looking(MLP):
+    """Its output depends on all that it is made of."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (1 + LOOKS[self.kind](self))
+
+
+@pytest.mark.parametrize("kind", LOOKS)
+def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str) -> None:
+    torch.manual_seed(0)
+    model, loss = Looking(kind), Temperature()
+    eager, eagers_loss = copy.deepcopy((model, loss))
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=loss, ranks=2, exact=True)
+    for _ in range(2):
+        losses = [eagers_loss(eager(part), part) / 2 for part in ROWS.chunk(2)]
+        assert torch.equal(pipe.step(ROWS, target=ROWS), sum(each.detach() for each in losses))
+        for each in losses:
+            each.backward()
+    gradients = {name: each.grad for name, each in eager.named_parameters()} | {"loss.scale": eagers_loss.scale.grad}
+    assert all(torch.equal(each.grad, gradients[name]) for name, each in pipe.named_parameters())
+    assert len(pipe.compilations) == 1
+    torch.testing.assert_close(pipe.eval(ROWS), eager.eval()(ROWS))
+    pipe.close()
 
 
 def test_a_sequence_that_would_run_the_loss_is_refused() -> None:
