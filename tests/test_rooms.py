@@ -75,6 +75,7 @@ MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several
 DOORS = {"compile", "run", "inspect", "plan", "calibrate", "checkpoints", "doctor"}
 # Files below 100 lines with one reader, each a feature of its own. Do not add one without need.
 ONE_READER = {
+    "api.repeated_steps",
     "backends.inductor",
     "cli.calibrate_command",
     "cli.fake_models",
@@ -137,7 +138,7 @@ BUDGET = {
     "schedules/simulation": 907,
     "schedules/visualization": 970,
     "zbcompile": 1699,
-    "zbcompile/api": 1347,
+    "zbcompile/api": 1455,
     "zbcompile/backends": 757,
     "zbcompile/batches": 600,
     "zbcompile/cli": 1776,
@@ -146,7 +147,7 @@ BUDGET = {
     "zbcompile/faults": 1024,
     "zbcompile/inspection": 2376,
     "zbcompile/integrations": 560,
-    "zbcompile/model": 896,
+    "zbcompile/model": 1040,
     "zbcompile/optimizer": 1386,
     "zbcompile/persistence": 2508,
     "zbcompile/planning": 1307,
@@ -154,7 +155,7 @@ BUDGET = {
     "zbcompile/profiling": 600,
     "zbcompile/program": 1984,
     "zbcompile/program_cache": 1502,
-    "zbcompile/runtime": 3520,
+    "zbcompile/runtime": 3545,
     "zbcompile/torch_pipelining": 507,
 }
 

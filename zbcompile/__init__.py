@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         PlacementError as PlacementError,
     )
     from zbcompile.inspection.explain_model import Explanation as Explanation, explain as explain
+    from zbcompile.model.experts import ExpertExchange as ExpertExchange
     from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan as apply_tensor_parallel_plan
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
     from zbcompile.options import Memory as Memory, Vocab as Vocab
@@ -54,6 +55,7 @@ _HOME = {
     "profiling.monitor_steps": ("Figures", "monitor"),
     "profiling.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
+    "model.experts": ("ExpertExchange",),
     "model.huggingface_plan": ("apply_tensor_parallel_plan",),
     "batches.padding": ("buckets",),
     "model.seeds": ("microbatch_seed",),

@@ -34,6 +34,15 @@ def warn_of_untried(version: str) -> None:
         warnings.warn(text, stacklevel=4)
 
 
+def exchanged(rows: torch.Tensor, group: Any) -> torch.Tensor:
+    """Part i of `rows` on rank i of a group (its name), part i of the result from there; gradients go the same way back
+    (2.11-2.15: the functional collectives, of which a trace makes operations, have no public name)."""
+    from torch.distributed import _functional_collectives as collectives
+
+    along = collectives.all_to_all_single_autograd if rows.requires_grad else collectives.all_to_all_single
+    return along(rows, None, None, group)
+
+
 def without_overrides() -> contextlib.AbstractContextManager[None]:
     """Inside, functions of torch ignore `__torch_function__` of tensors (2.11-2.13: no public context for it)."""
     return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]

@@ -1,7 +1,8 @@
 """Deferred checks: what an `assert`, or an `if` that only raises, asks of a tensor whose value no trace knows.
 
 Such a statement decides only whether the step goes on. The trace goes on as if it held; what it asks becomes a result
-of the graph, which the runtime looks at after the forward pass of each microbatch.
+of the graph, which the runtime looks at after the forward pass of each microbatch. `require_fit` is such a check of our
+own, at which the runtime looks at the end of the step.
 """
 
 import ast
@@ -14,12 +15,25 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.overrides import handle_torch_function, has_torch_function
 
 from zbcompile.passes.graph.source_location import is_own
 
 _TRUTHS = ("POP_JUMP", "TO_BOOL")  # instructions that ask what the one before them has computed
 _COMPARISON = "COMPARE_OP"  # since Python 3.13 it asks its own result
 _BETWEEN = ("CACHE", "EXTENDED_ARG", "NOP")
+
+
+def require_fit(fits: torch.Tensor) -> None:
+    """Rows that are exchanged must fit into the room that there is for them. A capture notes that; outside of a
+    pipeline, raises RuntimeError if they do not."""
+    if has_torch_function((fits,)):
+        handle_torch_function(require_fit, (fits,), fits)
+    elif not fits:
+        raise RuntimeError(
+            "more tokens chose the experts of one rank than its capacity; a pipeline would do the step again with a "
+            "larger one. Pass a larger factor= to ExpertExchange: its number of ranks is enough for any routing."
+        )
 
 
 def required_answer(function: Any) -> bool | None:

@@ -429,6 +429,6 @@ def _check_slots(graph: Graph, questions: Questions) -> tuple[Slot, ...]:
     """The roles of the last results, which say whether assertions hold. They get the lines of these: torch.export notes
     only those of the forwards of modules."""
     checks = output_values(graph)[-len(questions.checks) :] if questions.checks else ()
-    for node, lines in zip(checks, questions.stacks, strict=True):
-        set_stack_trace(node, lines)
-    return tuple(Slot("check", str(number)) for number, _ in enumerate(checks))
+    for node, each in zip(checks, questions.checks, strict=True):
+        set_stack_trace(node, each.lines)
+    return tuple(Slot(each.kind, str(number)) for number, each in enumerate(questions.checks))

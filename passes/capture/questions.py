@@ -9,16 +9,17 @@ import operator
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.capture.data_dependent_shapes import OTHERWISE, with_known_size
-from zbcompile.passes.capture.deferred_checks import required_answer
+from zbcompile.passes.capture.deferred_checks import require_fit, required_answer
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, TracingWay
 from zbcompile.passes.graph.fx import is_random
+from zbcompile.passes.graph.roles import Kind
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import (
@@ -134,12 +135,19 @@ class ForeignAnswers:
     answers: tuple[Answer, ...]
 
 
+class Check(NamedTuple):
+    """What a step needs: the kind of the result that says whether it `holds`, and the Python lines that asked."""
+
+    kind: Kind
+    holds: torch.Tensor
+    lines: str
+
+
 @dataclass
 class Questions:
     """The questions of one trace. `example` is the microbatch at hand, flat; `given` are answers to use in place of its
     own. `way` is how the model is traced, `read_numbers` whether it read numbers that were left open. `answers`,
-    `lines` and `tensors` are what was asked, `checks` the tensors that say of each assertion whether it holds, and
-    `stacks` the Python lines that asserted it."""
+    `lines` and `tensors` are what was asked, `checks` what is checked when the graph runs."""
 
     example: Sequence[Any] = ()
     given: ForeignAnswers | None = None
@@ -148,18 +156,17 @@ class Questions:
     answers: list[Answer] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
-    checks: list[torch.Tensor] = field(default_factory=list)
-    stacks: list[str] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
     _values: InputValues | None = None
 
     @property
     def results(self) -> list[torch.Tensor]:
         """What the traced graph returns last."""
-        return [*self.checks, *self.tensors]
+        return [*(each.holds for each in self.checks), *self.tensors]
 
     def begin(self, inputs: Any) -> None:
         """A forward begins, on these fake inputs; it may be traced several times."""
-        for each in (self.answers, self.lines, self.tensors, self.checks, self.stacks):
+        for each in (self.answers, self.lines, self.tensors, self.checks):
             each.clear()
         pairs = zip(pytree.tree_leaves(inputs), self.example, strict=True)
         traced = {fake: real for fake, real in pairs if isinstance(fake, FakeTensor)}
@@ -189,13 +196,17 @@ class Questions:
     def defer(self, function: Any, args: Any) -> Any:
         """The answer that an assertion needs, if one is asking, which is then checked when the graph runs;
         NOT_ANSWERED for any other call."""
+        if function is require_fit:
+            return self._check("fits", args[0], None)
         if not args or not isinstance(args[0], FakeTensor) or traced_node(args[0]) is None:
             return NOT_ANSWERED
         answer = required_answer(function)
         if answer is None:
             return NOT_ANSWERED
-        self.checks.append((args[0].reshape(()) != 0) == answer)
-        self.stacks.append("".join(traceback.format_stack()))
+        return self._check("check", (args[0].reshape(()) != 0) == answer, answer)
+
+    def _check(self, kind: Kind, holds: torch.Tensor, answer: Any) -> Any:
+        self.checks.append(Check(kind, holds, "".join(traceback.format_stack())))
         return answer
 
     def _count(self, tensor: torch.Tensor) -> int | None:

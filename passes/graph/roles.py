@@ -21,6 +21,7 @@ Kind = Literal[
     "loss",
     "output",  # name: the index of the leaf in the model's output
     "check",  # name: the number of an `assert` of forward, in their order; the value is whether it holds
+    "fits",  # name: as of a check; the value is whether the tokens of an exchange between experts fit into it
 ]
 
 

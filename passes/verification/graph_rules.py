@@ -17,7 +17,7 @@ from zbcompile.passes.verification.rule import Break, graph_rule
 
 _HELD = frozenset({"parameter", "buffer", "constant", "input", "activation"})
 _BACKWARD = _HELD | {"tangent", "saved"}
-_STAGE = frozenset({"activation", "mutation", "loss", "output", "check"})
+_STAGE = frozenset({"activation", "mutation", "loss", "output", "check", "fits"})
 # By kind of graph: the kinds of its inputs and of its outputs. The passes of a vocabulary shard mix them.
 _KINDS: dict[str, tuple[frozenset[str], frozenset[str]]] = {
     "model": (_HELD, _STAGE),

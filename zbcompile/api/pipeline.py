@@ -21,6 +21,7 @@ from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
+from zbcompile.model.experts import ExpertExchange
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import OptimizerRequest, Predicate
@@ -76,7 +77,9 @@ class Pipeline:
             self._optimizers = Optimizers(model, self._ranks, self._parts, self._compiled)
             self._state = ModelState(model, self._ranks, self._parts, self._compiled, self._optimizers)
             self._norms = PartialNorms(self._compiled, self._parts)
-            layout, others = BatchLayout(model, options, self._compiled), (self._norms, self._observation)
+            exchanges = [module for module in model.modules() if isinstance(module, ExpertExchange)]
+            layout = BatchLayout(model, options, self._compiled)
+            others = self._norms, self._observation, exchanges
             self._runs = Runs(options, engine, self._parts, self._compiled, layout, self._optimizers, *others)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name

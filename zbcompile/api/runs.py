@@ -9,6 +9,7 @@ import torch
 
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.partial_norms import PartialNorms
+from zbcompile.api.repeated_steps import StateBefore, grow, require_repeatable
 from zbcompile.batches.batch import Batch, Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.batches.losses import Losses
 from zbcompile.compiler.inference import Computation
@@ -16,13 +17,14 @@ from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
+from zbcompile.model.experts import ExpertExchange
 from zbcompile.options import Options, checked
 from zbcompile.passes.stage.print_python import type_text
 from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.profiling.observation import Observation
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import joined_outputs, joined_rows, keyword
-from zbcompile.runtime.executable import BoundGraphs, Executable, StepInput
+from zbcompile.runtime.executable import BoundGraphs, Executable, StepInput, StepResult
 from zbcompile.runtime.step_run import Engine
 
 MODES = ("eval", "train")
@@ -31,7 +33,8 @@ OUTPUTS = ("all", "last")
 
 @dataclass(frozen=True)
 class Runs:
-    """What steps and evaluations need: the engine and what it runs, who updates the parameters, who looks at it."""
+    """What steps and evaluations need: the engine and what it runs, who updates the parameters, who looks at it, the
+    exchanges between experts that the model has."""
 
     options: Options
     engine: Engine
@@ -41,6 +44,7 @@ class Runs:
     optimizers: Optimizers
     norms: PartialNorms
     observation: Observation
+    exchanges: Sequence[ExpertExchange] = ()
 
     def split(
         self,
@@ -100,6 +104,9 @@ class Runs:
     ) -> tuple[Losses, Any]:
         """Run step number `index`: the losses of all microbatches, and what else it returns."""
         compiled = self.compiled
+        growing = [each for each in self.exchanges if each.may_overflow]
+        if growing:
+            require_repeatable(self.optimizers.made)
         executable = self.program_for(step, runs=True)
         compiled.require_values()
         compiled.withhold(executable.program)
@@ -116,15 +123,12 @@ class Runs:
             ahead=self.optimizers.all_early,
             outputs="last" if outputs == "last" else "all" if outputs else "",
             agreement=self.compiled.agreement,
+            overflows=bool(growing),
         )
         with self._named(step, executable, outputs, index):
-            try:  # without autocast: its casts are in the graphs, and it would add casts that the model does not make
-                with (
-                    torch.autocast(self.engine.ranks.device.type, enabled=False),
-                    compiled.void_if_it_fails(),
-                    self.optimizers.step(),
-                ):
-                    losses, made = self.engine.run(executable, given, compiled.parameters)
+            try:
+                with compiled.void_if_it_fails(), self.optimizers.step():
+                    executable, (losses, made, _) = self._run_until_it_fits(step, executable, given, growing)
             finally:
                 self.parts.give_gradients()
             compiled.agreement.finish()
@@ -133,6 +137,23 @@ class Runs:
             if outputs == "last" and not executable.ends_on(self.engine.ranks.local):
                 return losses, None
             return losses, joined_outputs(made, executable, step.rows, self.options.loss_reduction)
+
+    def _run_until_it_fits(
+        self, step: Microbatches, executable: Executable, given: StepInput, growing: Sequence[ExpertExchange]
+    ) -> tuple[Executable, StepResult]:
+        """Run a step; again, with more room in all exchanges between experts, if one had too little."""
+        ranks, parameters = self.engine.ranks, self.compiled.parameters
+        while True:
+            before = StateBefore.of(executable, parameters, given.slices, ranks) if growing else None
+            # without autocast: its casts are in the graphs, and it would add casts that the model does not make
+            with torch.autocast(ranks.device.type, enabled=False):
+                result = self.engine.run(executable, given, parameters)
+            if result.fits or before is None:
+                return executable, result
+            before.restore()
+            self.compiled.agreement.finish()
+            grow(growing, ranks)
+            executable = self.program_for(step, runs=True)
 
     def evaluate(
         self,

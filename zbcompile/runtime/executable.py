@@ -32,7 +32,8 @@ class StepInput:
     how a GradScaler scales the loss, what each optimizer updates, what the optimizers do for a stage by kind of action
     (VALIDATE, GATHER, OPT), the parameters that live divided and are gathered for a stage, whether the rank goes on
     before all have ended the step, and which ranks get the model's outputs: "all", "last" (that of the last stage) or
-    none (""); `agreement` says what the ranks differ in."""
+    none (""); `agreement` says what the ranks differ in, `overflows` whether the step looks if tokens have fitted into
+    the exchanges between experts."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -46,6 +47,7 @@ class StepInput:
     ahead: bool = False
     outputs: str = ""
     agreement: StepAgreement | None = None
+    overflows: bool = False
 
 
 @dataclass(frozen=True)
@@ -117,10 +119,12 @@ Made = dict[str, dict[int, torch.Tensor]]  # by leaf of the output, then by micr
 
 class StepResult(NamedTuple):
     """The losses of the microbatches of all replicas, and the leaves of the model's output that this process's stages
-    have made, if the program returns them."""
+    have made, if the program returns them. `fits` says whether all exchanges between experts had room for their tokens,
+    on all ranks; otherwise the step has computed without some of them."""
 
     losses: Losses
     made: Made
+    fits: bool = True
 
 
 def plan_step(

@@ -29,6 +29,7 @@ def require_recordable(executable: Executable, ranks: Ranks, loaded: bool) -> No
         "its microbatches have several shapes or answers": any(each is not graphs[0] for each in graphs),
         "forward asks about the values of its inputs": program.guards is not None,
         "forward has an assert, which waits for its value": "check" in slots,
+        "it may have to be done again with more room for the tokens of an expert": "fits" in slots,
         "it draws random numbers (dropout), which a recording would draw again": any(s.random for s in program.stages),
         'the output layer is sharded (pass vocab="off")': program.vocabulary is not None,
         "replicas or other dimensions of a mesh train beside the pipeline": len(ranks.members) > ranks.count,

@@ -33,8 +33,8 @@ class Call:
     `run` takes a list, which it empties. `arrives` are (register, spec) and `sends` (result, spec) in the order in
     which boundary tensors travel, `saves` (result, register), `gradients` (parameter, results: one per use, see
     `zbcompile.passes.partition.shared_parameters`), `mutations` (result, buffer), `outputs` (result, leaf of the
-    model's output), `checks` (result, assertion of forward); `loss` is a result or None. `opens` says that a microbatch
-    begins with this pass, `closes` that none follows.
+    model's output), `checks` (result, assertion of forward), `fits` (result, exchange of tokens); `loss` is a
+    result or None. `opens` says that a microbatch begins with this pass, `closes` that none follows.
     """
 
     run: Run
@@ -50,6 +50,7 @@ class Call:
     mutations: tuple[tuple[int, str], ...]
     outputs: tuple[tuple[int, str], ...]
     checks: tuple[tuple[int, str], ...]
+    fits: tuple[tuple[int, str], ...]
     loss: int | None
 
 
@@ -161,6 +162,7 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
         mutations=_named(piece, "mutation"),
         outputs=_named(piece, "output"),
         checks=_named(piece, "check"),
+        fits=_named(piece, "fits"),
         loss=next((place for slot, place in places.items() if slot.kind == "loss"), None),
     )
 

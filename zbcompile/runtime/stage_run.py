@@ -22,8 +22,9 @@ Frame = list[torch.Tensor | None]
 @dataclass
 class StageRun:
     """The mutable part of a stage during one step: `frames[microbatch]` holds what waits for B and W, `outputs[leaf]`
-    the parts of the model's output that this stage makes, by microbatch. `stages[i]` is the stage as microbatch i runs
-    it. Of the parameters of a vocabulary shard it has these `rows` of their sums, None: all.
+    the parts of the model's output that this stage makes, by microbatch, `fits` whether tokens fitted where they went.
+    `stages[i]` is the stage as microbatch i runs it. Of the parameters of a vocabulary shard it has these `rows` of
+    their sums, None: all.
 
     Its methods are called without gradient recording (`torch.no_grad`).
     """
@@ -37,6 +38,7 @@ class StageRun:
     frames: dict[int, Frame] = field(default_factory=dict)
     losses: dict[int, torch.Tensor] = field(default_factory=dict)
     outputs: dict[str, dict[int, torch.Tensor]] = field(default_factory=dict)
+    fits: list[torch.Tensor] = field(default_factory=list)
     accumulators: dict[int, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
 
     @property
@@ -83,6 +85,8 @@ class StageRun:
             for at, _ in call.checks:
                 if not results[at]:
                     raise AssertionError(self._violation(at, microbatch))
+            for at, _ in call.fits:
+                self.fits.append(results[at])
             for at, buffer in call.mutations:
                 stage.resident[Slot("buffer", buffer)].copy_(results[at])
         if call.saves:

@@ -98,7 +98,7 @@ class Engine:
         if given.recorder is not None:
             with ranks.watch.position.waiting("the end"):
                 given.recorder.end()
-        return StepResult(step.losses if memory is None else memory.read_out(), step.made)
+        return StepResult(step.losses if memory is None else memory.read_out(), step.made, step.fits)
 
     def _reduction(
         self, plan: RankPlan, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
@@ -154,7 +154,8 @@ def _turn(run: RankRun, program: Iterator[Action], alone: bool) -> Action | None
 class StepRun:
     """`runs` are those of this process's ranks, `reductions` the sums of their gradients, by rank. `equal` compares
     what other ranks compute as well, None if none does. `come` are the ranks that have come to each exchange, `done`
-    the exchanges that have begun. `losses` are there after LOSS; `made`, the leaves of the model's output by
+    the exchanges that have begun. `losses` are there after LOSS, and `fits`, whether all tokens had room where they
+    went; `made`, the leaves of the model's output by
     microbatch, after OUTPUT, on ranks that were to have them.
 
     Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch.
@@ -168,6 +169,7 @@ class StepRun:
     runs: list[RankRun] = field(default_factory=list)
     losses: Losses = field(default_factory=lambda: Losses(()))
     made: Made = field(default_factory=dict)
+    fits: bool = True
     come: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     done: set[str] = field(default_factory=set)
 
@@ -316,20 +318,35 @@ class StepRun:
         """Whoever waits for all losses does not end its step before all have run their passes, and so does not update
         its parameters although another rank has failed."""
         own = {i: loss for run in self.runs for i, loss in run.losses().items()}
+        missing = self._missing()
         if self.ranks.group is None:
             self.losses = Losses([own[i].detach() for i in range(self.program.schedule.microbatches)])
             return
         equal = self.equal if self.equal is not None and self.equal.pending else None
         found = {} if equal is None else self.reductions[self.ranks.local[0]].results()
-        has_news = equal is not None and equal.has_news(self.executable, found)
-        shared, news, work = share_losses(self.executable, own, self.ranks, has_news)
+        beside = equal is not None and equal.has_news(self.executable, found), missing
+        shared, (news, left_out), work = share_losses(self.executable, own, self.ranks, beside)
         self.losses = Losses(shared[:, 0].unbind(), partial(_wait, self.ranks.watch, work))
         if equal is not None or not self.given.ahead:
             self.losses.read()
         else:
             outlives_its_step(work)
-        if equal is not None and news:
+        if self.given.overflows:
+            self.fits = not left_out
+        if equal is not None and self.fits and news:
             equal.compare(self.executable, found, shared)
+
+    def _missing(self) -> torch.Tensor | int:
+        """How many exchanges between experts had no room for all tokens of this process. Raises PipelineError if the
+        step does not ask, since nobody could do it again."""
+        fits = [each for run in self.runs for stage in run.runs.values() for each in stage.fits]
+        if fits and not self.given.overflows:
+            raise PipelineError(
+                "an exchange between experts has a capacity, and what it belongs to is no part of the model, so it "
+                "cannot be enlarged. Assign the ExpertExchange to an attribute of a module; in a saved program, give "
+                "it factor= the number of ranks, which is enough for any routing."
+            )
+        return torch.stack(fits).logical_not().sum() if fits else 0
 
     def _collect_outputs(self) -> None:
         """Every rank, or only that of the last stage, gets the leaves that others have made."""
@@ -388,18 +405,22 @@ def _wait(watch: Alone | Watch, work: dist.Work) -> None:
 
 
 def share_losses(
-    executable: Executable, own: Mapping[int, torch.Tensor], ranks: Ranks, news: bool = False
+    executable: Executable,
+    own: Mapping[int, torch.Tensor],
+    ranks: Ranks,
+    beside: tuple[torch.Tensor | int, torch.Tensor | int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor, dist.Work]:
     """Begin to give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a
-    tensor [replicas x microbatches, tp]. Beside it, how many ranks have `news`, on the device.
+    tensor [replicas x microbatches, tp]. Beside it, the sums over all ranks of two further numbers, on the device.
 
-    Each has one owner and the other ranks add zeros, which changes no bit.
+    Each loss has one owner and the other ranks add zeros, which changes no bit.
     """
     count, mesh = len(executable.graphs), ranks.mesh
-    shape = (ranks.replicas.count * count + 1, mesh.size("tp"))
+    shape = (ranks.replicas.count * count + len(beside), mesh.size("tp"))
     shared = torch.zeros(shape, dtype=executable.loss_dtype, device=ranks.device)
     for microbatch, loss in own.items():
         shared[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
-    shared[-1] += news
+    for row, number in enumerate(beside, -len(beside)):
+        shared[row] += number
     work = dist.all_reduce(shared, group=ranks.everyone, async_op=True)
-    return shared[:-1], shared[-1, 0], work
+    return shared[: -len(beside)], shared[-len(beside) :, 0], work

@@ -1,0 +1,206 @@
+"""Experts on several ranks, without dropped tokens: bit for bit what one process computes that has them all, whatever
+the router does."""
+
+from contextlib import nullcontext
+from functools import reduce
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import zbcompile
+from tests.support.expert_layers import SHARDED, WIDTH, Mixture, bias_of, everywhere, mixture_of
+from tests.support.meshes import mesh_of
+from tests.support.oracle import Gradients
+from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors, gradients_of
+from zbcompile.passes.stage.stage_program import collectives_of
+
+MICROBATCHES, ROWS = 4, 6
+
+
+class Run(NamedTuple):
+    """How a rank trains: the schedule, ranks along "ep", the router in each of its steps, of which all but the last may
+    be inside no_sync, the first capacity, and whether there is a batch norm, or an optimizer with zero=2."""
+
+    schedule: str = "zb-h1"
+    ep: int = 2
+    routers: tuple[str, ...] = ("balanced",)
+    factor: float = 1.0
+    norm: bool = False
+    unsynchronised: bool = False
+    zero: bool = False
+
+
+class Seen(NamedTuple):
+    """What a rank saw: losses of all steps, gradients after the last one, parameters after an update, buffers, the
+    capacity that it ended with."""
+
+    losses: list[Tensor]
+    gradients: Gradients
+    parameters: dict[str, Tensor]
+    buffers: dict[str, Tensor]
+    factor: float
+
+
+def batch_of(run: Run, rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
+    torch.manual_seed(100 * step + rank)
+    x, target = torch.randn(2, MICROBATCHES * ROWS, WIDTH).unbind()
+    return x, torch.cat([bias_of(run.routers[step], i, ROWS) for i in range(MICROBATCHES)]), target
+
+
+def pipeline_of(run: Run) -> tuple[zbcompile.Pipeline, Mixture, int]:
+    others = {"pp": dist.get_world_size() // run.ep}
+    mesh = mesh_of(ep=run.ep, **({"dp": 2, "pp": 1} if run.zero else others))
+    rank = mesh["ep"].get_local_rank()
+    model = mixture_of(rank, mesh["ep"].get_group(), run.factor, run.norm)
+    options: dict[str, Any] = {"schedule": run.schedule, "microbatches": MICROBATCHES, "loss": F.mse_loss}
+    return zbcompile.pipeline(model, mesh=mesh, placements=SHARDED, exact=True, **options), model, rank
+
+
+def trained(run: Run) -> tuple[int, Seen]:
+    pipe, model, rank = pipeline_of(run)
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2, zero=2) if run.zero else None
+    losses, place = [], dist.get_rank() if run.zero else rank
+    for step in range(len(run.routers)):
+        x, bias, target = batch_of(run, place, step)
+        inside = run.unsynchronised and step + 1 < len(run.routers)
+        with pipe.no_sync() if inside else nullcontext():
+            losses.append(pipe.step(x, bias, target=target))
+    gradients = {} if run.zero else gradients_of(pipe)
+    if optimizer is not None:
+        optimizer.step()
+    state = {name: each.clone() for name, each in pipe.state_dict().items()}
+    factor = model.layers[0].exchange.factor
+    pipe.close()
+    parameters = {name: state.pop(name) for name in list(state) if not ("running" in name or "tracked" in name)}
+    return rank, Seen(losses, gradients, parameters, state, factor)
+
+
+def oracle(run: Run) -> tuple[list[Tensor], list[Mixture]]:
+    """The losses of all steps, and the models with their gradients; the first one has all experts, and after a step
+    that sums over ranks the sums: there the first rank goes on, and the others begin anew."""
+    models = [Mixture(None, 1.0, run.norm) for _ in range(run.ep)]
+    losses = []
+    for step in range(len(run.routers)):
+        batches = [[t.chunk(MICROBATCHES) for t in batch_of(run, rank, step)] for rank in range(run.ep)]
+        scaled: list[list[Tensor]] = []
+        for i in range(MICROBATCHES):
+            made = everywhere(models, [each[0][i] for each in batches], [each[1][i] for each in batches])
+            parts = [F.mse_loss(y, each[2][i]) / (MICROBATCHES * run.ep) for y, each in zip(made, batches, strict=True)]
+            torch.autograd.backward(parts)
+            scaled.append([part.detach() for part in parts])
+        losses.append(reduce(torch.add, [scaled[i][rank] for rank in range(run.ep) for i in range(MICROBATCHES)]))
+        if not run.unsynchronised or step + 1 == len(run.routers):
+            sum_over_ranks(models)
+    return losses, models
+
+
+def sum_over_ranks(models: list[Mixture]) -> None:
+    for name, first in models[0].named_parameters():
+        if not is_expert(name):
+            others = [dict(model.named_parameters())[name] for model in models[1:]]
+            first.grad = reduce(torch.add, [each.grad for each in others], first.grad)
+            for each in others:
+                each.grad.zero_()
+
+
+def is_expert(name: str) -> bool:
+    return name.endswith((".up", ".down"))
+
+
+def compare(run: Run, found: list[tuple[int, Seen]]) -> None:
+    losses, models = oracle(run)
+    expected = dict(models[0].named_parameters())
+    for rank, seen in found:
+        assert_same_tensors(seen.losses, losses, "loss of step")
+        for name, gradient in seen.gradients.items():
+            whole = expected[name].grad
+            own = whole.chunk(run.ep)[rank] if is_expert(name) else whole
+            if run.ep == 2 or is_expert(name):
+                assert torch.equal(gradient, own), name
+            else:  # four parts are added in gloo's order
+                assert torch.allclose(gradient, own, rtol=0, atol=1e-6 * float(own.abs().max())), name
+        buffers = dict(models[0].named_buffers())  # replicas go on with the first one's
+        assert_same_tensors(seen.buffers, {name: buffers[name] for name in seen.buffers}, "buffer")
+
+
+CASES = {
+    "batch-norm": Run(routers=("balanced", "one"), norm=True),
+    "no-sync": Run(routers=("balanced", "one", "turns"), unsynchronised=True),
+    "four": Run(ep=4, schedule="1f1b", routers=("turns",)),
+    "dualpipe-v": Run(schedule="dualpipe-v", routers=("even", "one")),
+    "1f1b-overlap": Run(schedule="1f1b-overlap", routers=("even",), factor=2.0),
+}
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "batch-norm"]
+
+
+@pytest.mark.parametrize("case", ["batch-norm", *SLOW])
+def test_bits_of_one_process(case: str, pool: Pool) -> None:
+    """Of all ranks' tokens together, those of one expert in the order of the ranks. A step in which they do not fit is
+    done again with more room: it adds to `.grad`, and writes into buffers, once."""
+    run = CASES[case]
+    found = pool.run(trained, run, ranks=4)
+    compare(run, found)
+    assert {seen.factor for _, seen in found} == {float(run.ep)}
+
+
+@pytest.mark.slow
+def test_a_repeated_step_with_divided_gradients(pool: Pool) -> None:
+    """zero=2: sums of an earlier step are parts, and stay so."""
+    enough, tight = (Run(routers=("balanced", "one"), zero=True, factor=factor) for factor in (2.0, 1.0))
+    for (_, one), (_, other) in zip(pool.run(trained, enough, ranks=4), pool.run(trained, tight, ranks=4), strict=True):
+        assert_same_tensors(one.losses, other.losses, "loss of step")
+        assert_same_tensors(one.parameters, other.parameters, "parameter")
+        assert other.factor == 2.0
+
+
+class Exchanged(TorchDispatchMode):
+    """Counts the bytes that exchanges are given."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "all_to_all_single" in str(func):
+            self.bytes += args[0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def exchanges() -> tuple[int, int, float]:
+    """The bytes that a step has exchanged and those that its program says, and by how much an evaluation differs from
+    eager mode; before it, what is refused."""
+    pipe, model, rank = pipeline_of(Run(routers=("one",)))
+    x, bias, target = batch_of(Run(routers=("one",)), rank, 0)
+    with pytest.raises(RuntimeError, match="its number of ranks is enough for any routing"):
+        model(x, bias)
+    early = pipe.optimizer(torch.optim.AdamW, lr=1e-2, early=True)
+    with pytest.raises(zbcompile.PipelineError, match="Pass early=False"):
+        pipe.step(x, bias, target=target)
+    early.close()
+    pipe.close()
+    run = Run(routers=("balanced",))
+    pipe, model, rank = pipeline_of(run)
+    x, bias, target = batch_of(run, rank, 0)
+    pipe.compile(x, bias, target=target)
+    with Exchanged() as counted:
+        pipe.step(x, bias, target=target)
+    own = [stage for stage in pipe.program.stages if stage.stage in pipe.program.stages_of(pipe.ranks.rank)]
+    passes = [each for stage in own for each in collectives_of(stage) if each.name != "BW"]
+    with torch.no_grad():
+        eager = model(x, bias)
+    return (
+        counted.bytes,
+        MICROBATCHES * sum(each.bytes for each in passes),
+        float((pipe.eval(x, bias) - eager).abs().max()),
+    )
+
+
+@pytest.mark.slow
+def test_bytes_and_evaluation(pool: Pool) -> None:
+    for sent, predicted, far in pool.run(exchanges, ranks=2):
+        assert sent == predicted
+        assert far <= 1e-6
