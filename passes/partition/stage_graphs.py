@@ -58,17 +58,23 @@ def assign_by_parameters(
     """The stage of every node when each parameter and buffer already has its stages (`homes`), as in evaluation.
 
     A node runs in the first stage that is not before those of its inputs and that holds all its parameters, but the
-    loss is made in the last, even if that trains nothing.
+    loss is made in the last, even if that trains nothing. A node without parameters comes no earlier than the readers
+    before it of a value with a gradient: eager adds the gradients of a value from its last reader to its first.
     """
     assigned: dict[Node, int] = {}
+    read: dict[Node, int] = {}  # the last stage so far that sends a gradient back to a value
     on_line = frozenset(line.nodes)
     losses = {node for slot, node in canonical.outputs if slot.kind == "loss"}
     for node in line.nodes:
-        before = (assigned[a] for a in node.all_input_nodes if a in assigned)
-        earliest = stages - 1 if node in losses else max(before, default=0)
+        inputs = [a for a in node.all_input_nodes if a in assigned]
+        earliest = stages - 1 if node in losses else max((assigned[a] for a in inputs), default=0)
         held = [holder.meta["slot"].name for holder in held_behind(node, on_line)]
         owned = [homes[name] for name in held if name in homes]
+        sources = [a for a in inputs if a.meta["differentiable"]] if node.meta["differentiable"] else []
+        if not owned and not is_getitem(node):
+            earliest = max([earliest, *(read.get(a, 0) for a in sources)])
         assigned[node] = earliest if is_getitem(node) else _home(node, earliest, owned)
+        read |= {a: max(read.get(a, 0), assigned[node]) for a in sources}
     return assigned
 
 

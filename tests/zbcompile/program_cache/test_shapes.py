@@ -1,5 +1,6 @@
 """Batches of other sizes: a program per shape, a bounded number of them, every parameter where it was."""
 
+import copy
 import gc
 import weakref
 
@@ -78,3 +79,34 @@ def test_evaluations_are_bounded_too() -> None:
 def test_max_shapes_is_a_positive_number(value: object) -> None:
     with pytest.raises(zbcompile.PipelineError, match="expected a positive whole number of programs"):
         zbcompile.pipeline(made(), ranks=1, microbatches=2, max_shapes=value)
+
+
+class Readers(nn.Module):
+    """A value that three nodes read, the second without parameters; long sequences have one operation more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        weights, waves = self.second(x), (3 * x).sin()
+        made = x + weights * waves
+        return made.cos() if x.shape[1] > 3 else made
+
+
+def test_other_operations_add_gradients_in_order() -> None:
+    """A program with other operations than the first, placed by its parameters: the middle reader stays behind the
+    first one, so the gradients of the value are added as eager does."""
+    torch.manual_seed(0)
+    model = Readers()
+    eager = copy.deepcopy(model)
+    pipe = zbcompile.pipeline(
+        model, schedule="zb-h1", ranks=2, microbatches=2, loss=F.mse_loss, exact=True, balance=["tanh"]
+    )
+    for length in (3, 5):
+        batch = sequences(4, length)
+        model.zero_grad()
+        eager.zero_grad()
+        assert torch.equal(pipe.step(*batch.args, target=batch.target), eager_step(eager, F.mse_loss, batch, 2, 0))
+        assert_same_tensors(gradients_of(pipe), gradients_of(eager), "gradient of")
