@@ -121,7 +121,7 @@ BUDGET = {
     "passes/machine": 788,
     "passes/partition": 1370,
     "passes/pass_list": 302,
-    "passes/python_state": 1298,
+    "passes/python_state": 1340,
     "passes/recompute": 436,
     "passes/serialization": 761,
     "passes/split": 1497,

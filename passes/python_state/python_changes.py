@@ -30,6 +30,7 @@ class PythonChanges:
         self._codes, self._problem, self._warning = codes, problem, warning
         self._kept: set[Any] = set()
         self._undo: list[tuple[Reached, Any]] = []
+        self._known: list[Reached] = []
         self.unsettled: list[str] = []
 
     def restore(self, found: Collection[Reached], known: Collection[Reached]) -> None:
@@ -38,14 +39,19 @@ class PythonChanges:
             runs = each.code is None or id(each.code) in self._codes
             if runs and each.parent is not None and each.step not in _UNJUDGED and token(each.now) != each.saw:
                 self._judge(each)
-        for each in _owned(known):
+        self._known = _owned(known)
+        for each in self._known:
             self._judge_new(each)
             self._put_back(each)
+        if not self.unsettled:  # a hook is often installed together with a flag that says so
+            self._put_back_hooks()
 
     def put_back(self, known: Collection[Reached]) -> None:
         """As `restore` without a judgement: the trace has failed, and forward may be traced in another way."""
-        for each in _owned(known):
+        self._known = _owned(known)
+        for each in self._known:
             self._put_back(each)
+        self._put_back_hooks()
 
     def settle(self) -> None:
         """Leave what is `unsettled` as forward has set it: torch.export puts attributes of modules back."""
@@ -59,6 +65,13 @@ class PythonChanges:
         for each, _ in self._undo:
             if each.parent is not None and each.parent.stored is not None:
                 self._put_back(each.parent)
+        self._put_back_hooks()
+
+    def _put_back_hooks(self) -> None:
+        for table, before in (pair for each in self._known for pair in each.hooks):
+            if list(table) != list(before):
+                table.clear()
+                table.update(before)
 
     def _judge_new(self, found: Reached) -> None:
         """Judge what was never noted as read: the mode of a module, and what a namespace did not have before."""
@@ -85,8 +98,7 @@ class PythonChanges:
         if parent is not None and (settles or (found.step == "size" and _remembers(parent))):
             self.unsettled.append(problem)
             self._undo.append((found, found.now))
-            name = "hooks" if found.step in ("hooks", "hook") else str(found.key)
-            self._kept.add((id(parent), name) if found.step != "size" else id(parent))
+            self._kept.add((id(parent), str(found.key)) if found.step != "size" else id(parent))
         else:
             self._problem(problem)
 
@@ -95,10 +107,6 @@ class PythonChanges:
         value, stored = found.value, found.stored
         if id(found) in self._kept:
             return
-        for table, before in found.hooks if (id(found), "hooks") not in self._kept else ():
-            if list(table) != list(before):
-                table.clear()
-                table.update(before)
         if isinstance(stored, list):
             if isinstance(value, list | deque) and [*map(id, value)] != [*map(id, stored)]:
                 value.clear()

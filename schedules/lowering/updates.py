@@ -92,7 +92,7 @@ def uses_of(order: Sequence[Step], reshard: bool, readers: Collection[str] = REA
     >>> from zbcompile.schedules import build
     >>> order = build("interleaved-1f1b", ranks=2, microbatches=4).orders[1]
     >>> uses_of(order, False), uses_of(order, True)
-    ({1: [(0, 13)], 3: [(2, 15)]}, {1: [(0, 1), (4, 11), (14, 15)], 3: [(2, 13)]})
+    ({1: [(0, 15)], 3: [(2, 13)]}, {1: [(0, 1), (6, 9), (14, 15)], 3: [(2, 5), (10, 13)]})
     """
     found: Uses = {}
     for index, step in enumerate(order):

@@ -47,7 +47,8 @@ def test_svg_shows_every_step_and_every_idle_interval(name: str) -> None:
 
 
 def test_operations_differ_in_colour_hatching_and_letter() -> None:
-    assert len({colour for colour, *_ in LOOKS.values()}) == len({strokes for _, strokes, _ in LOOKS.values()}) == 10
+    colours, strokes = ({look[place] for look in LOOKS.values()} for place in range(2))
+    assert len(colours) == len(strokes) == len(LOOKS)
     assert {">F0<", ">B0<", ">W0<"} <= {
         f">{text}<" for text in ("F0", "B0", "W0") if f">{text}<" in to_svg(timeline(), 3000)
     }

@@ -102,8 +102,8 @@ class Auditor:
         crossing = self.program.stages[run.index].crossing
         states = [state for (stage, _), state in self.waiting.items() if stage == run.index]
         expected = states.count("kept") * crossing.kept + states.count("residue") * crossing.residue
-        everywhere = storages([*run.of(0).resident.values(), run.loss_factor, *_all(run.inputs)])
-        held = storages(frame[place] for frame in run.frames.values() for place in run.of(0).passing)
+        everywhere = storages([*run.stages[0].resident.values(), run.loss_factor, *_all(run.inputs)])
+        held = storages(frame[place] for frame in run.frames.values() for place in run.stages[0].passing)
         assert sum(size for key, size in held.items() if key not in everywhere) == expected
 
     def _known(self) -> set[int]:
@@ -114,7 +114,7 @@ class Auditor:
             for run in rank.runs.values():
                 known |= storages(value for frame in run.frames.values() for value in frame).keys()
                 known |= storages([run.loss_factor, *run.losses.values()]).keys()
-                known |= storages([*run.of(0).resident.values(), *_all(run.inputs)]).keys()
+                known |= storages([*run.stages[0].resident.values(), *_all(run.inputs)]).keys()
                 known |= storages(_sums(run.gradients)).keys()
         return known
 
