@@ -168,7 +168,6 @@ STEPS = {  # what stands in the middle reads one thing; that is changed
     "gradient mode": Case(_without_gradients, of_model("flag", False)),
     "tensor": Case(lambda net, x: x + net.shift, of_model("shift", torch.zeros(WIDTH))),
     "data of a tensor": Case(lambda net, x: x + net.shift, of_model("shift.data", torch.zeros(WIDTH))),
-    "number of a tensor": Case(lambda net, x: x * float(net.shift[0]), lambda net, _: net.shift.fill_(2.0)),
     "number that a tensor is": Case(lambda net, x: x * net.number.item(), lambda net, _: net.number.fill_(2.0)),
     "forward": Case(scaled, lambda net, _: setattr(net, "forward", net.layers[0].forward)),
     "forward of a layer": Case(scaled, of_model("layers.1.forward", torch.sin)),
