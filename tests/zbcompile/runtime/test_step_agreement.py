@@ -53,6 +53,26 @@ def test_a_step_has_one_message_outside_of_its_actions(pool: Pool) -> None:
     assert pool.run(messages, (1, 2), 2, ranks=2) == [{"begin_largest": 2}] * 2
 
 
+def with_other_timeouts() -> str:
+    """What a rank says if each waits for another time."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    given = {"schedule": "1f1b", "microbatches": 2, "loss": mse_loss, "timeout": 60 + dist.get_rank()}
+    try:
+        zbcompile.pipeline(model, **given).step(torch.zeros(4, 2), target=torch.zeros(4, 2))
+    except PipelineError as error:
+        return str(error)
+    return ""
+
+
+def test_another_timeout_is_said_on_every_rank(pool: Pool) -> None:
+    one, other = pool.run(with_other_timeouts, ranks=2)
+    assert "timeout" in one
+    assert "60" in one
+    assert "61" in one
+    assert one == other
+
+
 def differs_once(early: bool) -> tuple[list[str], bool, list[float]]:
     """One step in which replicas have other numbers of microbatches, between others."""
     pipe = made((2, 2))
