@@ -122,7 +122,11 @@ class Recorded:
 
 
 def record(title: str, run: Run, piece: Piece, pool: Any) -> Run:
-    """`run`, which is what a backend made of `piece`, as a recording; `pool` is a `gpu.graph_pool()`."""
+    """`run`, which is what a backend made of `piece`, as a recording; `pool` is a `gpu.graph_pool()`. A pass that reads
+    nothing stays as it is, such as the B of a first stage whose only layer has its gradient in W.
+    """
+    if not piece.inputs:
+        return run
     kinds = [slot.kind for slot in piece.inputs]
     staying = tuple(i for i, kind in enumerate(kinds) if kind in STAYING)
     return Recorded(title, run, staying, frozenset(i for i in staying if kinds[i] == "accumulator"), pool)

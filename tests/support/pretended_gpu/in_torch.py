@@ -187,6 +187,14 @@ class ProcessGroupNCCL(metaclass=_AnyBackend):
         return device.make_nccl(inner, rank, size, host, int(patience.total_seconds() * 1e3))
 
 
+def _resize(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    """Torch's own refuses a storage on CUDA if it was built without."""
+    if storage.device.type != "cuda":
+        return super(torch.UntypedStorage, storage).resize_(size)
+    device.resize_storage(storage, size)
+    return storage
+
+
 def _put(where: Any, **made: Any) -> None:
     for name, value in made.items():
         setattr(where, name, value)
@@ -247,6 +255,7 @@ def _install_memory(cuda: Any) -> None:
         _put(module, reset_peak_memory_stats=lambda given=None: device.reset_peak(_index(given)))
         _put(module, mem_get_info=lambda given=None: (TOTAL - device.memory(_index(given))[1], TOTAL))
         _put(module, empty_cache=lambda: [device.reset_peak(index) for index in range(DEVICES)])
+    _put(torch.UntypedStorage, resize_=_resize)
 
 
 def _install_below(c: Any) -> None:

@@ -49,6 +49,7 @@ PYBIND11_MODULE(pretended_gpu, m) {
     auto& of = state().of_device[index];
     return std::make_tuple(of.now, of.peak, of.allocations);
   });
+  m.def("resize_storage", &resize_storage);
   m.def("reset_peak", [](int index) { state().of_device[index].peak = state().of_device[index].now; });
   py::class_<Graph, std::shared_ptr<Graph>>(m, "Graph")
       .def(py::init<>())

@@ -365,6 +365,23 @@ inline Tensor& set_tensor(Tensor& tensor, const Tensor& source) {
 }
 inline Tensor& set_nothing(Tensor& tensor) { return set_tensor(tensor, at::empty({0}, tensor.options())); }
 
+// As torch's resize_bytes_cuda, which a torch without CUDA lacks: the memory is the allocator's on the current stream,
+// and what stays is copied there.
+inline void resize_storage(Storage storage, size_t bytes) {
+  TORCH_CHECK(storage.resizable(), "Trying to resize storage that is not resizable");
+  TORCH_CHECK(!captures_here(), "the pretended GPU records no change of a storage's size");
+  OnDevice there(storage.device().index());
+  c10::DataPtr made(nullptr, storage.device());
+  if (bytes) made = device_memory.allocate(bytes);
+  if (size_t kept = std::min(bytes, storage.nbytes())) {
+    settle(stream_now());
+    memcpy(made.get(), storage.data(), kept);
+    launch(stream_now(), "resize_", {{storage.mutable_data(), 0, kept}}, {{made.get(), 0, kept}});
+  }
+  storage.set_data_ptr_noswap(std::move(made));
+  storage.set_nbytes(bytes);
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("empty.memory_format", empty_memory_format);

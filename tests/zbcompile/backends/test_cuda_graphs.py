@@ -58,6 +58,19 @@ def test_replays_compute_what_launches_do(problem: str, exact: bool) -> None:
         torch.testing.assert_close(state[name], value, rtol=1e-5, atol=1e-6)
 
 
+@needs_gpu
+def test_a_pass_without_inputs_is_not_recorded() -> None:
+    """B of a stage whose only layer has its gradient in W, and no gradient to send."""
+    model, batch = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).cuda(), torch.ones(4, 8, device="cuda")
+    options: dict[str, object] = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "loss": nn.functional.mse_loss}
+    losses = []
+    for graphs in (False, True):
+        pipe = zbcompile.pipeline(model, cuda_graphs=graphs, **options)
+        losses.append([pipe.step(batch, target=batch).item() for _ in range(3)])
+        pipe.close()
+    assert losses[0] == losses[1]
+
+
 def assert_recorded_steps_equal_launches(problem: str, schedule: str, ranks: int | None) -> None:
     """Bit by bit, with other data in every step, whether gradients are zeroed or dropped; from the third step on
     replayed. No step but the first one waits for the device."""

@@ -266,6 +266,41 @@ def test_free_memory_counts_what_the_allocator_holds_unused() -> None:
 
 
 @pretended
+def test_a_storage_that_is_resized_gives_its_memory_back(device: ModuleType) -> None:
+    """On its own device, whichever is current; what fits is copied, and no host waits."""
+    tensor, larger = torch.full((4,), 3.0, device="cuda:1"), 1 << 20
+    torch.cuda.synchronize(1)
+    held, storage = torch.cuda.memory_allocated(1), tensor.untyped_storage()
+    assert storage.resize_(larger) is storage
+    assert tensor.tolist() == [3.0] * 4
+    assert torch.cuda.memory_allocated(1) == held + larger - tensor.nbytes
+    waits = device.host_waits()
+    storage.resize_(0)
+    assert torch.cuda.memory_allocated(1) == held - tensor.nbytes
+    assert storage.nbytes() == 0
+    storage.resize_(tensor.nbytes)
+    assert torch.cuda.memory_allocated(1) == held
+    assert device.host_waits() == waits
+    assert tensor.isnan().all()  # as new memory is
+
+
+@pretended
+@pytest.mark.parametrize("named", [False, True])
+def test_a_storage_that_is_resized_too_early_is_found(device: ModuleType, named: bool) -> None:
+    torch.cuda.synchronize()
+    lent, other = torch.zeros(4, device="cuda"), torch.cuda.Stream()
+    other.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(other):
+        kept = lent + 1
+    if named:
+        lent.record_stream(other)
+    lent.untyped_storage().resize_(0)
+    torch.zeros(4, device="cuda")
+    assert kinds(device) == (set() if named else {"REUSE"})
+    del kept
+
+
+@pretended
 def test_a_generators_state_is_copied_to_the_device_once() -> None:
     """The seed is the microbatch's own, the offset depends on shapes alone."""
     relay = Relay(torch.device("cuda", 1))
