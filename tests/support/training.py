@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest import mock
@@ -17,8 +17,9 @@ from tests.support.oracle import PROBLEMS, Gradients, Problem, eager_step, optim
 from tests.support.pool import Pool
 from tests.support.zoo import ZOO
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step
+from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.program.program import Program
-from zbcompile.schedules import build, lower
+from zbcompile.schedules import build
 
 ROWS = 2  # samples in a microbatch
 
@@ -96,7 +97,7 @@ def compiled_once(problem: str, exact: bool) -> Iterator[None]:
         key = (problem, exact, schedule.placement, guards and guards.given.answers)
         if key not in _COMPILED:
             _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest, **more)
-        return replace(_COMPILED[key], lowered=lower(replace(schedule, ways=_COMPILED[key].schedule.ways)))
+        return in_order(_COMPILED[key], schedule)
 
     with mock.patch.multiple("zbcompile.program_cache.programs", draw_step=draw_once, compile_drawn=compile_once):
         yield

@@ -1,6 +1,6 @@
 """One training step of transformers' models with sharded vocabularies, and of the same models unsplit."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -13,9 +13,8 @@ from tests.support.oracle import Gradients, eager_step
 from tests.support.vocabulary_training import distance
 from tests.support.zoo import ZOO
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step
-from zbcompile.compiler.vocabulary_sharding import insert
+from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.program.program import Program
-from zbcompile.schedules import lower
 
 MODELS = ("llama", "gpt2", "gemma2", "bert")
 SCHEDULES = ("1f1b", "zb-h1", "zb-v", "dualpipe-v")
@@ -68,9 +67,7 @@ def quick_step(case: ModelCase, drawn: dict[str, Drawn], compiled: dict[Any, Pro
         key = (case.model, case.barriers, schedule.placement)
         if key not in compiled:
             compiled[key] = compile_drawn(model, microbatch, line, schedule, *rest, **more)
-        found = compiled[key]
-        assert found.vocabulary is not None
-        return replace(found, lowered=lower(insert(schedule, found.vocabulary, found.stages)))
+        return in_order(compiled[key], schedule)
 
     with mock.patch.multiple("zbcompile.program_cache.programs", draw_step=draw_once, compile_drawn=compile_once):
         return one_step(case)

@@ -17,7 +17,7 @@ from zbcompile.compiler.compile_model import (
     without_autocast,
 )
 from zbcompile.compiler.cut_planning import plan_cuts
-from zbcompile.compiler.paired_schedule import owners_of, ways_of
+from zbcompile.compiler.paired_schedule import owners_of
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, forward_shards, shard_head
 from zbcompile.model.model_info import facts_of
@@ -28,14 +28,14 @@ from zbcompile.passes.partition.liveness import draw_line
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, assign_by_parameters
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE_INFERENCE, CUT, canonicalise
 from zbcompile.passes.pass_list.run_passes import PassManager
-from zbcompile.passes.stage.stage_program import forward_programs, without_calls
+from zbcompile.passes.stage.stage_program import StageProgram, forward_programs, without_calls
 from zbcompile.passes.vocabulary.log_probs import require_whole_logits
 from zbcompile.passes.vocabulary.logits import NotShardable
-from zbcompile.passes.vocabulary.shard_program import even_bounds
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import FORWARDS
-from zbcompile.program.program import Program, call_of
-from zbcompile.schedules import Lowered, Schedule, lower
+from zbcompile.program.program import Program, call_of, ways_of
+from zbcompile.schedules import Lowered, Placement, Schedule, lower
 from zbcompile.schedules.generators.forward_only import forward_only
 
 
@@ -94,11 +94,11 @@ def compile_forward(
             placed = like.vocabulary if like is not None else None
             bounds = placed.bounds if placed is not None else even_bounds(sharding.head.size, frame.schedule.ranks)
             vocabulary = forward_shards(sharding, bounds, frame.choices, manager)
-    program = Program(
+    return Program(
         model=facts_of(model, captured.constants),
         cuts=cuts,
         stages=programs,
-        lowered=lower(forward_only(frame.schedule.placement, 1)),
+        lowered=_in_order(frame.schedule.placement, programs, vocabulary, 1),
         homes=place(model, captured, stages, vocabulary) if like is None else like.homes,
         choices=frame.choices,
         loss_dtype="float32",
@@ -112,7 +112,6 @@ def compile_forward(
         output=output_of(wanted.computes, captured, canonical, stages),
         writer=save_here,
     )
-    return replace(program, lowered=forward_order(program, 1))
 
 
 def _warn(wanted: Computation, stages: Sequence[Stage]) -> None:
@@ -149,7 +148,12 @@ def _sharding(canonical: Canonical, frame: Frame, manager: PassManager) -> Vocab
 
 def forward_order(program: Program, count: int) -> Lowered:
     """The order in which that many microbatches flow through a forward alone."""
-    found, placement = program.vocabulary, program.schedule.placement
-    lookups = found is not None and bool(found.lookup)
-    schedule = forward_only(placement, count, shards=found is not None, lookups=lookups)
-    return lower(replace(schedule, ways=ways_of(program.stages)))
+    return _in_order(program.schedule.placement, program.stages, program.vocabulary, count)
+
+
+def _in_order(
+    placement: Placement, stages: Sequence[StageProgram], vocabulary: VocabularyProgram | None, count: int
+) -> Lowered:
+    lookups = vocabulary is not None and bool(vocabulary.lookup)
+    schedule = forward_only(placement, count, shards=vocabulary is not None, lookups=lookups)
+    return lower(replace(schedule, ways=ways_of(stages)))

@@ -10,9 +10,8 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.machine.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
-from zbcompile.program.program import Program
+from zbcompile.program.program import Program, ways_of
 from zbcompile.schedules import Costs, Lowered, Placement, Schedule, lower
-from zbcompile.schedules.ir.schedule import Way
 from zbcompile.schedules.searching.pairs import beside, with_pairs
 
 
@@ -38,14 +37,6 @@ def owners_of(placement: Placement) -> tuple[Hashable, ...]:
     """The ranks of each stage, in both copies of a model that has two."""
     copies = (0, 1) if placement.kind == "dual" else (0,)
     return tuple(tuple(placement.rank(stage, copy) for copy in copies) for stage in range(placement.stages))
-
-
-def ways_of(stages: Sequence[StageProgram]) -> tuple[Way, ...]:
-    """The ways of what goes straight from one stage to another that is not the next."""
-    arriving = {(stage.stage - spec.hops, stage.stage) for stage in stages for spec in stage.receives.values()}
-    back = {(stage.stage - spec.hops, stage.stage) for stage in stages for spec in stage.gradients_out.values()}
-    far = sorted((source, target) for source, target in arriving if target - source > 1)
-    return tuple(Way(*each, each in back) for each in far)
 
 
 def _require_its_ways(schedule: Schedule, stages: Sequence[StageProgram]) -> None:

@@ -164,9 +164,11 @@ def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> Sa
 
 
 def _is_other_step(other: Program, program: Program) -> bool:
-    """Whether `other` is a step in the order of `program`, for the same microbatches with other answers."""
+    """Whether `other` is a step in the order of `program`, for the same microbatches with other answers, for which
+    values may go other ways."""
     asks = other.guards is not None and program.guards is not None and other.guards.given != program.guards.given
-    return asks and other.output is None and (other.schedule, other.call) == (program.schedule, program.call)
+    schedule = replace(other.schedule, ways=program.schedule.ways)
+    return asks and other.output is None and (schedule, other.call) == (program.schedule, program.call)
 
 
 def _read_for(

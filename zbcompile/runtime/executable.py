@@ -13,7 +13,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.output import Output
-from zbcompile.program.program import Program
+from zbcompile.program.program import Program, ways_of
 from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.gathers import Gathers
@@ -23,7 +23,7 @@ from zbcompile.runtime.slices import Slices
 from zbcompile.runtime.step_agreement import StepAgreement
 from zbcompile.runtime.step_memory import StepMemory
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
-from zbcompile.schedules import Lowered, Schedule, with_updates
+from zbcompile.schedules import Lowered, Schedule, lower, with_updates
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,8 @@ def plan_step(
     graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], lowered: Lowered, ranks: Sequence[int]
 ) -> Executable:
     """The executable of a step in which microbatch i runs `graphs[i]`, and those of all replicas any of `everywhere`
-    (in one order on all ranks), in the order `lowered`: programs with every parameter in the same place.
+    (in one order on all ranks), in the order `lowered`: programs with every parameter in the same place. If values go
+    other ways in some microbatches, the messages are placed anew for the ways of all, and are empty in the others.
 
     Raises PipelineError if what runs at the end of the step cannot serve all of them.
     """
@@ -145,6 +146,9 @@ def plan_step(
                 "cannot share a step. Put samples that are alike in that into one batch."
             )
         program = replace(program, stages=_trained_by_any(program, programs))
+    ways = ways_of([stage for each in graphs for stage in each.program.stages])
+    if ways != lowered.schedule.ways:
+        lowered = lower(replace(lowered.schedule, ways=ways))
     if program.lowered is not lowered:
         program = replace(program, lowered=lowered)
     stages, sums = [each.stages for each in graphs], graphs[0].sums

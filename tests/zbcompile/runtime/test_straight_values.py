@@ -1,22 +1,27 @@
 """Values that go straight to the stages that read them: the bits of eager, fewer bytes, and torch's schedules."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 import zbcompile
+from tests.support.oracle import Gradients
 from tests.support.pool import Pool
-from tests.support.skip_models import WIDTH, EncoderDecoder, Residuals, UNet
+from tests.support.skip_models import WIDTH, EncoderDecoder, MaybeSkip, Residuals, UNet
 from tests.support.training import Case, assert_bitwise, assert_close, join, pipelined, reference
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import compile_example
+from zbcompile.compiler.paired_schedule import in_order
+from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition import straight_ways
 from zbcompile.prediction.predict import count_messages
 from zbcompile.program.program import Program
-from zbcompile.schedules import build, check
+from zbcompile.schedules import build, check, lower
 from zbcompile.schedules.ir import kinds
 
 EXACT = (
@@ -108,6 +113,67 @@ def test_a_saved_program_evaluations_and_other_counts_go_the_same_ways(tmp_path:
         assert torch.equal(parameter.grad, gradients[name]), name
     pipe.step(microbatches=[((part,), {}, part) for part in x[:6].split(2)])  # three instead of four
     assert all(torch.isfinite(parameter.grad).all() for parameter in model.parameters())
+
+
+def step_of_two_answers(schedule: str, first: int, folder: Path | None = None) -> tuple[Gradients, Gradients]:
+    """The gradients of eager and of a step whose microbatches differ in whether a value skips; of the program as it
+    is read from `folder`, if that is given."""
+    torch.manual_seed(0)
+    model, loss = MaybeSkip(), torch.nn.functional.mse_loss
+    parts = [sign * (torch.rand(2, WIDTH) + 0.1) for sign in (first, -first, first, -first)]
+    x, y = torch.cat(parts), torch.randn(8, WIDTH)
+    for part, target in zip(parts, y.split(2), strict=True):
+        (loss(model(part), target) / 4).backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    count = None if dist.is_initialized() else 4
+    pipe = zbcompile.pipeline(model, schedule=schedule, ranks=count, microbatches=4, loss=loss, exact=True)
+    pipe.step(x, target=y)
+    assert {len(each.graphs[0].program.schedule.ways) for each in pipe._compiled.cache.steps} == {0, 1}
+    if folder is not None:
+        pipe.program.save(folder)
+        pipe = zbcompile.load(folder, model.state_dict())
+        pipe.step(x, target=y)
+    return expected, {name: parameter.grad for name, parameter in pipe.named_parameters()}
+
+
+TWO_ANSWERS = [(schedule, first) for schedule in ("1f1b", "zb-v") for first in (1, -1)]
+
+
+@pytest.mark.mostly_slow(every=4)
+@pytest.mark.parametrize(("schedule", "first"), TWO_ANSWERS)
+def test_microbatches_of_a_step_may_differ_in_their_ways(schedule: str, first: int) -> None:
+    """Whichever the program is that gives the step its order."""
+    assert_eager(*step_of_two_answers(schedule, first))
+
+
+@pytest.mark.slow
+def test_saved_steps_for_other_answers_may_differ_in_their_ways(tmp_path: Path) -> None:
+    assert_eager(*step_of_two_answers("zb-v", 1, tmp_path / "program"))
+
+
+def assert_eager(expected: Gradients, gradients: Gradients) -> None:
+    assert gradients.keys() == expected.keys()
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, expected[name]), name
+
+
+@pytest.mark.slow
+def test_messages_that_are_empty_in_some_microbatches_travel_between_processes(pool: Pool) -> None:
+    for expected, gradients in pool.run(step_of_two_answers, "zb-v", -1, ranks=4):
+        own = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+        assert own
+        for name, gradient in own.items():
+            assert torch.equal(gradient, expected[name]), name
+
+
+def test_an_order_without_the_ways_of_a_program_is_refused() -> None:
+    """Its messages to the next stage would carry what is for others."""
+    program = compiled(UNet(), "zb-v", Choices())
+    with pytest.raises(PipelineError, match="along 1<>7, 2<>6, for which"):
+        replace(program, lowered=lower(build("zb-v", ranks=4, microbatches=8)))
+    order = build("zb-v", ranks=4, microbatches=12)
+    assert in_order(program, order).schedule.ways == program.schedule.ways
 
 
 def test_no_value_goes_further_than_a_message() -> None:
