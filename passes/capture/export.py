@@ -183,7 +183,8 @@ def _check_answers(guards: Guards | None, questions: Questions, example: Any) ->
 
 
 def _exported(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
-    with eagers_kernels(), kernels_layouts(), _diagnosed(wrapper.model, watch):
+    aside = _without_wider_gradients(wrapper.model)
+    with eagers_kernels(), kernels_layouts(), aside, _diagnosed(wrapper.model, watch):
         program = _exported_on_eagers_path(wrapper, watch, example)
         number_autocast_regions(program.graph_module, _device_of(example).type)
         detach_no_grad_regions(program.graph_module)
@@ -285,6 +286,20 @@ def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgra
             around.enter_context(each())
         around.enter_context(_own_containers(wrapper.model))
         return torch.export.export(wrapper, example, strict=False)
+
+
+@contextlib.contextmanager
+def _without_wider_gradients(model: nn.Module) -> Iterator[None]:
+    """Set aside gradients of another dtype than their parameter's (float32 sums of a bfloat16 model, before the
+    update): torch.export makes a fake parameter of the same dtype as its gradient only."""
+    wider = [(p, p.grad) for p in model.parameters() if p.grad is not None and p.grad.dtype != p.dtype]
+    try:
+        for parameter, _ in wider:
+            parameter.grad = None
+        yield
+    finally:
+        for parameter, gradient in wider:
+            parameter.grad = gradient
 
 
 @contextlib.contextmanager

@@ -42,8 +42,12 @@ class StagePrice(NamedTuple):
         if rows == 1:
             return self
         fixed = [min(each, operations * START) for each in self.seconds]
+        seconds = [f + rows * (s - f) for f, s in zip(fixed, self.seconds, strict=True)]
+        exchange = [min(rows * e, s) for e, s in zip(self.exchange, seconds[:2], strict=True)]
         return self._replace(
-            seconds=tuple(f + rows * (s - f) for f, s in zip(fixed, self.seconds, strict=True)),  # type: ignore[arg-type]
+            seconds=tuple(seconds),  # type: ignore[arg-type]
+            again=min(rows * self.again, seconds[1]),
+            exchange=tuple(exchange),  # type: ignore[arg-type]
             kept=rows * self.kept,
             residue=rows * self.residue,
             running={op: rows * size for op, size in self.running.items()},

@@ -15,7 +15,7 @@ from zbcompile.compiler.compile_example import Inspected, compile_example, one_m
 from zbcompile.compiler.compile_model import compile_drawn, draw_step
 from zbcompile.compiler.cut_planning import layout_for_makespan, layout_of, score_of
 from zbcompile.compiler.prices import LinePrices
-from zbcompile.compiler.stage_price import running_of
+from zbcompile.compiler.stage_price import StagePrice, running_of
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.passes.compile_options import Choices, Policy
 from zbcompile.passes.partition.named_cuts import edges_named
@@ -176,3 +176,12 @@ def test_a_part_of_a_model_on_a_mesh() -> None:
     assert estimate.backward == pytest.approx(graphs.backward, abs=1e-6)
     assert repeated.backward == pytest.approx(predicted_costs(again).backward, abs=2e-6)
     assert sum(estimate.forward) > 2e-4  # of two exchanges
+
+
+def test_exchanges_grow_with_the_rows() -> None:
+    price = StagePrice((10e-3, 8e-3, 5e-3), 2e-3, (4e-3, 3e-3), 1e6, 1e5, {"F": 1e6}, 1e5)
+    more = price.of_rows(4, operations=0)
+    assert (more.seconds, more.again, more.exchange) == ((40e-3, 32e-3, 20e-3), 8e-3, (16e-3, 12e-3))
+    fewer = price.of_rows(0.25, operations=10**6)  # all of it is what operations take to start
+    assert fewer.seconds == price.seconds
+    assert fewer.exchange == (1e-3, 0.75e-3)

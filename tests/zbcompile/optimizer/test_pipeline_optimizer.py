@@ -328,3 +328,19 @@ def test_a_closure_runs_first() -> None:
     optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1)
     first = optimizer.step(lambda: pipe.step(*batch.args, target=batch.target))
     assert pipe.step(*batch.args, target=batch.target) < first
+
+
+def test_an_evaluation_compiles_between_a_step_and_its_update() -> None:
+    """While bfloat16 parameters have float32 gradients, as masters ask for."""
+    (batch,), model = PROBLEMS["mlp"].batches(1, 4), PROBLEMS["mlp"].model().bfloat16()
+    args = [x.bfloat16() if x.is_floating_point() else x for x in batch.args]
+    pipe = zbcompile.pipeline(
+        model, schedule="1f1b", ranks=2, microbatches=2, loss=lambda y, _: y.float().square().mean()
+    )
+    pipe.optimizer(AdamW)
+    pipe.step(*args, target=batch.target)
+    sums = [p.grad for p in model.parameters()]
+    assert {g.dtype for g in sums if g is not None} == {torch.float32}
+    with torch.no_grad():
+        assert torch.equal(pipe.eval(*args), model.eval()(*args))
+    assert all(p.grad is g for p, g in zip(model.parameters(), sums, strict=True))
