@@ -10,7 +10,6 @@ folder must belong to this user or to root, with nobody else allowed to write th
 """
 
 import contextlib
-import fcntl
 import json
 import os
 import shutil
@@ -20,6 +19,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeVar
+
+from filelock import FileLock, Timeout
 
 from zbcompile.env import CACHE
 from zbcompile.errors import PipelineError
@@ -147,13 +148,16 @@ class CompileCache:
     @contextlib.contextmanager
     def _lock(self, key: str) -> Iterator[bool]:
         """Whether this process holds the lock of an entry inside."""
-        with self._at(key, ".lock").open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                yield False
-                return
-            yield True  # closing the file releases it
+        lock = FileLock(self._at(key, ".lock"))
+        try:
+            lock.acquire(blocking=False)
+        except Timeout:
+            yield False
+            return
+        try:
+            yield True
+        finally:
+            lock.release()
 
     def _at(self, key: str, ending: str = "") -> Path:
         return self.folder / f"{key}{ending}"
