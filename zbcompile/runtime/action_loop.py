@@ -64,22 +64,25 @@ class RankRun:
 
     def run(self) -> Iterator[Action]:
         """Carry out the rank's program. Yields an action for as long as its input has not arrived."""
+        position, ready = self.position, self.transport.ready
         for step in self.plan.instructions:
-            if self.once is not None and step[0].action.op in EXCHANGES:
-                while not self.once.ready(step[0].action.op, self.rank):
-                    yield step[0].action
+            first = step[0]
+            if first.action.op in EXCHANGES and self.once is not None:
+                while not self.once.ready(first.action.op, self.rank):
+                    yield first.action
             for instruction in step:
-                self.position.action = instruction.action
+                position.action = instruction.action
                 for message in instruction.needs:
-                    while not self.transport.ready(message):
+                    while not ready(message):
                         yield instruction.action
-                        self.position.action = instruction.action
-            self._arrive(step[0])
+                        position.action = instruction.action
+            if first.needs:
+                self._arrive(first)
             self._execute(step)
 
     def _execute(self, step: tuple[Instruction, ...]) -> None:
-        self.position.action = step[0].action
-        handler = HANDLERS[step[0].action.op] if len(step) == 1 else RankRun._pair
+        action = self.position.action = step[0].action
+        handler = HANDLERS[action.op] if len(step) == 1 else RankRun._pair
         if self.observe is None:
             handler(self, *step)
         else:
@@ -87,12 +90,11 @@ class RankRun:
 
     def _arrive(self, to: Instruction) -> None:
         """Wait for what an action needs."""
-        if to.needs:
-            self.position.action, self.position.waits = to.action, True
-            for message in to.needs:
-                self.transport.wait(message)
-            self.position.waits = False
-            self.transport.complete(to.completes)
+        self.position.action, self.position.waits = to.action, True
+        for message in to.needs:
+            self.transport.wait(message)
+        self.position.waits = False
+        self.transport.complete(to.completes)
 
     def _pair(self, first: Instruction, second: Instruction, *sends: Instruction) -> None:
         """Run both as one graph, in whose middle the first's results are sent and the second's input is waited for."""
@@ -107,7 +109,8 @@ class RankRun:
                 self._execute((send,))
 
         def give() -> Tensors:
-            self._arrive(second)
+            if second.needs:
+                self._arrive(second)
             if self.observe is not None:
                 self.observe.began(second.action, self)
             return other.begin(other_op, other_microbatch, self._taken(second))
@@ -124,10 +127,10 @@ class RankRun:
         self._pass_on(to, self.runs[SHARD].run(to.action.op, to.action.microbatch, self._taken(to)))
 
     def _taken(self, to: Instruction) -> Tensors:
-        values = self.transport.take(to.needs[0]) if to.needs else []
-        for message in to.needs[1:]:
-            values = [*values, *self.transport.take(message)]
-        return values
+        needs = to.needs
+        if len(needs) > 1:
+            return [value for message in needs for value in self.transport.take(message)]
+        return self.transport.take(needs[0]) if needs else []
 
     def _pass_on(self, to: Instruction, values: Tensors) -> None:
         for message, local, part in to.makes:
