@@ -52,7 +52,7 @@ exit codes: 0 done, 1 an impossible schedule or an unreadable file, 2 wrong argu
 
 
 def main(arguments: Sequence[str] | None = None, say: Say = silent) -> int:
-    """Run one command line; returns the exit code. `say` is told what is done."""
+    """Run one command line and return the exit code. `say` receives progress messages."""
     options = _parser().parse_args(arguments)
     say(f"zbcompile schedules {options.command.__name__.removeprefix('_')}")
     try:

@@ -104,8 +104,7 @@ def _check_pairs(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
 
 
 def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> Mapping[int, Sequence[int]]:
-    """Check completeness, placement, and that every pass follows those of its stage that it needs (F before B before
-    W).
+    """Check that nothing is missing or misplaced, and that on each stage F comes before B and B before W.
 
     Returns, for every stage of the rank, its microbatches in the order in which they were finished.
     """
@@ -143,7 +142,7 @@ def _bits(ops: Iterable[str]) -> Done:
 
 
 def _rules(schedule: Schedule) -> dict[str, tuple[Done, Done, Done]]:
-    """By operation: what to look at, what of that must have been done, and what the operation does."""
+    """For each operation: the bits to look at, which of them must already be set, and the bits that it sets."""
     ops = schedule.ops & COMPUTE - ONCE
     return {op: (_bits((*k.after, *k.does)), _bits(k.after), _bits(k.does)) for op in ops for k in (KINDS[op],)}
 

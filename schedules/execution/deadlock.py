@@ -1,4 +1,4 @@
-"""The ranks that wait for each other if orders did not run to their end."""
+"""Names the ranks that wait for each other when a run does not finish."""
 
 from collections.abc import Sequence
 

@@ -1,8 +1,8 @@
 """Runs the orders of all ranks against each other: the one loop under `lower`, `check` and `simulate`.
 
-Every action waits for one event and makes one event. Ranks share nothing but events and each event has one maker, so
-whether the ranks finish, and when, does not depend on who is asked first (a Kahn network): a run that finishes IS a
-proof that the orders cannot deadlock, a run that does not finish shows who waits for whom.
+Every action waits for one event and makes one event. Ranks share nothing but events, and each event has one maker, so
+whether and when the ranks finish does not depend on the order in which they are visited (a Kahn network). A run that
+finishes is therefore a proof that the orders cannot deadlock; one that does not shows which rank waits for which.
 
 Events are integers so that they index a flat list: one band of stages x microbatches events per kind of operation.
 """
@@ -45,7 +45,8 @@ from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
 
 
 def _awaits(kind: Kind) -> tuple[str, ...]:
-    """What a kind waits for; what one of scope "stage" comes after has run on its own rank."""
+    """The operation that a kind waits for. None for kinds of scope "stage": their predecessors have run on the same
+    rank."""
     return (kind.takes,) if kind.scope == "stage" else (*kind.after, kind.takes)
 
 
@@ -66,8 +67,8 @@ Triple = tuple[Any, int, int]  # an action, or a part of a pair: key of rows, st
 
 
 class Events(NamedTuple):
-    """Numbers of events; of each kind a stage has `microbatches`, or as many as it gathers parameters if that is more.
-    The first ones have always happened; nothing waits for the last ones."""
+    """Numbers events. Each stage has one per microbatch for every kind, or one per gather if it gathers more often than
+    that. The first ones count as happened from the start; nothing waits for the last ones."""
 
     stages: int
     microbatches: int
@@ -170,7 +171,7 @@ def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> 
 
 
 def _most_of_one_kind(schedule: Schedule) -> int:
-    """How many actions of one kind a stage has at most: one for every microbatch, or one for every gather."""
+    """The most actions of one kind on a stage: one per microbatch or, if those are more, one per gather."""
     gathers = (step[2] + 1 for order in schedule.orders for step in order if step[0] == FETCH)
     return max(schedule.microbatches, *gathers) if FETCH in schedule.ops else schedule.microbatches
 
@@ -185,7 +186,7 @@ def _rank(
     waiting: dict[int, list[int]],
     ready: deque[int],
 ) -> Iterator[int]:
-    """One rank; written for speed, everything that is not the common case is in `_triples`."""
+    """Runs one rank. Written for speed: everything but the common case is in `_triples`."""
     now: float = 0
     try:
         for op, stage, microbatch in triples:
@@ -220,7 +221,8 @@ def _far_receives(schedule: Schedule) -> Far:
 
 
 def _triples(order: Sequence[Step], rows: Rows, made: "_RowsOf") -> Iterator[Triple]:
-    """An order with everything opened that waits for more than one event; adds what that needs to `rows`."""
+    """The order, with every action that waits for more than one event split into several; adds their entries to
+    `rows`."""
     for step in order:
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
             if (op, stage) in made.awaits:
@@ -251,7 +253,7 @@ def _pair_triples(pair: Pair, rows: Rows, costs: Costs) -> Iterator[Triple]:
 
 
 def _drawn(triples: Iterable[Triple], rows: Rows, draw: Draw) -> Iterator[Triple]:
-    """Every action with the time and the delay of a draw; of a pair, those of its backward."""
+    """Every action with the time and delay that a draw gives it; for a pair, those of its backward."""
     for key, stage, microbatch in triples:
         need, delay, time, make = rows[key][stage]
         op = key if isinstance(key, str) else key[-1]
@@ -261,7 +263,7 @@ def _drawn(triples: Iterable[Triple], rows: Rows, draw: Draw) -> Iterator[Triple
 
 
 class _RowsOf(NamedTuple):
-    """What each operation waits for, takes and makes, as the table of kinds and the placement say."""
+    """The event that each operation waits for, its time, and the event that it makes, from the table of kinds."""
 
     schedule: Schedule
     costs: Costs
@@ -293,7 +295,7 @@ class _RowsOf(NamedTuple):
         return rows
 
     def _arrival(self, rank: int, receive: str, stage: int) -> Row:
-        """A message from a stage that is not the next; what is made on this rank is there."""
+        """The arrival of a value from a stage that is not a neighbour; at once if it was made on this rank."""
         at = source(receive, stage, self.events.stages)
         assert at is not None
         there = self.schedule.placement.rank_beside(rank, stage, at)
@@ -316,7 +318,7 @@ class _RowsOf(NamedTuple):
         return (events.first(*here[0]) if here else 0, 0, 0, make)
 
     def _entrance(self, rank: int, op: str, stage: int) -> tuple[int, float]:
-        """The event that a pass waits for, and how long that takes to arrive: a message from another rank."""
+        """The event that a pass waits for, and how long its message travels if it comes from another rank."""
         kind = KINDS[op]
         if kind.scope == "stage":  # the rest `check` has seen before it on its rank
             if kind.takes in self.ops:

@@ -1,4 +1,4 @@
-"""How much a rank holds, from what each kind adds and frees: F adds `activation`, B leaves `residue`, W frees it."""
+"""The memory that a rank holds: F adds `activation`, B shrinks that to `residue`, W frees the rest."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -33,22 +33,22 @@ def _while_running(order: Sequence[Step], costs: Costs, extra: Running) -> Itera
 
 
 def beside(costs: Costs, running: Running) -> dict[str, tuple[float, ...]]:
-    """What F, B and BW of each stage hold, while they run, beside what counts before or after them."""
+    """The bytes that F, B and BW of each stage hold only while they run."""
     kept, most = costs.activation, tuple(map(max, costs.activation, costs.residue))
     counted = {F: (F, kept), B: (B, most), BW: (B, kept)}
     return {op: tuple(max(0, a - b) for a, b in zip(running[of], c, strict=True)) for op, (of, c) in counted.items()}
 
 
 def most_beside(placement: Placement, costs: Costs, running: Running) -> tuple[float, ...]:
-    """The most of that on each rank, where backwards are split."""
+    """The largest of these on each rank, if backwards are split."""
     found = beside(costs, running)
     stages = map(placement.stages_of, range(placement.ranks))
     return tuple(max(found[op][stage] for op in (F, B) for stage in each) for each in stages)
 
 
 def with_messages(costs: Costs, placement: Placement) -> Costs:
-    """A microbatch holds what its stage has sent to another rank until B, too: while a pipeline fills, no rank knows
-    sooner that it has arrived."""
+    """Costs under which a microbatch also holds the message that it sends, until its B: while the pipeline fills, a
+    rank does not learn any earlier that the message has arrived."""
     apart = [placement.rank(s) != placement.rank(s + 1) for s in range(costs.stages - 1)]
     sent = (size * leaves for size, leaves in zip(costs.message, [*apart, False], strict=True))
     return replace(costs, activation=tuple(map(add, costs.activation, sent)))

@@ -1,4 +1,4 @@
-"""Times as they may turn out: passes that take a little longer or shorter, messages that arrive late."""
+"""Random variation of a run: passes that take a little longer or shorter than their costs, and late messages."""
 
 import random
 from dataclasses import dataclass

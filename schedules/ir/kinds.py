@@ -65,7 +65,7 @@ class Kind:
         return self.does[0]
 
 
-# What several kinds have in common.
+# Properties that several kinds share.
 _backward = partial(Kind, after=("F",), along=-1, frees=("activation",))
 _shards = partial(Kind, scope="shard", delay="stats_time")
 _once = partial(Kind, scope="stage")

@@ -303,7 +303,7 @@ def _parse_way(text: str) -> tuple[int, int, bool]:
 
 
 def _rows(lines: Sequence[str], ranks: int) -> tuple[tuple[Step, ...], ...]:
-    """What the lines of a grid say of every rank; fewer rows than ranks if there are fewer lines."""
+    """The text of every rank in a grid; fewer rows than ranks if lines are missing."""
     orders: dict[int, list[Step]] = {}
     for line in lines:
         word, rank, *steps = (*line.split(), "")
@@ -314,7 +314,7 @@ def _rows(lines: Sequence[str], ranks: int) -> tuple[tuple[Step, ...], ...]:
 
 
 def require_counts(placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]) -> None:
-    """Counts are bounded by the actions that are there, before anything is made for each of them."""
+    """Refuse counts that exceed the number of actions, before memory is allocated for them."""
     require_count("microbatches", microbatches)
     actions = len(orders) + sum(map(len, orders)) * 2
     if placement.ranks != len(orders) or max(placement.stages, microbatches) > actions:

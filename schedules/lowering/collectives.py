@@ -48,7 +48,7 @@ def global_order(schedule: Schedule, outcome: Outcome) -> list[Collective]:
 
 
 def _lookups(schedule: Schedule, outcome: Outcome) -> list[Collective]:
-    """Every LOOKUP with the time of the forward before the one before its own."""
+    """Every LOOKUP, with the time of the forward two before its own."""
     first = [a.microbatch for a in flatten(schedule.orders[schedule.rank_of(0, 0)]) if a.op == F and a.stage == 0]
     ends = [outcome.happened[outcome.events.first(F, 0) + m] for m in first]
     times = [0.0] * LOOKUPS_AHEAD + ends

@@ -79,7 +79,7 @@ def _with_its_messages(schedule: Schedule) -> Lowered:
 
 
 def _positive(costs: Costs) -> Costs:
-    """The costs with every pass that takes no time made very short: the proof above needs positive times."""
+    """The costs, in which a pass of no time takes a very short one: the proof above needs positive times."""
     times = {name: getattr(costs, name) for op in COMPUTE for name in KINDS[op].time}
     tiny = min((t for values in times.values() for t in values if t > 0), default=1) / 1024
     pairs = tuple(pair._replace(time=pair.time or tiny) for pair in costs.pairs)

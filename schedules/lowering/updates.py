@@ -8,9 +8,9 @@ after which they are gathered again. REDUCE starts the sum
 of the stage's gradients right after its last W. OPT comes after everything that another rank waits for and, where
 there are sums, one place behind REDUCE, so that a sum has that long.
 
-An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank if the table
-has it before F, otherwise behind everything, in the order of the table. So no rank can wait in one for a rank that
-waits for it elsewhere.
+An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank if the table has it
+before F, otherwise behind everything, in the order of the table. So two ranks can never wait for each other in
+different exchanges.
 """
 
 from collections.abc import Collection, Iterator, Sequence

@@ -70,7 +70,7 @@ class ClosedForm:
 
     @property
     def work(self) -> Expr:
-        """What every rank computes in a step, if pairs hide nothing."""
+        """The time that every rank computes in a step, if pairs hide nothing."""
         return m * T
 
     @property

@@ -50,7 +50,7 @@ def critical_path(timeline: Timeline) -> tuple[Leg, ...]:
 
 
 def chain(timeline: Timeline, idle: Idle) -> tuple[Leg, ...]:
-    """What the other ranks did while `idle.rank` stood still, first to last: the steps that it waited for.
+    """The steps that `idle.rank` waited for, on other ranks, from first to last.
 
     Empty if it waited for nothing.
     """
@@ -70,7 +70,7 @@ def chain(timeline: Timeline, idle: Idle) -> tuple[Leg, ...]:
 
 
 def _back(timeline: Timeline, rank: int, index: int, travel: float = 0) -> Iterator[Leg]:
-    """From one step back to the first, always to what held the step up."""
+    """Follows from one step back to the first what delayed it."""
     overhead: float = 0
     run = timeline.run
     orders = parts(timeline.program)[1]

@@ -107,7 +107,7 @@ class Waits:
             yield Idle(rank, end[-1], self.finish, "cool-down", None, None, None)
 
     def _explain(self, rank: int, gap: _Gap, phase: Cause | None) -> Iterator[Idle]:
-        """The wait until what the next step needs was made, then its way to this rank."""
+        """Splits a gap: the wait until the input of the next step was made, then the time that it travelled."""
         step = self.orders[rank][gap.before]
         needed = self.held_up(rank, gap.before)
         if needed is None:  # what GATHER waits for was made in the step before
@@ -123,7 +123,7 @@ class Waits:
             yield Idle(rank, made, gap.end, "communication", step, needed.action, needed.rank)
 
     def _root(self, needed: Input) -> int:
-        """The rank that was busy: go back from what was waited for while its rank stood still before it."""
+        """The busy rank at the root of a wait: follows waits back as long as their rank was waiting, too."""
         rank, index = needed.rank, needed.step
         while (before := self.held_up(rank, index)) is not None:
             rank, index = before.rank, before.step
@@ -136,9 +136,9 @@ class Waits:
         return last if last is not None and last.arrived > free else None
 
     def inputs(self, rank: int, index: int) -> Iterator[Input]:
-        """Everything that a step waited for, which one half of a pair may make for the other."""
+        """Everything that a step waited for. One half of a pair may make the input of the other."""
         before = self.orders[rank][index - 1] if index else None
-        if before is not None and before[0] in EXCHANGES:  # none goes on before all have come
+        if before is not None and before[0] in EXCHANGES:  # each rank waits until all have arrived
             yield from (self._made(Action(before[0], r, 0), 0) for r in range(self.schedule.ranks))
         for action in flatten((self.orders[rank][index],)):
             yield from (each for each in self._inputs(rank, action) if (each.rank, each.step) != (rank, index))
@@ -179,7 +179,7 @@ class Waits:
                 yield Need(other_end(receive), at)
 
     def _input(self, rank: int, stage: int, action: Action, send: str = "") -> Input:
-        """What another pass made, or its message if that is on another rank of a lowered program."""
+        """The result of another pass, or in a lowered program its message from another rank."""
         source, _ = self.position[action]
         if source == rank:
             return self._made(action, 0)

@@ -1,4 +1,4 @@
-"""A step predicted: when everything runs, how long it takes, what every rank holds and why it waits."""
+"""A predicted step: when each action runs, the length of the step, the memory of every rank, and why ranks wait."""
 
 import math
 from collections.abc import Sequence
@@ -132,14 +132,14 @@ class Timeline(Shown):
 
     @cached_property
     def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
-        """For every rank how long it stands still for each cause."""
+        """The idle time of every rank by cause."""
         totals: tuple[dict[Cause, float], ...] = tuple(dict.fromkeys(self.causes, 0) for _ in self.run.end)
         for gap in self.idle:
             totals[gap.rank][gap.cause] += gap.end - gap.start
         return totals
 
     def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """What `rank` holds from each time on, as (time, amount); 0 before the first."""
+        """The memory of `rank` from each time on, as (time, amount); 0 before the first."""
         spans = self.spans_of(rank)
         steps = tuple(span.step for span in spans)
         times = ((span.start, span.end) for span in spans for _ in flatten((span.step,)))
@@ -150,7 +150,7 @@ class Timeline(Shown):
 
 
 def _first_start(order: Sequence[Step], begins: Sequence[float]) -> float:
-    """When a rank begins, apart from waiting for the step before."""
+    """The time at which a rank begins, without the wait for the previous step."""
     own = (begin for step, begin in zip(order, begins, strict=True) if step[0] not in (VALIDATE, GATHER))
     return next(own, 0)
 

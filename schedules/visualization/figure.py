@@ -177,7 +177,7 @@ def figure(timelines: Sequence[Timeline], width: int | None = None) -> str:
 
 
 def timeline_of(shown: object) -> Timeline:
-    """The timeline itself, or that of a schedule whose passes all take as long."""
+    """The timeline itself, or the timeline of a schedule whose passes all take the same time."""
     return shown if isinstance(shown, Timeline) else simulate(shown)  # type: ignore[arg-type]
 
 

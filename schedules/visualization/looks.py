@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from zbcompile.schedules.ir.actions import COMPUTE
 from zbcompile.schedules.ir.kinds import KINDS
 
-# Of every operation its colour, strokes in a tile of 6 x 6 (SVG path data), and the pen that draws them.
+# For every operation: its colour, the strokes in a tile of 6 x 6 (SVG path data), and the width of the strokes.
 PEN = 'stroke-width=".8"'
 _LOOKS = {
     "F": ("#56b4e9", "", PEN),
@@ -77,5 +77,5 @@ def patterns() -> Iterator[str]:
 
 
 def _pale(colour: str) -> str:
-    """Halfway to white."""
+    """A colour halfway between `colour` and white."""
     return "#" + "".join(f"{(int(colour[i : i + 2], 16) + 255) // 2:02x}" for i in (1, 3, 5))

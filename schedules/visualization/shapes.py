@@ -28,7 +28,7 @@ def window(width: float, height: float, left: float = 0, top: float = 0, more: s
 
 
 def picture(width: float, height: float, shapes: Iterable[str], style: str = "") -> str:
-    """A file of its own, which shrinks to a window, or a page, that is narrower; light and dark as its reader."""
+    """A complete SVG file, which shrinks to fit a narrower window and follows the reader's light or dark setting."""
     return "\n".join(
         (
             window(width, height, more=f' xmlns="{NAMESPACE}" style="max-width: 100%; height: auto"'),

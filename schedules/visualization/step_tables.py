@@ -1,4 +1,4 @@
-"""What a step consists of, as tables: rank by rank, schedule by schedule, link by link."""
+"""Tables of a step: by rank, by schedule and by link."""
 
 from collections.abc import Sequence
 

@@ -96,7 +96,7 @@ def legend_of(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
 
 
 def is_second(timeline: Timeline, action: Action) -> bool:
-    """Every other chunk, or the second copy of the model, is pale."""
+    """Whether an action is drawn pale: every other chunk, or the second copy of the model."""
     schedule = timeline.schedule
     return bool(schedule.copy_of(action.microbatch) or (action.stage // schedule.ranks) % 2)
 
@@ -214,7 +214,8 @@ class Drawing:
             yield action, x, self.y(span.rank) + half * height, width, height
 
     def compact(self) -> Iterator[str]:
-        """One path for all steps of a rank that look alike: a viewer that stalls on 50,000 boxes draws this at once."""
+        """One path for all steps of a rank with the same look: viewers stall on 50,000 boxes, but draw one long path at
+        once."""
         paths: dict[tuple[int, str], list[str]] = {}
         for span in self.timeline.spans:
             for action, x, y, width, height in self.boxes(span):
@@ -269,7 +270,7 @@ class Drawing:
     def axis(self) -> Iterator[str]:
         bottom = self.height - 20
         step = round_step(self.timeline.finish / 12)
-        tenths = 10 if self.zooms else 1  # for those who zoom
+        tenths = 10 if self.zooms else 1  # readable after zooming in
         for tick in range(int(self.timeline.finish / step * tenths) + 1):
             time = tick * step / tenths
             x = self.x(time)

@@ -64,7 +64,7 @@ def _row(timeline: Timeline, rank: int, scale: float) -> str:
 
 
 def _label(step: Step, room: int) -> str:
-    """As much of a step as there is room for: all of it, its letters, or one letter."""
+    """The label of a step, shortened to fit: whole, its letters, or one letter."""
     short = f"{step.first.op}|{step.second.op}" if isinstance(step, Pair) else step.op
     text = next((text for text in (str(step), short) if len(text) <= room), short[:room])
     return text.ljust(room)

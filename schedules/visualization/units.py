@@ -1,4 +1,4 @@
-"""Timelines in readable units: seconds and bytes as milliseconds and mebibytes, or others that fit."""
+"""Timelines in readable units, such as milliseconds and mebibytes in place of seconds and bytes."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -32,7 +32,7 @@ def for_trace(timeline: Timeline) -> Timeline:
 
 
 def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """The largest unit of which there is at least one and a half."""
+    """The largest unit of which the amount is at least 1.5."""
     return next((unit for unit in units if largest >= 1.5 * unit[0]), units[-1])
 
 
