@@ -103,7 +103,7 @@ def call_text(node: Node, numbers: Mapping[Node, NodeNumber]) -> str:
 
 
 def on_any_device(text: str) -> str:
-    """The text of operations without the indices of devices: every rank has another GPU.
+    """The text of operations without device indices, which differ from rank to rank.
 
     >>> on_any_device("ones = torch.ops.aten.ones.default([2], device = device(type='cuda', index=1))")
     "ones = torch.ops.aten.ones.default([2], device = device(type='cuda'))"

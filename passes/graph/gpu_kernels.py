@@ -20,8 +20,8 @@ WIDEST, ALIGNED = 256, 8  # heads of flash attention: at most so wide, in multip
 
 
 def kernel_of(target: Any, args: tuple[Any, ...]) -> Callable[..., Any]:
-    """What runs in place of an operation, or of a function of torch: itself, unless its first operand is on a device
-    that is not there."""
+    """The kernel that runs in place of an operation or of a function of torch. It differs from the operation only if
+    its first operand is on a device that this machine does not have."""
     if target in _KERNELS and args and isinstance(args[0], torch.Tensor) and args[0].device == ABSENT:
         return _KERNELS[target]
     return target  # type: ignore[no-any-return]
@@ -60,7 +60,7 @@ def _attention(
 
 
 def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-    """A mask as what is added to the scores."""
+    """A mask as the bias that is added to the scores."""
     if mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=query.dtype).masked_fill(mask.logical_not(), -torch.inf)

@@ -1,4 +1,4 @@
-"""The memory layout of what some operators make, which torch gets wrong for tensors without memory.
+"""The memory layout of some operators' results, which torch gets wrong for tensors without memory.
 
 torch 2.11-2.13 infers their results from formulas of its own, whose strides follow another operand than the kernel's,
 or follow one if the kernel's result is contiguous. A graph traced so views what cannot be viewed, or runs other kernels

@@ -19,7 +19,7 @@ GROUP = "group_name"  # the argument by which functional collectives, and custom
 
 
 def is_collective(node: Node) -> bool:
-    """Whether a node communicates with a group, or waits for that."""
+    """Whether a node communicates with a group, or waits for such a communication."""
     return _is_functional(node) or _has_group(node)
 
 
@@ -29,7 +29,7 @@ def is_wait(node: Node) -> bool:
 
 
 def is_under_way(node: Node) -> bool:
-    """Whether a node's result is a collective's that nothing has waited for yet. A custom operator waits by itself."""
+    """Whether a node's result is that of a collective that is still running. A custom operator waits for its own."""
     return _is_functional(node) and not is_wait(node)
 
 
@@ -79,7 +79,7 @@ def with_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
 
 
 def exchanged_bytes(node: Node) -> int:
-    """Bytes of what a collective is given or of what it makes, whichever are more."""
+    """The bytes that a collective takes or returns, whichever are more."""
     given = [tensor for source in node.all_input_nodes for tensor in tensors_of(source.meta.get("val"))]
     return max(sum(t.nbytes for t in given), sum(t.nbytes for t in tensors_of(node.meta.get("val"))))
 

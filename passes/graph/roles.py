@@ -45,8 +45,8 @@ class Slot(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """Shape, dtype, strides and device of a tensor: enough to allocate one that a graph accepts. One that travels
-    goes to a stage that is so many `hops` away."""
+    """Shape, dtype, strides and device of a tensor: enough to allocate one that a graph accepts. `hops` is how many
+    stages further the tensor is sent, if it is."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]

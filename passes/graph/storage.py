@@ -1,4 +1,4 @@
-"""The storages behind the values of a graph: which values alias, how many bytes they take and an operation moves."""
+"""The storages behind the values of a graph: which values alias, their bytes, and the bytes that an operation moves."""
 
 from collections.abc import Iterable, Sequence, Set
 from typing import Any

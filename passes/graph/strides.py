@@ -1,4 +1,5 @@
-"""Strides at a boundary. What crosses keeps the strides that eager gives it: other strides, other kernels, other bits.
+"""Strides at a boundary. A value that crosses keeps the strides that eager gives it, because kernels, and with them the
+last bits, depend on strides.
 
 A slice has gaps between its rows and an expanded tensor repeats its elements. Neither travels: what is sent is packed,
 and laid out again where it arrives. Without `exact` the packed form is also what the next stage works on.

@@ -1,7 +1,7 @@
 """The passes of the compiler, in order, and what holds after each. `python -m zbcompile.inspect --passes` prints this.
 
-A model is captured and made canonical, cut into stages, and every stage that differs from the others in more than names
-goes through STAGE_PASSES. The compiler runs these very objects.
+A model is captured, made canonical and cut into stages. Each stage that differs from the others in more than names
+goes through STAGE_PASSES. The compiler runs the objects of these lists.
 """
 
 from collections.abc import Callable, Mapping
@@ -71,7 +71,7 @@ def _changing(name: str, does: str, change: Callable[[Graph], None], *holds: Rul
 
 
 def _in_turn(*passes: Pass) -> tuple[Pass, ...]:
-    """Passes over one graph: the rules of each hold after all that follow it, too."""
+    """Several passes over one graph, as one pass. The rules of each still hold after the passes that follow it."""
     rules = accumulate((each.holds for each in passes), lambda held, new: tuple(dict.fromkeys((*held, *new))))
     return tuple(replace(each, holds=holds) for each, holds in zip(passes, rules, strict=True))
 
@@ -121,7 +121,7 @@ CUT = Pass(
 SEPARATE_USES = Pass(
     "separate-uses", "marks parameters on several stages (exact)", separate_uses, (*_PURE, model.boundaries_agree)
 )
-STAGE_PASSES = (  # each gets what the one before it made, and the task
+STAGE_PASSES = (  # each receives the result of the one before it, and the task
     Pass(
         "joint",
         "traces the backward after the forward",

@@ -25,7 +25,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Ran:
-    """A pass that was run: over the model (`stage` is None) or one stage, in how many `seconds`."""
+    """A pass that was run over the model (`stage` is None) or over one stage, and the `seconds` that it took."""
 
     name: str
     stage: int | None

@@ -17,8 +17,8 @@ from zbcompile.passes.torch_private import replaced
 
 @contextlib.contextmanager
 def quick_traces() -> Iterator[None]:
-    """Inside, torch's traces leave out what is never read: code of their graphs; `tensor_meta`, which repeats `val`;
-    copies of what a node is from; stack frames outside of the model; the stack of the place where a fake mode was made
+    """Inside, torch's traces leave out what nothing reads: the code of their graphs; `tensor_meta`, which repeats
+    `val`; copies of a node's origin; stack frames outside the model; the stack of the place that made a fake mode
     (2.11-2.13)."""
     shared = SimpleNamespace(copy=copy.copy, deepcopy=lambda sources: sources)
     with (
@@ -32,7 +32,8 @@ def quick_traces() -> Iterator[None]:
 
 
 def _stack() -> traceback.StackSummary:
-    """Where a trace is, from the first `forward` inwards; the lines of source are read when they are printed."""
+    """The stack of a trace, from the first `forward` inwards. Its lines of source are read only when they are
+    printed."""
     frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(sys._getframe(1))]
     inside = max((depth for depth, (_, _, name) in enumerate(frames, 1) if name == "forward"), default=0)
     kept = [traceback.FrameSummary(*frame, lookup_line=False) for frame in reversed(frames[:inside])]

@@ -1,11 +1,11 @@
 """Save or recompute: which values the forward keeps for the backward, as a minimum cut.
 
-Every value that the backward reads is either kept from the forward, at the cost of its bytes, or recomputed from values
-for which the same holds, at the cost of its time. For any weighing of bytes against time the best choice is a minimum
-cut (Chen et al. 2016 pose the problem, arXiv:1604.06174; torch's partitioner solves the case of bytes alone). A budget
-of bytes asks for the least time that fits, which is a knapsack. The cuts for all weighings are the corners of the
-convex hull of what is possible; `fit` starts from the best corner that fits and branches from there. `every_choice` in
-`tests/support/plain_versions.py` tries all choices, in ten lines.
+Every value that the backward reads is either kept from the forward, at the cost of its bytes, or recomputed, at the
+cost of its time, from values that are themselves kept or recomputed. For any weighing of bytes against time the best
+choice is a minimum cut (Chen et al. 2016 pose the problem, arXiv:1604.06174; torch's partitioner solves the case of
+bytes alone). A budget of bytes asks for the least time that fits, which is a knapsack. The cuts for all weighings are
+the corners of the convex hull of what is possible; `fit` starts from the best corner that fits and branches from there.
+`every_choice` in `tests/support/plain_versions.py` tries all choices, in ten lines.
 """
 
 from collections.abc import Callable, Mapping

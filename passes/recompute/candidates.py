@@ -22,7 +22,7 @@ ATTOSECONDS = 10**18
 
 @dataclass(frozen=True)
 class Forward:
-    """A joint graph seen from its backward.
+    """The parts of a joint graph that matter to its backward.
 
     `made` is what F computes; `ahead` are operations of the backward that no incoming gradient reaches (a detach of
     what F kept), which run once, at any time; `backward` is everything else that the gradients need.
@@ -42,13 +42,13 @@ class Forward:
 
     @cached_property
     def arriving(self) -> frozenset[Node]:
-        """Inputs that are gone after F unless they are kept: activations, and buffers that F changes."""
+        """Inputs that do not survive F unless they are kept: activations, and buffers that F changes."""
         mutated = {Slot("buffer", slot.name) for slot in self.joint.stage.outputs if slot.kind == "mutation"}
         return frozenset(node for slot, node in self.joint.inputs if slot.kind == "activation" or slot in mutated)
 
     @cached_property
     def wanted(self) -> frozenset[Node]:
-        """Values without an incoming gradient that the backward proper reads."""
+        """Values that the backward reads and that do not depend on an incoming gradient."""
         read = {argument for node in self.backward for argument in node.all_input_nodes}
         read |= {node for slot, node in self.joint.outputs if slot.kind in ("gradient", "input_gradient")}
         return frozenset(read & (self.made | self.ahead | self.arriving))

@@ -96,7 +96,7 @@ class _Rewriter:
         self.position = {node: i for i, node in enumerate(forward.joint.module.graph.nodes)}
 
     def run(self) -> tuple[Joint, list[Node]]:
-        """The rewritten joint graph, and the forward operations that it holds twice."""
+        """The rewritten joint graph, and the forward operations that appear in it twice."""
         joint = self.forward.joint
         stays = self.forward.made | self.forward.backward
         for node in joint.module.graph.nodes:

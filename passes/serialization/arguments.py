@@ -3,8 +3,8 @@
 Booleans, integers, floats, strings, None and lists stand for themselves. Everything else is an object with one key, its
 tag: `{"node": "linear_1"}`, `{"dtype": "float32"}`, `{"tuple": [...]}`.
 
-Compilers of graphs put the texts among them into the source that they generate, not all of them quoted with care
-(inductor, of torch 2.13: the message of an assertion, in C++). So a text has no character that could end one.
+Graph compilers copy strings into the source that they generate and do not always escape them (inductor, torch 2.13:
+the message of an assertion, in C++). So strings may not contain a character that could end a literal.
 """
 
 import math
@@ -60,7 +60,8 @@ def _tagged(value: Any) -> dict[str, Any]:
 def argument_from_data(data: Any, nodes: Mapping[str, Node], device: torch.device) -> Any:
     """The argument that `argument_to_data` wrote. `nodes` are the graph's nodes so far; `device` is this process's.
 
-    Raises CompileError for a tag, or a node, that does not exist, and for a text that could be more than a text.
+    Raises CompileError for a tag or node that does not exist, and for a string that could end a literal in generated
+    code.
     """
     if isinstance(data, str):
         return _plain_text(data)
@@ -111,7 +112,7 @@ def _float_from_data(text: Any) -> float:
 
 
 def _finite(part: Any) -> float:
-    """A part of a complex number. Generated code cannot hold others: it would read their text as names."""
+    """A part of a complex number, which must be finite: generated code would read "inf" and "nan" as names."""
     if not isinstance(part, int | float) or not math.isfinite(part):
         raise CompileError(f"{part!r} is no part of a complex number; expected a finite one.")
     return part

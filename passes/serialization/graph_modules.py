@@ -226,7 +226,7 @@ def _remember(node: Node, data: Data, values: ValueReader) -> None:
 
 
 def on_a_line(text: Any) -> str:
-    """A text that is printed, and appears in comments of generated code: without line breaks and control characters."""
+    """A string for messages and for comments in generated code: without line breaks and control characters."""
     if not isinstance(text, str):
         raise CompileError(f"{text!r} stands where a text is expected.")
     return "".join(each if each.isprintable() else " " for each in text)

@@ -1,4 +1,4 @@
-"""What is known of a graph's values - shapes, types, strides, and which of them share memory - as data, and back.
+"""The metadata of a graph's values - shapes, types, strides, and which of them share memory - as data, and back.
 
 The runtime needs this: a buffer can be reused once no later pass reads a view of it. Read back, values are fake
 tensors that alias as the originals did.
@@ -123,7 +123,7 @@ def require_true_values(module: GraphModule, mode: BoundedShapes) -> None:
 
 
 def _made(node: Node, found: dict[Node, Any]) -> Any:
-    """What an operation makes."""
+    """The result of an operation."""
     args, kwargs = map_arg((node.args, node.kwargs), found.__getitem__)
     try:
         if isinstance(node.target, HigherOrderOperator):
@@ -143,7 +143,7 @@ def _made(node: Node, found: dict[Node, Any]) -> Any:
 
 
 def _require_branches(node: Node, question: Any, one: Any, other: Any, operands: Any) -> None:
-    """Require of a `cond` that both branches, which have run by themselves, take the operands and make its results."""
+    """Require that both branches of a `cond` take its operands and return its results."""
     if not isinstance(question, torch.Tensor | bool) or not isinstance(operands, tuple | list):
         raise TypeError("it asks or gives something else than tensors")
     results = list(map(_form, tensors_of(node.meta.get("val"))))
@@ -163,8 +163,8 @@ _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantize
 
 
 def require_listed(operation: Any, args: Any, kwargs: Any, listed: int) -> None:
-    """Refuse to cut a tensor into more parts than are listed, before they are made, recurrent layers without
-    parameters of their own, and differences of a high order."""
+    """Refuse, before anything is computed: cutting a tensor into more parts than are listed, recurrent layers without
+    parameters, and differences of a high order."""
     tensor, given, dim = args[0] if args else None, [*args[1:], *kwargs.values()], kwargs.get("dim", 0)
     name = str(operation).partition(".")[2].partition(".")[0]
     if name in _RECURRENT:
@@ -186,8 +186,8 @@ def require_listed(operation: Any, args: Any, kwargs: Any, listed: int) -> None:
 
 
 def _require_inside(made: Any, given: list[Any]) -> None:
-    """Refuse a result that reaches out of the tensor that it is a view of, or out of its own memory: compiled code
-    does not look (as_strided on shapes does not, either)."""
+    """Refuse a result that reaches beyond the tensor that it views, or beyond its own memory. Neither compiled code nor
+    as_strided on shapes checks this."""
     for each in tensors_of(made):
         if each.layout is not torch.strided or not each.numel():
             continue
@@ -199,7 +199,7 @@ def _require_inside(made: Any, given: list[Any]) -> None:
 
 
 def _reach(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor in its storage, and the one behind its last."""
+    """The range of a tensor's bytes in its storage: the first, and the one after the last."""
     last = tensor.storage_offset() + sum(
         (size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
     )
@@ -214,7 +214,7 @@ def _item(values: Any, index: Any) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether an operation may make this: tensors and numbers, by themselves or as several results."""
+    """Whether an operation may return this: tensors and numbers, single or in a tuple."""
     if isinstance(value, tuple | list):
         return all(map(_is_plain, value))
     dense = isinstance(value, torch.Tensor) and value.layout is torch.strided

@@ -1,4 +1,4 @@
-"""How gradients flow through a stage: which value of the forward each gradient of a joint graph belongs to.
+"""The flow of gradients through a stage: which value of the forward each gradient of a joint graph belongs to.
 
 Every grad_fn that the forward makes gets a hook, which notes while the backward is traced what arrives and what leaves.
 A value of the forward is known by its grad_fn and the number of the result; the operations of Python code, those inside
@@ -61,7 +61,8 @@ class GradientFlow:
 
 @dataclass
 class FlowRecorder(TorchFunctionMode):
-    """Notes the flow of a stage that is being traced. `dimensions` has that of each process group, by its name."""
+    """Records the flow of gradients while a stage is traced. `dimensions` maps the name of each process group to its
+    dimension of the mesh."""
 
     dimensions: Mapping[str, str]
     numbers: dict[tuple[GradFn | int, int], int] = field(default_factory=dict)
@@ -81,7 +82,7 @@ class FlowRecorder(TorchFunctionMode):
         return result
 
     def note(self, value: Any) -> None:
-        """A value, if gradients flow to it, is made by the operation that it comes from in the graph being traced."""
+        """Record which operation of the traced graph made `value`, if gradients flow to it."""
         if isinstance(value, torch.Tensor) and value.requires_grad and torch.is_grad_enabled():
             found = traced_node(local_part(value))
             if found is not None:
@@ -100,7 +101,8 @@ class FlowRecorder(TorchFunctionMode):
         return self.number(leaf) if leaf is not None else self.numbers.setdefault(key, len(self.numbers))
 
     def watch(self, grad_fn: GradFn) -> None:
-        """Note what a grad_fn receives, before its code may write into that, and what it gives."""
+        """Record the gradients that a grad_fn receives, before its code may overwrite them, and those that it
+        returns."""
         received: list[tuple[int, Node]] = []
         grad_fn.register_prehook(lambda gets: received.extend((i, node) for i, node, _ in _nodes(gets)))
         grad_fn.register_hook(lambda gives, gets: self._note_step(grad_fn, gives, received))
@@ -120,7 +122,7 @@ class FlowRecorder(TorchFunctionMode):
         return frozenset(self.dimensions[name] for name in names if name in self.dimensions)
 
     def of(self, module: GraphModule, inputs: Any, outputs: Any) -> GradientFlow:
-        """What was noted, with the roles of the traced graph."""
+        """The recorded flow, with the roles of the traced graph."""
         return GradientFlow(
             module, inputs, outputs, tuple(self.steps), dict(self.made), tuple(self.leaves), tuple(self.roots)
         )

@@ -1,4 +1,4 @@
-"""What waits between the passes of a stage, in bytes."""
+"""The bytes that wait between the passes of a stage."""
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
@@ -31,13 +31,13 @@ class Crossing:
 
 
 def resident_storages(joint: Joint) -> set[int]:
-    """Storages that exist whatever the passes keep; not buffers that F changes, since F keeps a copy of what it saw."""
+    """Storages that live longer than a step. Not buffers that F changes: F keeps a copy of the value that it read."""
     changed = {slot.name for slot in joint.stage.outputs if slot.kind == "mutation"}
     return storages_behind(node for slot, node in joint.inputs if is_resident(slot, changed))
 
 
 def is_resident(slot: Slot, changed: Set[str]) -> bool:
-    """Whether an input exists whatever the passes keep; `changed` are the buffers that F changes."""
+    """Whether an input lives longer than a step; `changed` are the buffers that F changes."""
     if slot.kind == "buffer":
         return slot.name not in changed
     return slot.kind in RESIDENT or slot == LOSS

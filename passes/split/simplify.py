@@ -84,7 +84,7 @@ def _hashable(arguments: Any) -> Any:
 
 
 def keep_masks_as_booleans(joint: Joint) -> dict[Node, Node]:
-    """Rewrite the graph of `joint`; returns what stands for each mask now."""
+    """Rewrite the graph of `joint`; return the replacement of each mask."""
     graph = joint.module.graph
     backward = reached_by_gradients(joint)
     cast: dict[Node, Node] = {}
@@ -99,7 +99,7 @@ def keep_masks_as_booleans(joint: Joint) -> dict[Node, Node]:
 
 
 def _memory(mask: Node) -> list[Node]:
-    """What a mask is drawn into, as far as nothing else reads it: views, and what they are views of."""
+    """The memory that a mask is drawn into - views and their base - if nothing else reads it."""
     chain = [mask]
     while isinstance(source := chain[-1].args[0], Node) and len(source.users) == 1:
         chain.append(source)
@@ -109,7 +109,7 @@ def _memory(mask: Node) -> list[Node]:
 
 
 def _made_of(mask: Node, graph: Graph) -> set[Node]:
-    """`mask` and what cheap operations make of it and numbers alone."""
+    """`mask`, and the results of cheap operations that read only it and numbers."""
     made = {mask}
     for node in graph.nodes:
         if (is_cheap(node) or is_view(node)) and node.all_input_nodes and made.issuperset(node.all_input_nodes):
@@ -131,7 +131,7 @@ def _draw_as_booleans(graph: Graph, mask: Node, memory: list[Node]) -> Node:
 
 
 def _copy(graph: Graph, node: Node, again: Mapping[Node, Node]) -> Node:
-    """A copy of `node`, with memory of its own in its noted value: both may be alive at once."""
+    """A copy of `node` whose value has memory of its own: both may be alive at once."""
     copy = graph.node_copy(node, again.__getitem__)
     args, kwargs = map_arg((copy.args, copy.kwargs), lambda read: read.meta["val"])
     with torch.no_grad():

@@ -26,7 +26,7 @@ class Piece:
 
     @property
     def empty(self) -> bool:
-        """Whether it computes nothing: no gradient leaves it and nothing is accumulated."""
+        """Whether the piece computes nothing: no gradient leaves it and nothing is accumulated."""
         return not any(node.op == "call_function" for node in self.module.graph.nodes)
 
 

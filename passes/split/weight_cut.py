@@ -1,4 +1,4 @@
-"""What W computes, by an exact minimum cut over bytes.
+"""Decides what W computes, by an exact minimum cut over bytes.
 
 The dependency closure gives W everything that no input gradient needs. That keeps more than it must if a cheap
 operation of W reads large values that nothing else in W reads: the gradient of a hand-written norm's weight sums

@@ -1,1 +1,1 @@
-"""What is done with the graphs of a stage: accumulation, overlap, deduplication, printing."""
+"""Passes over the graphs of a stage: accumulation, overlap, deduplication, printing."""

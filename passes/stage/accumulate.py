@@ -1,6 +1,6 @@
-"""Accumulation: what W (or BW) does with the gradients that it computes.
+"""Accumulation: W (or BW) adds its gradients into persistent buffers.
 
-By default each gradient is added in place into a persistent buffer, by the operation that computes it if that can add:
+By default the operation that computes a gradient adds it into its buffer, if that operation can add:
 a matrix product adds into the buffer itself (addmm_, baddbmm_), an embedding adds its rows (index_add_) instead of
 making a whole table, the terms of a sum are added one by one, rows that are made piece by piece each where they belong.
 Between such an operation and the parameter may stand views; the buffer is then viewed the other way round. A buffer of

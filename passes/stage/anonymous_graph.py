@@ -1,5 +1,5 @@
-"""A graph as a code generator sees it: without names, its tensors among its inputs, and with a text that is equal for
-graphs that do the same work.
+"""A graph as a code generator sees it: without names, with its tensors among its inputs, and with a text that is equal
+for graphs that do the same work.
 
 Pieces of stages that differ only in names have equal texts, on every rank and in every run, so one compilation serves
 them all.
@@ -74,7 +74,7 @@ class _Held:
 
 
 def _fresh(values: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Fake tensors of the same form, all of one mode: a code generator refuses a mixture."""
+    """Fake tensors with the same metadata, all of one mode: a code generator refuses a mixture."""
     with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
         return tuple(like(value) for value in values)
 
@@ -91,7 +91,7 @@ def _described(node: Node, numbers: Mapping[Node, NodeNumber], module: GraphModu
 
 
 def _held_text(value: Any) -> str:
-    """A text of an attribute by its content: the same branch has another name in another stage."""
+    """The text of an attribute, from its content: the same branch has different names in different stages."""
     if isinstance(value, GraphModule):
         return f"({text_of(value)})"
     return f"{value.dtype} {tuple(value.shape)} {hashlib.sha256(content_of(value)).hexdigest()}"
