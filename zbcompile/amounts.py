@@ -1,4 +1,4 @@
-"""How times, shares, sizes and counts are written, wherever they are."""
+"""Formats times, shares, sizes and counts for every report and message."""
 
 import math
 from collections.abc import Callable
@@ -6,7 +6,7 @@ from decimal import Decimal
 
 
 def plain(value: float, digits: int = 6) -> str:
-    """A number or fraction of any unit, rounded to that many digits and without an exponent.
+    """A number or fraction, rounded to `digits` digits and without an exponent.
 
     >>> plain(33), plain(1.578e6), plain(7.38265, 4), plain(2e-5)
     ('33', '1578000', '7.383', '0.00002')

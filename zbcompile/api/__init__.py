@@ -1,1 +1,1 @@
-"""What a user holds: `zbcompile.pipeline` and the Pipeline that it returns."""
+"""The user's interface: `zbcompile.pipeline` and the Pipeline that it returns."""

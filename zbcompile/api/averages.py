@@ -1,4 +1,4 @@
-"""Exponential moving averages of what a pipeline trains: each rank averages its own share."""
+"""Exponential moving averages of a pipeline's parameters; each rank averages its own share."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -68,21 +68,21 @@ class Averages:
                 self._swap()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """This process's averages, by the names of parameters; of a DTensor its part. Before the first update they are
-        the parameters. For checkpoints, which read and fill them in place."""
+        """This process's averages, by the names of parameters; for a DTensor its local part. Equal to the parameters
+        before the first update. Checkpoints read and fill them in place."""
         self._require_apart("a checkpoint")
         if not self._own:
             self.begin_again(0)
         return self._own
 
     def begin_again(self, updates: int) -> None:
-        """Begin with the present parameters, as after that many updates."""
+        """Restart from the present parameters, as if after `updates` updates."""
         self._require_apart("a checkpoint")
         self._own = {name: parameter.clone() for name, parameter in self._parameters().items()}
         self.updates = updates
 
     def _parameters(self) -> dict[str, torch.Tensor]:
-        """This process's parameters, with the values of the last update; of a DTensor its part."""
+        """This process's parameters, with the values of the last update; for a DTensor its local part."""
         return {name: local_of(parameter).detach() for name, parameter in self.pipe.named_parameters()}
 
     def _swap(self) -> None:
@@ -107,11 +107,11 @@ class _NoSteps:
         raise self.ranks.refusal("a step inside of ema.applied() would train the averages. Leave it first.")
 
     def done(self, index: int, step: Microbatches, record: StepRecord | None) -> None:
-        """Never: there is no step."""
+        """Does nothing: no step gets this far."""
 
 
 def ema(pipe: Pipeline, decay: float = 0.999) -> Averages:
-    """Averages of what `pipe` trains: after each step of the optimizer `update()` replaces the average a by
+    """Averages of the parameters of `pipe`: after each step of the optimizer `update()` replaces the average a by
     a + (1 - decay) * (p - a), elementwise in the dtype of the parameter p; the first update copies p.
 
     These are the bits of `torch.optim.swa_utils.AveragedModel` with `get_ema_multi_avg_fn(decay)` on the unsplit model.

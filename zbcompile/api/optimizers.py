@@ -1,4 +1,4 @@
-"""The optimizers of a pipeline, from before it is compiled to the end of each of its steps."""
+"""The optimizers of a pipeline: made before or after it is compiled, and called around each of its steps."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from zbcompile.runtime.slices import Slices
 
 @dataclass
 class Optimizers:
-    """Those that `pipe.optimizer` has made."""
+    """The optimizers that `pipe.optimizer` has made."""
 
     model: nn.Module
     ranks: Ranks
@@ -39,7 +39,7 @@ class Optimizers:
         return found
 
     def bind(self) -> None:
-        """Tell those that do not know it what the pipeline trains, now that it is compiled."""
+        """Give new optimizers the pipeline's parameters, once it is compiled."""
         for each in [each for each in self.made if not each.bound]:
             self._bind(each)
 
@@ -67,12 +67,12 @@ class Optimizers:
 
     @property
     def slices(self) -> list[Slices]:
-        """What each of them updates."""
+        """The slices that each optimizer updates."""
         return [each.slices for each in self.made if each.bound]
 
     @property
     def divided(self) -> list[Slices]:
-        """What is divided among replicas."""
+        """The slices that are divided among replicas."""
         return [each for each in self.slices if each.divided]
 
     @property
@@ -95,7 +95,7 @@ class Optimizers:
 
     @property
     def actions(self) -> Mapping[str, Sequence[Callable[[int], None]]]:
-        """What is to be done for a stage in the next step, by kind of action: correct its last update, wait for its
+        """The functions that the next step calls for a stage, by kind of action: correct its last update, wait for its
         parameters, update them (not inside `no_sync`)."""
         early = [each for each in self.made if each.wanted.updates_early and self.ranks.replicas.synchronise]
         return {

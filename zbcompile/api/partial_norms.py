@@ -1,4 +1,5 @@
-"""Parameters whose gradients in this process are a part of all, so that torch's clipping by their norm is refused."""
+"""Parameters of which other processes have gradients, too. torch's clipping would use this process's norm alone, so it
+is refused."""
 
 from collections.abc import Iterator, Sequence
 
@@ -16,7 +17,7 @@ _PARTIAL = "pipelines_with_a_part_of_its_norm"  # the attribute of such a parame
 
 
 class PartialNorms:
-    """Those of one pipeline. torch's function that clips looks at them, however they reached it: in a list, say."""
+    """Marks the parameters of one pipeline, so that torch's clipping recognises them however they were passed to it."""
 
     def __init__(self, compiled: Programs, parts: Parts) -> None:
         self._compiled, self._parts = compiled, parts
@@ -33,7 +34,7 @@ class PartialNorms:
             setattr(each, _PARTIAL, getattr(each, _PARTIAL, 0) + 1)
 
     def close(self) -> None:
-        """Let torch clip them again, but for those of another pipeline."""
+        """Remove the marks, except those of another pipeline."""
         for each in self._noted:
             setattr(each, _PARTIAL, getattr(each, _PARTIAL) - 1)
         self._noted = []

@@ -43,7 +43,7 @@ if TYPE_CHECKING:  # torch's pipelining takes a second to import
 
 
 class Closing(Protocol):
-    """What a pipeline closes when it is closed itself."""
+    """An object that is closed together with its pipeline."""
 
     def close(self) -> None: ...
 
@@ -109,7 +109,7 @@ class Pipeline:
 
     @property
     def options(self) -> Options:
-        """What was asked for."""
+        """The options that the pipeline was made with."""
         return self._options
 
     @property
@@ -135,7 +135,7 @@ class Pipeline:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process has the first rank of all: the one that speaks and writes for all."""
+        """Whether this process has the first rank of all, which prints and writes files."""
         return self._ranks.is_first
 
     @property
@@ -145,12 +145,12 @@ class Pipeline:
 
     @property
     def parts(self) -> Mapping[str, TensorPart]:
-        """What the plain tensors that the pipeline trains are parts of, by the first name of each DTensor."""
+        """The layout of each DTensor that the pipeline trains as a plain local tensor, by its first name."""
         return self._parts.parts
 
     @property
     def observation(self) -> Observation:
-        """What looks at the steps: records, monitors."""
+        """The observers of steps: records and monitors."""
         return self._observation
 
     @property
@@ -198,7 +198,7 @@ class Pipeline:
         return self
 
     def microbatches_of(self, *args: Any, target: Any = None, **kwargs: Any) -> int:
-        """Into how many microbatches `step` splits this batch. Raises PipelineError if it cannot."""
+        """The number of microbatches into which `step` splits this batch. Raises PipelineError if it cannot."""
         return len(self._runs.split(args, kwargs, target).each)
 
     def step(
@@ -450,7 +450,7 @@ class Pipeline:
         return self._optimizers.make(OptimizerRequest(kind, options, params, groups, zero, clip, early, *more))
 
     def from_replicas(self, value: Any) -> list[Any]:
-        """What the first rank of every replica passes as `value`, on every rank; every rank must call it."""
+        """The `value` of the first rank of every replica, on every rank; every rank must call it."""
         mesh = self._ranks.mesh
         own = {mesh.index(*BATCHES): value} if 0 in self._ranks.local and mesh.index("tp", "cp") == 0 else {}
         with self._watch.region("from_replicas"):

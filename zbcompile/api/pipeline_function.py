@@ -1,4 +1,4 @@
-"""The front door: `zbcompile.pipeline`, as a call and as a decorator."""
+"""`zbcompile.pipeline`, as a call and as a decorator."""
 
 import functools
 import inspect
@@ -70,7 +70,7 @@ def pipeline(model: Any = ..., **options: Any) -> Any:
 
 
 def build_pipeline(options: Options, module: Any) -> Pipeline:
-    """What `pipeline` does, with its options checked."""
+    """The pipeline for options that have been checked."""
     warn_of_untried(torch.__version__)
     if not isinstance(module, nn.Module):
         raise PipelineError(f"expected an nn.Module to pipeline, received {type(module).__name__}.")

@@ -1,5 +1,5 @@
-"""Steps in which more tokens chose the experts of one rank than an exchange has room for: they are done again with a
-larger capacity, in the state that everything had before."""
+"""Repeats steps in which more tokens chose the experts of one rank than an exchange has room for: with a larger
+capacity, and from the state before the step."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from zbcompile.runtime.slices import Slices
 
 
 def grow(exchanges: Sequence[ExpertExchange], ranks: Ranks) -> None:
-    """Double the capacity, of all of them alike, so that layers that are equal stay so."""
+    """Double the capacity of all exchanges, so that equal layers stay equal."""
     for each in exchanges:
         each.factor = min(2 * each.factor, float(each.ranks))
     if ranks.is_first:
@@ -69,7 +69,7 @@ class StateBefore:
         )
 
     def restore(self) -> None:
-        """Everything is as it was, in the same memory."""
+        """Restore the state, in the same memory."""
         with torch.no_grad():
             for tensor, gradient, value in self.gradients:
                 if gradient is not None and value is not None:

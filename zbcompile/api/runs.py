@@ -33,8 +33,8 @@ OUTPUTS = ("all", "last")
 
 @dataclass(frozen=True)
 class Runs:
-    """What steps and evaluations need: the engine and what it runs, who updates the parameters, who looks at it, the
-    exchanges between experts that the model has."""
+    """Runs steps and evaluations. Holds what they need: compiled programs, optimizers, observers, and the model's
+    exchanges between experts."""
 
     options: Options
     engine: Engine
@@ -166,8 +166,8 @@ class Runs:
         labels: Any,
         microbatches: int | Sequence[tuple[Any, ...]] | None,
     ) -> Any:
-        """What is computed of a batch, in the state before step number `step`; of microbatches that are split already,
-        a list with that of each."""
+        """The results of evaluating a batch in the state before step number `step`; for microbatches that are split
+        already, a list with one result for each."""
         with self.engine.ranks.watch.region("eval" if computes == "eval" else "log_probs"), torch.inference_mode(False):
             if mode not in MODES or outputs not in OUTPUTS:
                 raise PipelineError(f"mode={mode!r}, outputs={outputs!r}; expected one of {MODES}, and of {OUTPUTS}.")
@@ -204,7 +204,7 @@ class Runs:
 def _require_same_calls(
     ranks: Ranks, wanted: Computation, outputs: str, count: int | None, recorded: bool, batches: Sequence[Batch]
 ) -> None:
-    """Raise PipelineError, on every rank, if ranks ask for different things: they would wait for each other."""
+    """Raise PipelineError, on every rank, if ranks call different methods: they would wait for each other."""
     given = [batch.whole.tensors.items() for batch in batches]
     inputs = [", ".join(f"{path} {type_text(tensor)}" for path, tensor in each) for each in given]
     notes = {

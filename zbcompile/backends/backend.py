@@ -1,5 +1,5 @@
-"""Backends, which run the graphs of a program: FX code, inductor, or a user's function; and which passes this process
-runs.
+"""Backends, which run the graphs of a program (as FX code, by inductor, or by a user's function), and the choice of the
+passes that this process compiles.
 
 A backend takes pieces and gives calls: functions of one list, which they empty, so that each input can be freed at its
 last use. Graphs that do the same work are compiled once (see `zbcompile.passes.stage.anonymous_graph`), however many
@@ -63,8 +63,8 @@ class Backend:
     made: dict[str, Run] = field(default_factory=dict)
 
     def compile(self, pieces: Mapping[Key, Piece], first: int = 0) -> tuple[dict[Key, Run], Compilation]:
-        """A call for each piece (one that sets the generator, which compilers reorder, runs as FX code). `first`: see
-        `Compiler`."""
+        """A call for each piece. A piece that sets the random generator runs as FX code, since compilers reorder
+        operations. `first`: see `Compiler`."""
         if self.compiler is None:
             return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(self.name, len(pieces), 0)
         compiled = {place: piece for place, piece in pieces.items() if not (piece.empty or is_apart(piece))}
@@ -92,7 +92,7 @@ def _fx(piece: Piece) -> Run:
 
 
 def _with_constants(run: Run, constants: tuple[torch.Tensor, ...]) -> Run:
-    """The bare graph takes what the piece's graph refers to as its last inputs."""
+    """A call of the bare graph, whose last inputs are the tensors that the piece's graph refers to."""
     if not constants:
         return run
 
@@ -142,7 +142,7 @@ def _unpacking(function: Callable[..., Any]) -> Run:
 
 
 def _counted(run: Callable[[list[Any]], Any], results: int, name: str) -> Run:
-    """Refuse results of another form at the call that made them."""
+    """Refuse a call that returns anything but a list or tuple of `results` values."""
 
     def call(values: list[Any]) -> Sequence[torch.Tensor]:
         found = run(values)
@@ -197,7 +197,7 @@ class PassPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class CompiledPasses:
-    """What a backend made of this process's passes, and a report of it; `runs` is empty for the fx backend."""
+    """The compiled passes of this process and a report about them; `runs` is empty for the fx backend."""
 
     runs: Mapping[PassPlace, Run]
     compilation: Compilation

@@ -1,4 +1,4 @@
-"""A folder of compiled things that processes share: each is made once, by the first process that needs it, and then
+"""A folder of compiled graphs that processes share: each is made once, by the first process that needs it, and then
 only read.
 
 An entry is a folder that gets its final name once it is complete: it is made under another name and renamed. Its maker
@@ -84,7 +84,7 @@ class CompileCache:
             )
 
     def _ensure(self, key: str, make: Make) -> How | None:
-        """How an entry came into existence; None while another process makes it."""
+        """Whether the entry was compiled here or loaded; None while another process makes it."""
         if self.has(key):
             return "loaded"
         with self._lock(key) as mine:

@@ -19,7 +19,7 @@ from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.split.subgraphs import Piece
 
 STAYING = ("parameter", "buffer", "constant", "accumulator")
-WARM_UP = 3  # runs before a recording, which make what cannot be made in one: handles, work space, tuned kernels
+WARM_UP = 3  # runs before a recording, which make what a recording cannot make: handles, work space, tuned kernels
 PLACES = 8  # most recordings of one pass, one per set of gradient addresses
 
 
@@ -93,7 +93,7 @@ class Recorded:
         return Recording(graph, buffers, results)
 
     def _require_on_gpu(self, values: Iterable[torch.Tensor]) -> None:
-        """A recording would use the value that a tensor of the host has now for ever."""
+        """Refuse tensors of the host: replays would use their present value for ever."""
         for value in values:
             if not gpu.is_gpu(value.device):
                 raise PipelineError(

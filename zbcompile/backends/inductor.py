@@ -87,7 +87,7 @@ def _try_instructions(folder: Path) -> None:
 
 
 def _read_instructions(key: str, folder: Path) -> str:
-    with inductor_files_in(folder):  # what torch tries although it is told (AMX, bfloat16) was compiled there
+    with inductor_files_in(folder):  # also compiles what torch tries whatever it is told (AMX, bfloat16)
         return vector_instructions((folder / INSTRUCTIONS).read_text())
 
 

@@ -1,8 +1,8 @@
-"""A graph whose results have places: every operation writes into memory that a plan has for it.
+"""Runs a graph whose results have places: every operation writes into memory that a plan gives it.
 
-An operation with an `out=` form writes its place itself; what any other makes is copied there, and its own memory is
-free again at once. Both compute what the graph does alone: the same kernels, the same bits. Some `out=` forms use what
-they are given for more than their result, and would write over its neighbours: the first call finds them.
+An operation with an `out=` form writes into its place. The result of any other is copied there, and its own memory is
+freed at once. Either way the same kernels run, so the bits are the same. Some `out=` forms resize or replace the tensor
+that they are given, and would overwrite its neighbours; the first call finds them.
 """
 
 from collections.abc import Mapping, Sequence
@@ -44,19 +44,20 @@ class PlacedRun(Interpreter):
             made = n.target(*args, **kwargs)  # type: ignore[operator]
         if isinstance(made, torch.Tensor):
             return _moved(made, places[0])
-        left = iter(places)  # what is not asked of a backward is None
+        left = iter(places)  # a backward returns None for gradients that nobody needs
         return type(made)(_moved(each, next(left)) if isinstance(each, torch.Tensor) else each for each in made)
 
 
 def _form_of(node: Node, places: Sequence[torch.Tensor | None]) -> Any:
-    """The `out=` form of an operation all of whose results have places. A number is as quickly copied."""
+    """The `out=` form of an operation, if all of its results have places and none is a number, which is copied as
+    quickly."""
     value = node.meta["val"]
     whole = isinstance(value, torch.Tensor) or len(value) == len(places)
     return out_form(node.target) if whole and all(p is not None and p.ndim for p in places) else None
 
 
 def _is_untouched(tried: torch.Tensor, place: torch.Tensor | None) -> bool:
-    """Whether an operation that wrote `tried` in the place of `place` has left its shape and its storage alone."""
+    """Whether an operation that wrote into `tried` instead of `place` has kept its shape and its storage."""
     assert place is not None
     same = tried.shape == place.shape and tried.stride() == place.stride()
     return same and tried.untyped_storage().nbytes() == torch.empty_like(place).untyped_storage().nbytes()

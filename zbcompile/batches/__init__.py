@@ -1,1 +1,1 @@
-"""Batches: split into microbatches, padded to few lengths, their losses, the example of a target."""
+"""Batches: splitting into microbatches, padding to few lengths, losses, and the example of a target."""

@@ -44,13 +44,14 @@ class Batch:
         return all(length % count == 0 for length in self.lengths.values())
 
     def most_parts(self, count: int, even: bool) -> int:
-        """Into how many microbatches, at most `count`, it can be cut: equal ones, or the last one may be smaller."""
+        """The most microbatches, up to `count`, into which it can be cut. They are equal, but the last may be
+        smaller."""
         sizes = self.lengths.values()
         fits = self.divides_into if even else lambda n: all(-(-size // -(-size // n)) == n for size in sizes)
         return max(filter(fits, range(1, count + 1)))
 
     def rows(self, index: int, count: int) -> int:
-        """How many samples microbatch `index` of `count` has."""
+        """The number of samples in microbatch `index` of `count`."""
         width = -(-self.size // count)
         return min(width, self.size - index * width)
 
@@ -131,12 +132,12 @@ class Microbatches:
 
     @property
     def amount(self) -> tuple[int, str]:
-        """How much data they are: see `amount`."""
+        """The amount of data in them: see `amount`."""
         found = [amount(each.example[:2]) for each in self.each]
         return sum(count for count, _ in found), found[0][1]
 
     def shapes(self) -> tuple[str, ...]:
-        """What they look like, in few words."""
+        """Their shapes, for messages."""
         return tuple(each.summary() for each in self.distinct)
 
 

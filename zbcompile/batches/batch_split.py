@@ -1,4 +1,4 @@
-"""Which dimension of each input is cut into microbatches, if any."""
+"""Decides along which dimension, if any, each input is cut into microbatches."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import torch
 from zbcompile.errors import PipelineError
 
 Cut = int | None  # a dimension; None: every microbatch takes the whole leaf
-Split = Mapping[str, bool | int]  # what a user may say by path, as `zbcompile.pipeline(split=)`
+Split = Mapping[str, bool | int]  # the user's choice by path, as in `zbcompile.pipeline(split=)`
 
 
 def choose_cuts(
@@ -38,7 +38,7 @@ def choose_cuts(
 
 
 def _named(paths: Sequence[str], leaves: Sequence[Any], split: Split, partial: bool) -> dict[str, Cut]:
-    """What `split` says of each leaf that it names."""
+    """The dimension that `split` gives for each leaf that it names."""
     found: dict[str, Cut] = {}
     for name, value in split.items():
         own, inner = (name, f"kwargs['{name}']"), (f"{name}[", f"{name}.")

@@ -1,4 +1,4 @@
-"""The form in which a command line gets a model: a function that builds it, with one microbatch."""
+"""The example that a TARGET function returns: a model with one microbatch."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field

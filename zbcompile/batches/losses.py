@@ -1,4 +1,4 @@
-"""The losses of a step, which may still be on their way to a rank that has gone on."""
+"""The losses of a step, which may still be in flight when `pipe.step` returns."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 
 
 class PendingLoss(torch.Tensor):
-    """A tensor whose value is there once something reads it; only `detach` returns it as it is."""
+    """A tensor that waits for its value when something reads it; only `detach` does not wait."""
 
     _read: Callable[[], torch.Tensor]
     _value: torch.Tensor | None

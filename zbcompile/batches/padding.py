@@ -1,4 +1,4 @@
-"""Batches of many lengths, padded to few: every length that a step meets compiles a program."""
+"""Pads batches of many lengths to a few, since every new length compiles a program."""
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
@@ -69,7 +69,7 @@ def _named(batch: Any) -> dict[str, Any]:
 
 
 def _require_fit(name: str, tensor: Any, value: float | bool, dim: int) -> None:
-    """Refuse what cannot be padded along `dim`, or not with this value."""
+    """Refuse a tensor that cannot be padded along `dim`, or whose dtype does not have this value."""
     if not isinstance(tensor, torch.Tensor):
         raise PipelineError(f"buckets: {name} is a {type(tensor).__name__}; expected a tensor.")
     if not -tensor.ndim <= dim < tensor.ndim:

@@ -1,1 +1,1 @@
-"""The common parts of the command lines, and training from the command line."""
+"""Command lines: their common parts, and one module for each command."""

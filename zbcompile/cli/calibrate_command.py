@@ -66,7 +66,7 @@ def _median(pairs: Sequence[MeasuredLink]) -> Connection | None:
 
 
 def to_toml(hardware: Hardware) -> str:
-    """What `Hardware.read` reads."""
+    """The text of a file for `Hardware.read`."""
     data = hardware.to_dict()
     tables = {name: value for name, value in data.items() if isinstance(value, dict)}
     lines = [_entry(name, value) for name, value in data.items() if name not in tables]

@@ -1,6 +1,6 @@
-"""What all command lines share: the options of `zbcompile.pipeline` as flags, and how they end: with 0, or with 2 and
-one line on standard error. A new option of a pipeline is a field (docs/architecture.md), a flag of one command is in
-its `add_arguments`."""
+"""The common parts of command lines: the options of `zbcompile.pipeline` as flags, and the exit: 0, or 2 with one line
+on standard error. A new option of a pipeline is a field (docs/architecture.md), a flag of one command is in its
+`add_arguments`."""
 
 import argparse
 import os
@@ -28,10 +28,10 @@ _EXPECTED = (PipelineError, CompileError, ScheduleError, OSError)
 
 @dataclass(frozen=True)
 class Command:
-    """One command: what `--help` says of it, its own arguments besides those that all have, and what it runs.
+    """One command: its text in `--help`, its own arguments besides the common ones, and the function that it runs.
 
-    `run` gets what argparse read, and says what it is doing. It prints its result, and raises an error, of which one
-    line goes to standard error.
+    `run` receives the parsed arguments and a function for progress messages. It prints its result, or raises an error,
+    which is written to standard error as one line.
     """
 
     name: str
@@ -113,7 +113,7 @@ def flag_of(name: str) -> str:
 
 
 def split_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What argparse read, with the options that were given under `given`."""
+    """The parsed arguments, with the pipeline's options gathered under `given`."""
     found = vars(arguments)
     given = {name: found.pop(name) for name in OPTIONS if name in found}
     return {**found, "given": given}

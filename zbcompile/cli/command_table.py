@@ -1,6 +1,7 @@
 """The commands: `python -m zbcompile NAME`, or `python -m zbcompile.NAME`.
 
-Knows of each where it is and one sentence, and imports it, with torch, when it is run: meanwhile it says so.
+The table has the module and one sentence for each command. A command's module, and with it torch, is imported only
+when the command runs, after a line that says so.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The subject of a command line: the arguments that `zbcompile.inspect` and `zbcompile.compile` share."""
+"""The arguments that `zbcompile.inspect` and `zbcompile.compile` share."""
 
 import argparse
 import contextlib
@@ -30,14 +30,14 @@ from zbcompile.progress import Say
 from zbcompile.schedules.ir.schedule import Schedule
 
 RANKS, CPU = 2, "cpu"
-FAKE = "h100-sxm"  # what a model that is not there is predicted for, unless --hardware says
+FAKE = "h100-sxm"  # the device for predictions of fake models, unless --hardware names another
 FLAGS = ("schedule", "ranks", "microbatches", "chunks", "search_seconds", *options_of(Choices), "loss_reduction")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The arguments that say what is compiled; `--help` explains them. `given` are the options among them, `fake`
-    builds the model without memory, on `device`, `debug` does not silence torch."""
+    """The arguments that describe the program; `--help` explains them. `given` are the options among them. `fake`
+    builds the model without memory, on `device`; `debug` does not silence torch."""
 
     target: str
     given: Mapping[str, Any]
@@ -112,7 +112,7 @@ def compiled(example: Example, schedule: Schedule, plan: Plan, say: Say, observe
 
 
 def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
-    """The schedule that was asked for, or the one called `wanted`, for the ranks and microbatches that were."""
+    """The requested schedule, or the one called `wanted`, for the requested ranks and microbatches."""
     options = plan.options if wanted is None else replace(plan.options, schedule=wanted)
     own = RANKS if isinstance(options.schedule, str) else options.schedule.ranks
     return choose_schedule(options, options.ranks or own)
@@ -138,5 +138,6 @@ class ExamplePlanner:
         return self.choice.order, layout.within(asked.choices), layout.edges
 
     def finish(self, program: Program) -> Program:
-        """With the order that is best for the FLOPs of the graphs: the device at hand may not be the one to run on."""
+        """The program with the order that is best for the FLOPs of its graphs: it may run on a different device from
+        this one."""
         return reordered(program, order_by_graphs(program, self.choice, self.options.search_seconds)[0])

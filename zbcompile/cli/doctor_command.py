@@ -32,7 +32,8 @@ SLOW = 4  # times slower than the usual connection: worth a line
 
 @dataclass(frozen=True)
 class MachineReport:
-    """One rank's machine. `written`: bytes a second onto the folder's disk; `sees`: the first rank's file is in it."""
+    """One rank's machine. `written`: bytes per second written to the folder's disk; `sees`: whether the folder has the
+    first rank's file."""
 
     host: str
     versions: str
@@ -97,7 +98,7 @@ def lines_of(reports: Sequence[MachineReport], pairs: Sequence[MeasuredLink]) ->
 
 
 def problems_of(reports: Sequence[MachineReport], pairs: Sequence[MeasuredLink], folder: Path | None) -> Iterator[str]:
-    """What would go wrong in a run, or be slow."""
+    """The problems that a run would meet, and what would make it slow."""
     first = reports[0]
     for rank, each in enumerate(reports):
         if each.versions != first.versions:

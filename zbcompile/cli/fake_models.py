@@ -1,4 +1,4 @@
-"""Models of fake tensors: shapes without memory, also on an accelerator that is not there."""
+"""Models of fake tensors: shapes without memory, also for an accelerator that this machine does not have."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext

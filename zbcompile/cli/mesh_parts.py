@@ -1,4 +1,4 @@
-"""One rank's part of a model over a mesh whose other ranks are not there."""
+"""One rank's part of a model on a mesh whose other ranks do not run."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +20,7 @@ Labels = dict[str, str]  # the dimension of each process group, by its name
 
 
 def why_whole(plan: Plan, model: nn.Module) -> str:
-    """Why ranks cannot share the matrices of a model; empty if they can."""
+    """The reason why ranks cannot share the matrices of a model; empty if they can."""
     if dist.is_initialized():
         return "this process has a process group already; run the command by itself"
     if plan.options.balance == "measured":

@@ -63,7 +63,7 @@ def _job(chosen: dict[str, Any]) -> Job:
 
 
 def _problems(job: Job) -> Iterator[str]:
-    """What does not go together, or is no number for its flag."""
+    """The arguments that contradict each other, and numbers out of range."""
     if job.is_target and "microbatches" not in job.compiling:
         yield "a TARGET needs --microbatches N, so that it trains alike on any number of ranks"
     if job.compiling and not job.is_target:

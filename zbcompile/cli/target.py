@@ -28,8 +28,8 @@ def load_example(target: str, mesh: Any = None) -> Example:
 
 
 def example_from(maker: Any, target: str, mesh: Any = None) -> Example:
-    """What the function called `target` returns. If a mesh is given, the model is on that: the function takes `mesh`,
-    or else the model brings a plan along. Raises PipelineError."""
+    """The example that the function called `target` returns. If a mesh is given, the model is on that: the function
+    takes `mesh`, or else the model brings a plan along. Raises PipelineError."""
     if mesh is not None and takes_mesh(maker):
         return _as_example(_call(maker, target, {"mesh": mesh}), target)
     example = _as_example(_call(maker, target, {}), target)

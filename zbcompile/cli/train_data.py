@@ -19,8 +19,8 @@ EXPECTED = (
 
 @dataclass(frozen=True)
 class Start:
-    """Where a run begins: the first step, the seed, which replica of how many this is; `state` is what the source's
-    `state_dict` said when the checkpoint was written, None if it has none."""
+    """The start of a run: the first step, the seed, the number of this replica and of all. `state` is the data source's
+    `state_dict` from the checkpoint, None if it has none."""
 
     step: int
     seed: int
@@ -81,7 +81,7 @@ def _is_function(source: Any) -> bool:
 
 
 def _keywords(function: Callable[..., Any], start: Start) -> dict[str, Any]:
-    """Those of the known values that the function has parameters for."""
+    """The known values for which the function has parameters."""
     known = {"start": start.step, "seed": start.seed, "replica": start.replica, "replicas": start.replicas}
     taken = inspect.signature(function).parameters
     return {name: value for name, value in known.items() if name in taken}

@@ -38,7 +38,7 @@ class StepProgress:
         self._amount, self._since, self._step = 0, time.perf_counter(), start
 
     def step(self, step: int, loss: torch.Tensor, amount: tuple[int, str]) -> None:
-        """`step` steps are done; the last one had this loss and amount of data."""
+        """Report that `step` steps are done, with the loss and the amount of data of the last one."""
         self._amount += amount[0]
         if not self.shown:
             return
@@ -51,7 +51,7 @@ class StepProgress:
             self._amount, self._since = 0, time.perf_counter()
 
     def say(self, text: object) -> None:
-        """Print a line that stays."""
+        """Print a line above the progress bar."""
         if self.shown:
             tqdm.write(str(text)) if self._bar is not None else print(text, flush=True)
 

@@ -24,7 +24,7 @@ from zbcompile.torch_private import pytree
 
 @dataclass(frozen=True)
 class Job:
-    """A run, as its command line says it; `python -m zbcompile.run --help` explains every field."""
+    """The arguments of a run; `python -m zbcompile.run --help` explains every field."""
 
     directory: Path
     data: str
@@ -59,7 +59,7 @@ class Job:
 
     @property
     def update(self) -> dict[str, Any]:
-        """What only `pipe.optimizer` does; empty if a torch optimizer will do."""
+        """The options that only `pipe.optimizer` has; empty if a plain torch optimizer is enough."""
         asked = {"zero": self.zero, "early": self.early, "validate": self.validate}
         return asked if asked != {"zero": 0, "early": False, "validate": "before"} else {}
 
@@ -87,7 +87,7 @@ def open_pipeline(job: Job) -> Pipeline:
 
 
 def _require_shared(job: Job, pipe: Pipeline) -> None:
-    """Raise PipelineError if ranks that are to share matrices would all compute the same."""
+    """Raise PipelineError if ranks that should share matrices would all compute the same values."""
     placements = (pipe.options.placements or {}).values()
     if job.tensor > 1 and not any("tp" in placement for placement in placements):
         raise PipelineError(

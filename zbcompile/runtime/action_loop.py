@@ -127,10 +127,9 @@ class RankRun:
         self._pass_on(to, self.runs[SHARD].run(to.action.op, to.action.microbatch, self._taken(to)))
 
     def _taken(self, to: Instruction) -> Tensors:
-        needs = to.needs
-        if len(needs) > 1:
-            return [value for message in needs for value in self.transport.take(message)]
-        return self.transport.take(needs[0]) if needs else []
+        if len(to.needs) == 1:
+            return self.transport.take(to.needs[0])
+        return [value for message in to.needs for value in self.transport.take(message)]
 
     def _pass_on(self, to: Instruction, values: Tensors) -> None:
         for message, local, part in to.makes:
