@@ -180,7 +180,7 @@ def compile_drawn(
         vocabulary=vocabulary,
         call=call_of(microbatch),
         groups=groups_of(canonical, programs),
-        returned=output_of("outputs", captured, canonical, stages) if captured.structure is not None else None,
+        output=output_of("outputs", captured, canonical, stages) if captured.structure is not None else None,
         writer=save_here,
     )
 

@@ -158,7 +158,7 @@ def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> Sa
     also = {path.name: _read_for(path, _manifest_of(path), ranks, *rest) for path in found}
     for name, each in also.items():
         same = (each.model.members, each.homes) == (program.model.members, program.homes)
-        if not same or not (_is_other_step(each, program) if name.startswith(ANSWERS) else each.output is not None):
+        if not same or not (_is_other_step(each, program) if name.startswith(ANSWERS) else not each.trains):
             raise PipelineError(f"{folder / name} does not belong to the program in {folder}. {AGAIN}.")
     return replace(program, also=also)
 
@@ -168,7 +168,7 @@ def _is_other_step(other: Program, program: Program) -> bool:
     values may go other ways."""
     asks = other.guards is not None and program.guards is not None and other.guards.given != program.guards.given
     schedule = replace(other.schedule, ways=program.schedule.ways)
-    return asks and other.output is None and (schedule, other.call) == (program.schedule, program.call)
+    return asks and other.trains and (schedule, other.call) == (program.schedule, program.call)
 
 
 def _read_for(

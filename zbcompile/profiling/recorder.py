@@ -8,12 +8,10 @@ from typing import Any
 from zbcompile.distributed.clocks import Clock
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import RecordedSpan, StepRecord
-from zbcompile.runtime.action_loop import RankRun
+from zbcompile.runtime.action_loop import Observer, RankRun
+from zbcompile.runtime.rank_plan import Instruction
 from zbcompile.schedules.ir.actions import SENDS, Action
-from zbcompile.schedules.ir.dependencies import target, travels_as
-from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.lowering.edges import Message
 
 
 @dataclass
@@ -28,7 +26,7 @@ class Seen:
 
 
 @dataclass
-class ActionTimes:
+class ActionTimes(Observer):
     """Observes the actions of the ranks in this process during one step."""
 
     program: Program
@@ -40,11 +38,12 @@ class ActionTimes:
     sent: dict[int, int] = field(default_factory=dict)
     opened: dict[int, list[list[Any]]] = field(default_factory=dict)  # when each half of what runs began
 
-    def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
-        self.sent[run.rank] = self.sent.get(run.rank, 0) + sum(self._bytes(action, run) for action in actions)
+    def __call__(self, of: Sequence[Instruction], run: RankRun, execute: Callable[[], None]) -> None:
+        sent = [run.outbox[each.carries] for each in of if each.action.op in SENDS and each.carries is not None]
+        self.sent[run.rank] = self.sent.get(run.rank, 0) + sum(tensor.nbytes for each in sent for tensor in each)
         self.opened.setdefault(run.rank, []).append([self.clock.mark()] * 2)
         execute()
-        self._note(actions[-1], run, 1)
+        self._note(of[-1].action, run, 1)
         self.opened[run.rank].pop()
 
     def ended(self, first: Action, run: RankRun) -> None:
@@ -57,13 +56,6 @@ class ActionTimes:
         self.marks.setdefault(run.rank, []).append((action, self.opened[run.rank][-1][half], self.clock.mark()))
         live = sum(stage.live_bytes() for stage in run.runs.values())
         self.held.setdefault(run.rank, []).append(live)
-
-    def _bytes(self, action: Action, run: RankRun) -> int:
-        there = target(action.op, action.stage, self.program.schedule.stages)
-        if action.op not in SENDS or there is None:
-            return 0
-        message = Message(travels_as(action.op), there, action.microbatch, KINDS[action.op].hops)
-        return sum(tensor.nbytes for tensor in run.outbox[message])
 
     def seen(self, ahead: float = 0.0) -> Seen:
         """Waits for the device. The times are on a clock that this process's clock is `ahead` of."""

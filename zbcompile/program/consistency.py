@@ -77,10 +77,8 @@ def require_consistent(program: Program, rank: int) -> None:
     them. Raises PipelineError for the first one that does not, and for an input of another shape or dtype."""
     for number in program.stages_of(rank):
         stage = program.stages[number]
-        _require(
-            stage.pieces.keys() == (LATER.keys() if program.output is None else {"F"}), f"stage {number}: its graphs"
-        )
-        _require_rules(_OF_A_STEP if program.output is None else WHOLE, stage)
+        _require(stage.pieces.keys() == (LATER.keys() if program.trains else {"F"}), f"stage {number}: its graphs")
+        _require_rules(_OF_A_STEP if program.trains else WHOLE, stage)
         given = _inputs(program) | _resident(program, number) | _arriving(program, stage)
         for piece in stage.pieces.values():
             given |= {slot: _form(node) for slot, node in _results(piece) if slot.kind == "saved"}

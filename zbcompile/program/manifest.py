@@ -86,7 +86,7 @@ def manifest_to_text(
         "stages": [outline_to_data(stage) for stage in program.stages],
         "vocabulary": vocabulary_to_data(program.vocabulary),
         "guards": guards_to_data(program.guards),
-        "output": output_to_data(program.output),
+        "output": output_to_data(None if program.trains else program.output),
         "plan": None if program.plan is None else program.plan.to_dict(),
         "rules": program.rules,
         "unproven": {dimension: sorted(names) for dimension, names in (program.unproven or {}).items()},

@@ -1,4 +1,4 @@
-"""What a forward-only program returns."""
+"""What a program returns of its forward."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass

@@ -22,7 +22,7 @@ from zbcompile.passes.python_state.premises import Premises
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.choice import Choice
-from zbcompile.program.output import Output
+from zbcompile.program.output import FORWARDS, Output
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, Way
 from zbcompile.version import __version__
@@ -33,7 +33,8 @@ OF_A_PLACE = ("graphs", "types")  # of a manifest: tensor-parallel ranks may hol
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled training step, or a forward alone: then `output` says what it returns, and its stages have only F.
+    """A compiled training step, or a forward alone, whose stages have only F. `output` says what of its forward is
+    returned, by a step besides the loss; None: nothing.
 
     `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
     `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
@@ -64,7 +65,6 @@ class Program:
     step: StepOptions = field(default_factory=StepOptions)
     groups: Mapping[str, str] = field(default_factory=dict, compare=False)
     output: Output | None = None
-    returned: Output | None = None
     premises: Premises = field(default_factory=Premises, repr=False, compare=False)
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: Choice | None = field(default=None, compare=False)
@@ -99,9 +99,14 @@ class Program:
         """The dimensions of the mesh along which the graphs exchange tensors."""
         return {each.dimension for stage in self.stages for each in collectives_of(stage)}
 
+    @cached_property
+    def trains(self) -> bool:
+        """Whether it is a step."""
+        return self.output is None or self.output.computes not in FORWARDS
+
     @property
     def returns(self) -> Output:
-        """What a forward alone returns."""
+        """What is returned by a program that returns something of forward."""
         assert self.output is not None
         return self.output
 

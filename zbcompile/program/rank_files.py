@@ -32,8 +32,7 @@ def rank_bytes(program: Program, rank: int) -> int:
     stages = [program.stages[stage] for stage in program.stages_of(rank)]
     names = {name for name, homes in program.homes.items() if {*homes} & {*program.stages_of(rank)}}
     held = [(member, TensorSpec(*member[2:5], "")) for member in program.model.members if member.first in names]
-    trains = program.output is None
-    resident = sum(spec.bytes * (1 + (trains and member.trainable)) for member, spec in held)
+    resident = sum(spec.bytes * (1 + (program.trains and member.trainable)) for member, spec in held)
     constants = sum(tensor.nbytes for tensor in program.model.constants.values())
     specs = [spec for stage in stages for each in (stage.receives, stage.gradients_in) for spec in each.values()]
     messages = program.schedule.microbatches * sum(spec.bytes for spec in specs)

@@ -76,7 +76,7 @@ class BoundPrograms:
     @property
     def trains(self) -> bool:
         """Whether a step has been compiled; before, `program` is an evaluation that placed the parameters, or None."""
-        return self.program is not None and self.program.output is None
+        return self.program is not None and self.program.trains
 
     @property
     def records_passes(self) -> bool:
@@ -287,7 +287,7 @@ class BoundPrograms:
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
         ranks, backend = self.ranks, self._backend
-        graphs = self._options.cuda_graphs is True and not self.debug_nan and program.output is None
+        graphs = self._options.cuda_graphs is True and not self.debug_nan and program.trains
 
         def compile_() -> CompiledPasses:
             return compile_passes(program, ranks.local, backend, graphs)

@@ -162,7 +162,7 @@ class ProgramCache:
         """The plan of a step, or of an evaluation, whose microbatches run `graphs`, and those of all replicas any of
         `everywhere`, in the `order` of a program for as many; a new one as `finish` makes it."""
         first = graphs[0].program
-        evaluates = first.output is not None
+        evaluates = not first.trains
         named = evaluates, tuple(map(NUMBER, graphs)), tuple(map(NUMBER, everywhere))
         found = self._plans.pop(named, None)
         self._plans[named] = found = found or finish(

@@ -85,10 +85,9 @@ class Programs(BoundPrograms):
         if saved is not None:
             self.hold(saved)
             for each in (saved, *saved.also.values()):
-                step, output = each.output is None, each.output
-                graphs = self.prepare_step(each) if step else self.prepare(each)
-                key: Any = each.call if output is None else output.computes
-                self.cache.add(key, each.guards, (), (graphs,), each.exchanges, evaluates=not step)
+                graphs = self.prepare_step(each) if each.trains else self.prepare(each)
+                key: Any = each.call if each.trains else each.returns.computes
+                self.cache.add(key, each.guards, (), (graphs,), each.exchanges, evaluates=not each.trains)
                 self.trained |= each.trained
 
     def __iter__(self) -> Iterator[BoundGraphs]:
@@ -184,9 +183,9 @@ class Programs(BoundPrograms):
             raise PipelineError(
                 f"a saved program returns its loss alone. Leave out {keyword(outputs)}, or pipeline the model itself."
             )
-        if self.saved is not None and self.saved.output is not None:
+        if self.saved is not None and not self.saved.trains:
             raise PipelineError(
-                f"the directory holds {self.saved.output.computes} alone, and no step to train with. Compile one "
+                f"the directory holds {self.saved.returns.computes} alone, and no step to train with. Compile one "
                 "without --only."
             )
         if outputs and (self._options.vocab in (1, 2) or self.shards is not None):

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
+from torch.profiler import record_function
 
 from zbcompile.distributed.transport import Transport
 from zbcompile.faults.fault_report import Position
@@ -16,16 +17,43 @@ from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.vocabulary_collectives import Collectives
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import COLLECTIVES, EXCHANGES, ONCE, RECEIVES, SENDS, Action
+from zbcompile.schedules.ir.schedule import TORCH_LETTERS, format_step
 from zbcompile.schedules.lowering.edges import Message
 
 
-class Observer(Protocol):
-    """Called in place of an action, or of the two of a pair; it calls `execute`. In the middle of a pair it is told
-    when the first has `ended` and when the second, after its wait, has begun."""
+class Observer:
+    """Called in place of an action, or of the two of a pair, with their instructions; it calls `execute`. In the middle
+    of a pair it is told when the first has `ended` and when the second, after its wait, has begun."""
 
-    def __call__(self, actions: Sequence[Action], run: "RankRun", execute: Callable[[], None]) -> None: ...
-    def ended(self, first: Action, run: "RankRun") -> None: ...
-    def began(self, second: Action, run: "RankRun") -> None: ...
+    def __call__(self, of: Sequence[Instruction], run: "RankRun", execute: Callable[[], None]) -> None:
+        execute()
+
+    def ended(self, first: Action, run: "RankRun") -> None:
+        pass
+
+    def began(self, second: Action, run: "RankRun") -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class ActionLabels(Observer):
+    """Names actions for torch.profiler as torch's pipeline runtime does (`PP:0F3`), around another observer."""
+
+    inner: Observer
+
+    def __call__(self, of: Sequence[Instruction], run: "RankRun", execute: Callable[[], None]) -> None:
+        with record_function("PP:" + "|".join(_torch_name(each.action) for each in of)):
+            self.inner(of, run, execute)
+
+    def ended(self, first: Action, run: "RankRun") -> None:
+        self.inner.ended(first, run)
+
+    def began(self, second: Action, run: "RankRun") -> None:
+        self.inner.began(second, run)
+
+
+def _torch_name(action: Action) -> str:
+    return format_step(action, "torch") if action.op in TORCH_LETTERS else str(action)
 
 
 class StepRecorder(Protocol):
@@ -86,7 +114,7 @@ class RankRun:
         if self.observe is None:
             handler(self, *step)
         else:
-            self.observe([instruction.action for instruction in step[:2]], self, partial(handler, self, *step))
+            self.observe(step[:2], self, partial(handler, self, *step))
 
     def _arrive(self, to: Instruction) -> None:
         """Wait for what an action needs."""

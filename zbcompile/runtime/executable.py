@@ -106,8 +106,7 @@ class Executable:
     @property
     def outputs(self) -> tuple[Output, ...]:
         """What each microbatch returns; empty if that is a loss alone."""
-        every = (each.program.output or each.program.returned for each in self.graphs)
-        return tuple(each for each in every if each is not None)
+        return tuple(each.program.output for each in self.graphs if each.program.output is not None)
 
     def ends_on(self, ranks: Sequence[int]) -> bool:
         """Whether the last stage is on one of these ranks."""
@@ -168,7 +167,7 @@ def _problem(programs: Sequence[Program], several: bool) -> str:
     for other in programs[1:]:
         if [stage.deferred for stage in other.stages] != [stage.deferred for stage in first.stages]:
             return "leave different sums over ranks to the end of the step"
-        if (other.returned is None) != (first.returned is None):
+        if (other.output is None) != (first.output is None):
             return "return different outputs"
         if other.loss_dtype != first.loss_dtype:
             return f"their losses are {first.loss_dtype} and {other.loss_dtype}"

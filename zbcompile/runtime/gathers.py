@@ -3,9 +3,9 @@ only while something reads it.
 
 A step gathers the parameters of a stage around each use: FETCH gives them memory and begins to send every slice from
 its owner, GATHER waits for them, FREE takes the memory back. Meanwhile a slice has no memory of its own, unless it is a
-master. Views of a parameter that a pass keeps for a later one
-stay right meanwhile: they share its storage, which is resized. Between steps `hold` gathers everything for whoever
-reads or writes parameters, until the next step or update takes the slices out again.
+master. Views of a parameter that a pass keeps for a later one stay right meanwhile: they share its storage, which is
+resized. Between steps `hold` gathers everything for whoever reads or writes parameters, until the next step or update
+takes the slices out again.
 """
 
 from collections.abc import Collection, Sequence

@@ -159,9 +159,8 @@ def plan_memory(
     """Places for all that the instructions of a rank make. `program_of` has the stage that an action runs, `shared`
     the parameters whose gradients wait for other stages."""
     values = _ValuePlaces(program_of, shared)
-    for first, *others in instructions:
-        for instruction in (first, *others[1:], *others[:1]):  # a pair's messages leave in its middle
-            values.follow(instruction)
+    for (instruction,) in instructions:  # halves of a pair do not run together at fixed places
+        values.follow(instruction)
     values.end()
     found = [Interval(*each) for each in values.spans]
     offsets = lay_out(found)

@@ -11,10 +11,9 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.graph.storage import tensors_of
-from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.runtime.executable import Executable
 from zbcompile.runtime.memory_plan import MemoryPlan, plan_memory
-from zbcompile.runtime.rank_plan import Instruction, plan_rank
+from zbcompile.runtime.rank_plan import Instruction, instructions_of, plan_rank
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.runtime.step_memory import StepMemory, refuse
 from zbcompile.schedules.ir.actions import Action
@@ -33,7 +32,7 @@ def require_recordable(executable: Executable, ranks: Ranks, loaded: bool) -> No
         "it draws random numbers (dropout), which a recording would draw again": any(s.random for s in program.stages),
         'the output layer is sharded (pass vocab="off")': program.vocabulary is not None,
         "replicas or other dimensions of a mesh train beside the pipeline": len(ranks.members) > ranks.count,
-        "it returns outputs beside its loss": program.returned is not None,
+        "it returns outputs beside its loss": program.output is not None,
     }
     refuse(reason for reason, holds in reasons.items() if holds)
 
@@ -44,27 +43,25 @@ def with_places(executable: Executable, device: torch.device, gradients: dict[st
     program, graphs = executable.program, executable.graphs
     apart = [{i: stage.with_runs({}) for i, stage in each.stages.items()} for each in graphs]
     sums = executable.first.sums
-    ordered = [plan_rank(program, plan.rank, apart, sums) for plan in executable.plans]
 
-    def program_of(action: Action) -> StageProgram:
-        return graphs[action.microbatch].stages[action.stage].program
+    def stage_of(action: Action) -> CompiledStage:
+        return apart[action.microbatch][action.stage]
 
-    plans = {each.rank: plan_memory(each.instructions, program_of, program.shared) for each in ordered}
+    ordered = {plan.rank: instructions_of(program, plan.rank, stage_of) for plan in executable.plans}
+    plans = {r: plan_memory(each, lambda a: stage_of(a).program, program.shared) for r, each in ordered.items()}
     blocks = {rank: torch.empty(plan.size, dtype=torch.uint8, device=device) for rank, plan in plans.items()}
-    for plan in ordered:
-        for action, made in plans[plan.rank].results.items():
-            stages = apart[action.microbatch]
-            stages[action.stage] = _with_run(stages[action.stage], action, made, blocks[plan.rank])
+    for rank, memory in plans.items():
+        for action, made in memory.results.items():
+            apart[action.microbatch][action.stage] = _with_run(stage_of(action), action, made, blocks[rank])
     buffers = ReceiveBuffers(device, placed=True)
     placed = tuple(replace(each, stages=own, buffers=buffers) for each, own in zip(graphs, apart, strict=True))
     found = []
-    for plan in ordered:
-        again = plan_rank(program, plan.rank, apart, sums)  # pairs of the placed runs
-        posts = _Posts(plans[plan.rank], blocks[plan.rank], buffers)
-        steps = tuple(tuple(map(posts.placed, step)) for step in again.instructions)
-        found.append(replace(again, instructions=steps))
-    memory = StepMemory(device, plans, blocks, gradients)
-    return replace(executable, graphs=placed, plans=tuple(found), memory=memory, ordered={})
+    for rank in plans:
+        plan, posts = plan_rank(program, rank, apart, sums), _Posts(plans[rank], blocks[rank], buffers)
+        steps = tuple(tuple(map(posts.placed, step)) for step in plan.instructions)
+        found.append(replace(plan, instructions=steps))
+    kept = StepMemory(device, plans, blocks, gradients)
+    return replace(executable, graphs=placed, plans=tuple(found), memory=kept, ordered={})
 
 
 def _with_run(

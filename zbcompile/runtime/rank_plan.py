@@ -1,7 +1,7 @@
 """One rank's program made ready to run: every action with its messages and the buffers it receives into."""
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +12,7 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import Receiver, assign_buffers, completed_sends
 from zbcompile.runtime.data_parallel import Sum, SumPlan, plan_sums
-from zbcompile.runtime.overlapped_pairs import make_pairs
+from zbcompile.runtime.overlapped_pairs import run_together
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, SENDS, Action, F, Pair, Step, flatten
 from zbcompile.schedules.ir.kinds import KINDS
@@ -45,21 +45,27 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The instructions of a rank; a pair is two, and the send of what its first makes. `merged` runs its pairs,
-    `stages` are those that it has, and `sums` says which of their gradients are summed over other ranks, and when."""
+    """The instructions of a rank; a pair that runs together is two, and the send of what its first makes. `merged` runs
+    these, `stages` are those that the rank has, and `sums` says which of their gradients are summed over other ranks,
+    and when."""
 
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]
-    merged: Mapping[tuple[Action, Action], Run]
+    merged: Mapping[Sequence[Action], Run]
     stages: tuple[int, ...]
     sums: SumPlan
 
-    def with_updates(self, order: Iterable[Step]) -> "RankPlan":
+    def with_updates(self, order: Sequence[Step]) -> "RankPlan":
         """The plan with the actions that a step has once where `order`, which has all others as well, has them."""
-        own = {step[0].action: step for step in self.instructions}
-        actions = [flatten((step,))[0] for step in order]
-        once = ONCE.union(EXCHANGES)
-        steps = [(Instruction(a),) if a.op in once else own[a] for a in actions if a.op in once or a in own]
+        own, placed = iter(self.instructions), set[Action]()
+        steps: list[tuple[Instruction, ...]] = []
+        for action in flatten(order):
+            if action.op in ONCE or action.op in EXCHANGES:
+                steps.append((Instruction(action),))
+                placed.add(action)
+            while action not in placed:
+                steps.append(next(own))
+                placed.update(each.action for each in steps[-1])
         return replace(self, instructions=tuple(steps))
 
     @property
@@ -82,15 +88,15 @@ def plan_rank(program: Program, rank: int, graphs: Sequence[Stages], sums: Mappi
     def stage_of(action: Action) -> CompiledStage:
         return graphs[action.microbatch][action.stage]
 
-    pairs = make_pairs(_steps(program, rank), stage_of)
-    instructions, sum_plan = instructions_of(program, rank, stage_of), plan_sums(program, rank, sums)
-    return RankPlan(rank, instructions, pairs, program.stages_of(rank), sum_plan)
+    merged = run_together(_steps(program, rank), stage_of)
+    instructions, sum_plan = instructions_of(program, rank, stage_of, merged), plan_sums(program, rank, sums)
+    return RankPlan(rank, instructions, merged, program.stages_of(rank), sum_plan)
 
 
 def instructions_of(
-    program: Program, rank: int, stage_of: Callable[[Action], Receiver]
+    program: Program, rank: int, stage_of: Callable[[Action], Receiver], merged: Container[Sequence[Action]] = ()
 ) -> tuple[tuple[Instruction, ...], ...]:
-    """The instructions of `rank`, as a `RankPlan` has them."""
+    """The instructions of `rank`, as a `RankPlan` has them; of its pairs those in `merged` run together."""
     edges = edges_of(program.lowered, rank)
     buffers = assign_buffers(program, rank, stage_of)
     completes = completed_sends(program, rank, buffers)
@@ -100,7 +106,7 @@ def instructions_of(
         parcels = _parcels(stage_of(action).program, makes, rank) if makes else ()
         return Instruction(action, needs, parcels, carries, peer, buffers.get(action, ()), completes.get(action, ()))
 
-    return tuple(tuple(map(instruction, step)) for step in _send_within_pairs(_steps(program, rank)))
+    return tuple(tuple(map(instruction, step)) for step in _send_within_pairs(_steps(program, rank), merged))
 
 
 def _parcels(stage: StageProgram, makes: Sequence[tuple[Message, int]], rank: int) -> tuple[MadeMessage, ...]:
@@ -120,12 +126,19 @@ def _steps(program: Program, rank: int) -> list[Sequence[Action]]:
     return [step if isinstance(step, Pair) else (step,) for step in program.lowered.programs[rank]]
 
 
-def _send_within_pairs(steps: Sequence[Sequence[Action]]) -> list[tuple[Action, ...]]:
-    """What the first of a pair made is sent in the middle of the pair: its SENDs become further parts of the pair."""
+def _send_within_pairs(
+    steps: Sequence[Sequence[Action]], merged: Container[Sequence[Action]]
+) -> Iterator[tuple[Action, ...]]:
+    """What the first of a pair made is sent in the middle of the pair: its SENDs become further parts of a pair in
+    `merged`, others are opened."""
     placed = [step[0] for step in steps if step[0].op in SENDS]
     sends: dict[tuple[str, int, int], list[Action]] = defaultdict(list)
     for send in placed:
         sends[KINDS[send.op].takes, *send[1:]].append(send)
     within = [sends.get((KINDS[step[0].op].event, *step[0][1:]), []) if len(step) == 2 else [] for step in steps]
     early = {send for each in within for send in each}
-    return [(*step, *own) for step, own in zip(steps, within, strict=True) if step[0] not in early]
+    for step, own in zip(steps, within, strict=True):
+        if step in merged:
+            yield (*step, *own)
+        elif step[0] not in early:
+            yield from ((action,) for action in (step[0], *own, *step[1:]))

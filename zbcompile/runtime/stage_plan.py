@@ -5,7 +5,8 @@ later pass reads, and stores what it keeps. Everything that can be decided befor
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import torch
 
@@ -54,14 +55,15 @@ class Call:
     loss: int | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CompiledStage:
     """A stage ready to run.
 
     `template` is a microbatch before its F: resident values are in their registers, the other registers are None.
     `inputs` are the registers of user inputs by path, `passing` those that hold values of one microbatch only.
     `generator_arrives` and `generator_leaves` say whether generator state travels with F, which `relay` continues;
-    `mergeable` that its calls run its graphs as they are, so that a pair can be one graph.
+    `mergeable` that its calls run its graphs as they are, so that a pair can be one graph. `pairs` are what runs a pass
+    of this stage together with one of another (`zbcompile.runtime.overlapped_pairs`), None if they run in turn.
     """
 
     program: StageProgram
@@ -76,6 +78,9 @@ class CompiledStage:
     generator_leaves: bool
     relay: Relay
     mergeable: bool
+    pairs: "WeakKeyDictionary[CompiledStage, dict[tuple[str, str], Run | None]]" = field(
+        init=False, repr=False, default_factory=WeakKeyDictionary
+    )
 
     @property
     def index(self) -> int:

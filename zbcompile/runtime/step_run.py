@@ -26,12 +26,11 @@ from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.errors import PipelineError
 from zbcompile.faults.watchdog import Alone, Watch
 from zbcompile.model.seeds import microbatch_seed, undisturbed
-from zbcompile.runtime.action_loop import Observer, RankRun
+from zbcompile.runtime.action_loop import ActionLabels, Observer, RankRun
 from zbcompile.runtime.data_parallel import Reduction, unobserved
 from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.executable import Executable, Made, StepInput, StepResult
 from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.labels import Labels
 from zbcompile.runtime.rank_plan import RankPlan
 from zbcompile.runtime.slice import LATE
 from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
@@ -70,7 +69,7 @@ class Engine:
         program, ranks, memory = executable.program, self.ranks, executable.memory
         for each in (each for each in given.slices if each.divided):
             each.begin(program)
-        if self.equal is not None and program.output is None:
+        if self.equal is not None and program.trains:
             self.equal.begin(program)
         reductions = {plan.rank: self._reduction(plan, executable, given, parameters) for plan in executable.plans}
         if memory is not None:
@@ -175,7 +174,7 @@ class StepRun:
 
     def __post_init__(self) -> None:
         self.program = self.executable.program
-        self.trains = self.program.output is None
+        self.trains = self.program.trains
         self.reduces = any(each.reduces for each in self.reductions.values())
 
     @property
@@ -190,7 +189,7 @@ class StepRun:
 
     def begin(self, plans: Sequence[RankPlan], transport: Transport, observer: Observer | None) -> None:
         """Make the runs of the ranks that have these plans."""
-        observe = Labels(observer) if profiler_is_on() else observer
+        observe = ActionLabels(observer or Observer()) if profiler_is_on() else observer
         vocabulary = self.executable.first.vocabulary
         collectives = None if vocabulary is None else vocabulary.collectives(transport)
         graphs, position = self.executable.graphs, self.ranks.watch.position

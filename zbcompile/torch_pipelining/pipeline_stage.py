@@ -61,7 +61,7 @@ def generated_stages(
             f"forward decides by the values of its inputs ({program.guards.lines[0]}), and torch's schedules would run "
             "one answer for all batches. Use pipe.step."
         )
-    early = [stage for stage, _ in program.returned.made.values()] if program.returned else []
+    early = [stage for stage, _ in program.output.made.values()] if program.output else []
     if any(stage < program.schedule.stages - 1 for stage in early):
         raise PipelineError(
             f"return_outputs=True, but stage {min(early)} makes a part of the output, and torch's schedules return "
@@ -150,9 +150,9 @@ class CompiledPipelineStage(PipelineStage):
     def _keep_output(self, run: StageRun, microbatch: int) -> None:
         """In the place that this microbatch's forward has just made: torch asks for the loss right behind it."""
         made = {name: parts.pop(microbatch) for name, parts in run.outputs.items()}
-        returned = self._program.returned
-        if returned is not None and self._keeps:
-            self.output_chunks[-1] = returned.rebuild(made)
+        output = self._program.output
+        if output is not None and self._keeps:
+            self.output_chunks[-1] = output.rebuild(made)
 
     def _accept(self, run: StageRun, microbatch: int, args: tuple[Any, ...], kwargs: Any, target: Any) -> None:
         """Inputs of a microbatch: torch looks at no shape of a stage that says what it takes."""

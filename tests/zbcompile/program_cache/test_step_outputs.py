@@ -97,7 +97,7 @@ def test_metrics_without_outputs(schedule: str) -> None:
     assert not metrics["accuracy"].requires_grad
     gradients = dict(model.named_parameters())
     assert all(torch.equal(p.grad, gradients[name].grad) for name, p in pipe.named_parameters())  # type: ignore[arg-type]
-    returned = pipe.program.returned
+    returned = pipe.program.output
     assert returned is not None
     assert sorted(spec.shape for _, spec in returned.made.values()) == [(), (), (2,)]  # no logits among them
 

@@ -19,9 +19,10 @@ from zbcompile.faults.fault_report import Position
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.program.program import Program
-from zbcompile.runtime.action_loop import RankRun
+from zbcompile.runtime.action_loop import Observer, RankRun
 from zbcompile.runtime.executable import BoundGraphs, plan_step
 from zbcompile.runtime.gradient_sums import Gradients
+from zbcompile.runtime.rank_plan import Instruction
 from zbcompile.runtime.stage_plan import prepare_stage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.step_run import interleave
@@ -60,7 +61,7 @@ def storages(values: Iterable[Tensor | None]) -> dict[int, int]:
 
 
 @dataclass
-class Auditor:
+class Auditor(Observer):
     """After every action, or pair of them in one graph, compares what lives with what the program says."""
 
     program: Program
@@ -72,7 +73,8 @@ class Auditor:
     checks: int = 0
     pairs: int = 0
 
-    def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
+    def __call__(self, of: Sequence[Instruction], run: RankRun, execute: Callable[[], None]) -> None:
+        actions = [each.action for each in of]
         self.depth += 1
         execute()
         self.depth -= 1
@@ -85,9 +87,6 @@ class Auditor:
     def ended(self, first: Action, run: RankRun) -> None:
         """The first half of a pair has ended."""
         self.pairs += 1
-
-    def began(self, second: Action, run: RankRun) -> None:
-        """The second half of a pair has begun."""
 
     def _check(self, actions: Sequence[Action]) -> None:
         for rank in self.ranks:

@@ -21,7 +21,7 @@ from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.program.program import Program
-from zbcompile.runtime.action_loop import RankRun
+from zbcompile.runtime.action_loop import Observer, RankRun
 from zbcompile.runtime.executable import Executable, StepInput
 from zbcompile.runtime.memory_plan import (
     ALIGNMENT,
@@ -33,7 +33,7 @@ from zbcompile.runtime.memory_plan import (
     plan_memory,
 )
 from zbcompile.runtime.placed_step import with_places
-from zbcompile.runtime.rank_plan import instructions_of
+from zbcompile.runtime.rank_plan import Instruction, instructions_of
 from zbcompile.schedules import Schedule, build
 from zbcompile.schedules.ir.actions import Action
 
@@ -83,7 +83,7 @@ class Written(TorchDispatchMode):
 
 
 @dataclass
-class Looking:
+class Looking(Observer):
     """Records a step: tells the log which action runs, and requires that what waits between actions has no memory of
     its own: it lies in the block, or in memory that stays."""
 
@@ -97,7 +97,8 @@ class Looking:
     def end(self) -> None:
         pass
 
-    def __call__(self, actions: Sequence[Action], run: RankRun, execute: Callable[[], None]) -> None:
+    def __call__(self, of: Sequence[Instruction], run: RankRun, execute: Callable[[], None]) -> None:
+        actions = [each.action for each in of]
         self.written.now = (run.rank, actions[0])
         execute()
         self.actions += 1
@@ -109,12 +110,6 @@ class Looking:
         for value in waiting:
             if value is not None and value.numel() and value.data_ptr() not in factors:
                 assert value.untyped_storage().data_ptr() in staying, (actions, value.shape)
-
-    def ended(self, first: Action, run: RankRun) -> None:
-        pass
-
-    def began(self, second: Action, run: RankRun) -> None:
-        pass
 
 
 Result = tuple[list[Tensor], dict[str, Tensor]]  # losses and gradients

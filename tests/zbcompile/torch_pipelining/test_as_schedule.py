@@ -150,7 +150,7 @@ def test_outputs_may_stay_away() -> None:
     for wanted, found in zip((True, False), losses, strict=True):
         pipe = pipeline_of(CASE)
         output = pipe.as_schedule().step(*batch.args, target=batch.target, losses=found, return_outputs=wanted)
-        assert (output is not None) == (pipe.program.returned is not None) == wanted
+        assert (output is not None) == (pipe.program.output is not None) == wanted
     assert [len(each) for each in losses] == [4, 4]
     torch.testing.assert_close(*losses, rtol=0, atol=0)
 
