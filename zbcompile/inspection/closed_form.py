@@ -11,7 +11,7 @@ from zbcompile.schedules.simulation.closed_forms import c
 
 @dataclass(frozen=True)
 class EqualStages:
-    """The bubble that `formula`, the closed form of `schedule`, gives for the same work in equal stages."""
+    """The bubble of the same work in equal stages, by `formula`, the closed form of `schedule`."""
 
     schedule: str
     formula: str
@@ -32,20 +32,20 @@ def with_equal_stages(timeline: Timeline) -> EqualStages | None:
         if bubble is None or length is None or not bubble.holds(schedule, costs):
             return None
         share = float(bubble.at(schedule, costs))
-    except ScheduleError:  # hops or pairs that differ, where closed forms assume equal ones; or a searched order
+    except ScheduleError:  # closed forms assume equal hops and pairs, and have no searched orders
         return None
     shown = length.value if costs.comm else length.value.subs(c, 0)
     return EqualStages(schedule.name, f"1 - {form.work}/({shown})", share)
 
 
 def _equal(costs: Costs) -> Costs:
-    names = ("forward", "backward", "weight")  # as fractions, because closed forms ask for ==
+    names = ("forward", "backward", "weight")  # as fractions: the conditions of closed forms compare with ==
     even: dict[str, Any] = {name: (mean(map(Fraction, getattr(costs, name))),) * costs.stages for name in names}
     return replace(costs, activation=(), residue=(), **even)
 
 
 def _is_of_its_name(schedule: Schedule) -> bool:
-    """Whether the orders are those that `build` makes for this name: a file may have the name of one."""
+    """Whether `build` makes these orders for this name: the schedule of a file may only share it."""
     try:
         chunks = schedule.placement.chunks
         return build(schedule.name, schedule.ranks, schedule.microbatches, chunks=chunks) == schedule

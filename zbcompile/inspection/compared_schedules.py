@@ -40,7 +40,7 @@ def compare(subject: Subject) -> tuple[Table, list[Prediction]]:
 
 
 def _common_microbatches(names: Sequence[str], request: Request) -> int:
-    """A count that the schedules admit: steps of equal work are compared."""
+    """A number of microbatches that all schedules admit, so that steps of equal work are compared."""
     ranks, counts = request.options.ranks or RANKS, [4 * (request.options.ranks or RANKS)]
     for name in names:
         with contextlib.suppress(ScheduleError):  # the error of this one is reported below the table
@@ -49,7 +49,7 @@ def _common_microbatches(names: Sequence[str], request: Request) -> int:
 
 
 class _Comparison:
-    """The programs and costs so far, by their placement: graphs are compiled and measured once."""
+    """The programs and costs by placement, so that each graph is compiled and measured once."""
 
     def __init__(self, example: Example) -> None:
         self._example = example

@@ -90,7 +90,7 @@ class Explanation:
         return to_text(self.tables()).rstrip("\n")
 
     def tables(self) -> list[Table]:
-        """What the printed form consists of; `zbcompile.tables` writes them as JSON or HTML, too."""
+        """The tables of the printed form; `zbcompile.tables` also writes them as JSON or HTML."""
         verdict = "can be compiled" if self.supported else f"cannot be compiled: {counted(self.problems, 'problem')}"
         subject = [Figure(name, getattr(self, name)) for name in ("inputs", "loss", "parameters")]
         shown = self.places if len(self.places) <= SHOWN else tuple(dict.fromkeys(self.nearest_places(SHOWN + 1)))
@@ -132,7 +132,7 @@ def explain(
 
 
 class _Examination:
-    """One look at a model; every step adds to `problems` and `notes`, and the next continues with what was found."""
+    """Examines a model step by step. Every step adds to `problems` and `notes`, and passes its findings to the next."""
 
     def __init__(
         self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, loss: LossFunction | None
@@ -178,7 +178,7 @@ class _Examination:
         return captured
 
     def _loss_or_stand_in(self, output: Any, target: Any) -> torch.Tensor:
-        """The loss that training would use; if there is none, a sum through which every output gets a gradient."""
+        """The loss of training, or if there is none, the sum of the outputs, through which each gets a gradient."""
         names = (name for name in names_of_output(output) if name != "loss")
         self.notes += [f"forward returns {name} as well, which training drops" for name in names]
         try:
@@ -280,7 +280,7 @@ def _parameters(model: nn.Module) -> Iterator[str]:
 
 
 def sum_of_floats(output: Any) -> torch.Tensor:
-    """The sum of everything in an output that a gradient could start from."""
+    """The sum of all tensors of an output through which gradients flow."""
     register_dataclasses(output)
     leaves = output if isinstance(output, torch.Tensor) else pytree.tree_leaves(_as_tree(output))
     floats = [
@@ -294,7 +294,7 @@ def sum_of_floats(output: Any) -> torch.Tensor:
 
 
 def _as_tree(output: Any) -> Any:
-    """An object that torch's pytrees do not know, as the mapping of its attributes."""
+    """The attributes of an object that torch's pytrees do not know."""
     known = isinstance(output, torch.Tensor | Mapping | list | tuple) or type(output) in pytree.SUPPORTED_NODES
     return output if known or not hasattr(output, "__dict__") else vars(output)
 
@@ -318,7 +318,7 @@ def modules_restored(model: nn.Module) -> Iterator[None]:
 
 
 def _undo(module: nn.Module) -> Callable[[], None]:
-    """A function that restores the attributes of `module`, and the entries of the tables and lists among them."""
+    """A function that restores the attributes of `module`, and the contents of dicts and lists among them."""
     attributes = dict(vars(module))
     tables = [(value, dict(value)) for value in attributes.values() if type(value) in (dict, OrderedDict)]
     lists = [(value, list(value)) for value in attributes.values() if type(value) is list]

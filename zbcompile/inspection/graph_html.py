@@ -1,5 +1,5 @@
-"""All graphs of a program as one HTML file: stages side by side, F, B and W coloured on the module tree, what crosses
-between them drawn with its bytes, and a search box. The page loads nothing from anywhere.
+"""All graphs of a program as one HTML file: stages side by side, F, B and W coloured on the module tree, the values
+that cross between them with their bytes, and a search box. The page is self-contained.
 """
 
 from collections.abc import Iterator, Mapping
@@ -77,7 +77,7 @@ class Operation:
 
 
 def operations_of(graph: Graph) -> Iterator[Operation]:
-    """Those of one pass of a stage, in their order."""
+    """The operations of one pass of a stage, in their order."""
     for node in (node for node in graph.nodes if node.op == "call_function"):
         origin = origin_of(node)
         effect = "in place" if is_in_place(node.target) else "view" if not is_getitem(node) and is_view(node) else ""
@@ -131,8 +131,8 @@ def _columns(program: Program) -> Iterator[str]:
 
 
 def _hop(left: StageProgram, right: StageProgram) -> str:
-    """What a stage sends on: activations to the right, also to stages further away (`value__to5`), and what it gets for
-    them, if the program trains: gradients to the left."""
+    """The values that cross between a stage and later ones: activations to the right, also to stages further away
+    (`value__to5`), and if the program trains their gradients, to the left."""
     there, back = (format_bytes(sum(spec.bytes for spec in each.values())) for each in (left.sends, left.gradients_in))
     travels = f"<b>&#8594;</b>{there}<br>activations"
     travels += f"<br><b>&#8592;</b>{back}<br>gradients" if "B" in left.pieces else ""
@@ -156,7 +156,7 @@ def _stage(program: Program, stage: StageProgram) -> str:
 
 
 def _passes(stage: StageProgram) -> str:
-    """F, B and W as boxes, what waits between them as arrows as thick as their bytes."""
+    """F, B and W as boxes, and between them arrows whose width shows the bytes that wait."""
     crossing = stage.crossing
     amounts = (crossing.forward_to_backward, crossing.backward_to_weight, crossing.forward_to_weight)
     thick = [1 + 7 * amount / (max(amounts) or 1) for amount in amounts]

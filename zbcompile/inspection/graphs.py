@@ -1,4 +1,4 @@
-"""`--graph`, `--graphs`, `--diff` and `--passes`: the graphs of a program, and what made them."""
+"""`--graph`, `--graphs`, `--diff` and `--passes`: the graphs of a program, and the passes that made them."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -54,7 +54,7 @@ def difference(inspected: Inspected, history: PassHistory, stage: int, first: st
 
 
 def merge_pairs(program: Program, manager: PassManager) -> None:
-    """The last pass, which a rank runs when it is prepared: each kind of pair in the schedule as one graph."""
+    """The last pass, which runs when a rank is prepared: it merges each kind of pair in the schedule into one graph."""
     pairs = [step for steps in program.lowered.programs for step in steps if isinstance(step, Pair)]
     for op, stage, other_op, other in dict.fromkeys((*first[:2], *second[:2]) for first, second in pairs):
         manager.run(OVERLAP, (program.stages[stage].pieces[op], program.stages[other].pieces[other_op]), stage=stage)
@@ -70,7 +70,7 @@ def graph_text(inspected: Inspected, stage: int, name: str) -> str:
 
 
 def graph_table(inspected: Inspected, stage: int, name: str) -> Table:
-    """One graph: for a terminal as Python, else its operations."""
+    """One graph: as Python for a terminal, as a table of its operations for files."""
     text = graph_text(inspected, stage, name)
     operations = operations_of(inspected.program.stages[stage].pieces[name].module.graph)
     rows = [[Figure(key, value) for key, value in asdict(operation).items()] for operation in operations]
@@ -78,7 +78,7 @@ def graph_table(inspected: Inspected, stage: int, name: str) -> Table:
 
 
 def write_graphs(inspected: Inspected, directory: Path) -> list[Path]:
-    """Every graph as a Python file, and all on one page; what was written."""
+    """Write every graph as a Python file, and all on one page; return a line that says so."""
     page = directory / "graphs.html"
     page.write_text(to_page(inspected.program, type(inspected.example.model).__name__), encoding="utf-8")
     paths = [page]
@@ -90,7 +90,7 @@ def write_graphs(inspected: Inspected, directory: Path) -> list[Path]:
 
 
 def pass_table(subject: Subject) -> Table:
-    """Every pass as a row, also one that had nothing to do; operations and seconds are sums over its runs."""
+    """Every pass as a row, even if it changed nothing; operations and seconds are sums over its runs."""
     assert subject.history is not None
     costs = subject.history.costs()
     rows = [

@@ -46,7 +46,7 @@ def idle_intervals(timeline: Timeline, rank: int, unit: str) -> Table:
 
 
 def exchanges(program: Program, timeline: Timeline, rank: int, unit: str) -> Table:
-    """What `rank` waits for inside of its passes: the exchanges that nothing hides."""
+    """The exchanges that `rank` waits for inside its passes, as nothing hides them."""
     costs, steps = timeline.costs, [tuple(flatten((step,))) for step in timeline.schedule.orders[rank]]
     counts = Counter(tuple(action[:2] for action in actions) for actions in steps)
     rows = []

@@ -59,7 +59,7 @@ docs/inspect.md explains every table and the fields of --json.
 
 
 def _run(chosen: argparse.Namespace, say: Say) -> None:
-    """Print the tables of everything that was asked for, or of the summary."""
+    """Print the requested tables, or the summary."""
     request = Request(**split_options(chosen), say=say)
     subject = Subject(request)
     asked = [part for name, part in PARTS.items() if getattr(request, name) not in (None, False)]
@@ -140,7 +140,7 @@ def _critical_path(subject: Subject) -> Iterator[Table]:
 
 
 def _timeline(subject: Subject) -> Iterator[Table]:
-    """Of a recorded step also its prediction; those of --compare are drawn there."""
+    """The timelines to draw: the step, for a recorded one also its prediction. Those of --compare are drawn there."""
     file, compared = subject.request.timeline, subject.comparison
     assert file is not None
     if subject.request.compare:
@@ -174,7 +174,7 @@ def _summary(subject: Subject) -> Iterator[Table]:
 
 
 def _tried(subject: Subject) -> OtherCompilations:
-    """The other graphs that the model could be compiled to. Equal times for all passes would say nothing about them."""
+    """Compile the model's other graphs and predict their steps. Not if all passes are taken to be equally long."""
     request, inspected, now = subject.request, subject.inspected, subject.prediction
     unsharded = _unsharded(subject)
     if request.quick or now.basis.unit != "s":
@@ -218,7 +218,7 @@ PARTS: dict[str, Part] = {
 
 
 class _Environment(argparse.Action):
-    """Like --help: it needs nothing else and ends the command."""
+    """An action like --help, which needs no other argument and ends the command."""
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
         for variable in VARIABLES:

@@ -1,4 +1,4 @@
-"""A recorded step next to its prediction: where the difference is, rank by rank, and what to try."""
+"""A recorded step compared with its prediction: where they differ, rank by rank, and what to try."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +92,7 @@ class StepComparison:
 
     @property
     def ranks(self) -> list[list[Figure]]:
-        """Of every rank the measured time of its step less the predicted one, in parts."""
+        """The difference between the measured and the predicted time of every rank's step, in parts."""
         peaks = self.record.peak_activation_bytes
         return [
             [
@@ -114,7 +114,8 @@ class StepComparison:
 
     @cached_property
     def _seconds(self) -> dict[tuple[str, int], tuple[float, float]]:
-        """Of every pass of every stage that was recorded: predicted, and the mean over the microbatches."""
+        """The seconds of every recorded pass of every stage: predicted, and measured as the mean over the
+        microbatches."""
         costs, measured = self.predicted.costs, mean_seconds(self.record.spans)
         return {(op, s): (float(costs.time(op, s)), t) for (op, s), t in measured.items() if op in PASSES}
 
@@ -133,7 +134,7 @@ class StepComparison:
         return rows
 
     def _what_it_says(self) -> Iterator[str]:
-        """The tables in words."""
+        """The conclusions from the tables, in words."""
         step, predicted = self.measured.finish, self.predicted.finish
         times = f"{step / predicted:.2f} times" if predicted else "longer than"
         yield f"The step took {times} the predicted time. {self._largest()}"
@@ -197,7 +198,7 @@ def _require_same_schedule(recorded: Schedule, here: Schedule) -> None:
 
 
 def _other_program(recorded: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    """What the record's program has that the predicted one has not: the figures then compare two different things."""
+    """The differences between the recorded program and the predicted one, which make the comparison doubtful."""
     differing = [key for key in here if key in recorded and recorded[key] != here[key]]
     told = [key for key in differing if key not in _SILENT]
     for key in told:
@@ -213,7 +214,7 @@ def _signed(seconds: float) -> str:
 
 
 def _pictures(predicted: Timeline, measured: Timeline) -> tuple[str, str]:
-    """Both steps, on one time axis unless one of them would be too small on it."""
+    """Pictures of both steps, on one time axis unless one of them would be too small there."""
     longest, shortest = (each(predicted.finish, measured.finish) for each in (max, min))
     if shortest * LARGEST_RATIO < longest:
         title = "Predicted and measured, each on its own time axis (dots are idle time)"

@@ -1,4 +1,4 @@
-"""The plan command: the table, and a picture, to look at before asking for machines."""
+"""The plan command: a table and a picture of possible layouts, before any machine is reserved."""
 
 import argparse
 import json
@@ -97,7 +97,7 @@ def to_picture(rows: Sequence[PlanRow]) -> str:
 
 
 def _name(row: PlanRow) -> str:
-    """What tells a row from its neighbours: how the ranks are divided, the placement, the microbatches."""
+    """The name of a row: how the ranks are divided, the placement, the microbatches."""
     divided = " ".join(f"{name}{size}" for name, size in zip(DIMENSIONS, row.mesh, strict=True) if size > 1)
     return f"{divided} {row.choice.layout.placement} m{row.choice.layout.microbatches}".strip()
 
@@ -168,7 +168,7 @@ def _assumed(request: PlanRequest) -> str:
 
 
 def _searched(request: PlanRequest, ranks: int, say: Say) -> tuple[list[PlanRow], list[str]]:
-    """The rows, and what is impossible, whatever number of ranks shares the matrices."""
+    """The rows for every number of ranks that can share the matrices, and the reasons why others cannot."""
     whole, options = example_of(request), request.options
     task = options.choices, ranks, request.global_batch, options.search_seconds, say, request.dimensions
     sizes = [tp for tp in range(2, ranks + 1) if ranks % tp == 0] if "tp" in request.dimensions else []
@@ -189,7 +189,7 @@ def _searched(request: PlanRequest, ranks: int, say: Say) -> tuple[list[PlanRow]
 def _captured(
     request: PlanRequest, example: Example, say: Say, tp: int = 1, labels: Labels | None = None
 ) -> CapturedStep:
-    """The step of one of `tp` ranks."""
+    """The captured step of one of `tp` ranks."""
     say(f"capturing {type(example.model).__name__}{f' on one of {tp} ranks' * (tp > 1)}")
     microbatch, choices = one_microbatch(example), request.options.choices
     _, count = choose_cuts(microbatch.paths, microbatch.leaves, {})

@@ -141,7 +141,7 @@ class Summary:
         return self.program.choices.memory or hardware_of(self.program).memory
 
     def _advice(self) -> Table:
-        """What limits the step, and what was tried. The generators know no vocabulary passes."""
+        """The limits of the step and the alternatives that were tried. The generators know no vocabulary passes."""
         timeline = self.prediction.timeline
         here = () if self.program.vocabulary else alternatives(timeline, self.peak)
         found = (*here, *self.tried.alternatives)
@@ -151,7 +151,7 @@ class Summary:
         return advice_table(found, limits.rstrip(), self.tried.impossible)
 
     def _loads(self) -> tuple[Sequence[float], str]:
-        """Of every stage, in the unit by which the model was cut; times are those of the predicted step."""
+        """The load of every stage, in the unit by which the model was cut; times are those of the predicted step."""
         cuts, costs = self.program.cuts, self.prediction.timeline.costs
         if cuts.unit != "s" or self.prediction.basis.unit != "s":
             return cuts.loads, cuts.unit
@@ -229,14 +229,14 @@ class Summary:
         return Table("memory", "Memory of the ranks: the most at any moment, and of all together", rows, notes)
 
     def _gathers(self) -> Iterator[str]:
-        """How often a step gathers the parameters of stages that live divided."""
+        """How often a step gathers the divided parameters of stages."""
         if self.sharding.gathers:
             counts = gathers_of(self.program, self.sharding)
             each = ", ".join(map(str, counts))
             yield f"A step gathers the parameters of a stage {sum(counts)} times; by rank: {each}."
 
     def _communicators(self) -> Iterator[str]:
-        """What NCCL takes on the rank that has the most neighbours."""
+        """The memory of NCCL on the rank that has the most neighbours."""
         every = [communicators_of(self.program, rank, self.sharding.replicas) for rank in range(len(self.memory))]
         most = max(every, key=lambda each: each.links)
         if most.links:

@@ -1,4 +1,4 @@
-"""The request of an inspect command line, and what it is about: an example or a directory, compiled and predicted."""
+"""The request of an inspect command line, and its subject: an example or a directory, compiled and predicted."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +73,7 @@ class Prediction:
 
     @property
     def unit(self) -> str:
-        """Of the times in `shown`."""
+        """The unit of the times in `shown`."""
         return "FLOP" if self.speed else self.basis.unit
 
     @cached_property
@@ -81,14 +81,14 @@ class Prediction:
         return in_flops(self.timeline, self.speed) if self.speed else self.timeline
 
     def for_file(self, file: Path) -> Timeline:
-        """In the units of a picture."""
+        """The timeline in the units of a picture."""
         if file.suffix == ".json":
             return for_trace(self.timeline) if self.basis.unit == "s" else self.timeline
         return self.timeline if self.basis.unit == "passes" else in_units([self.shown])[0]
 
 
 def predicted(program: Program, request: Request, basis: Basis | None = None) -> Prediction:
-    """The step under the costs that were asked for, or those of `basis` if they are known."""
+    """The step under the requested costs, or under those of `basis` if they are known."""
     basis, nominal = basis or basis_of(program, request.costs, request.fused), Hardware.find("cpu-core")
     is_nominal = request.costs == "flops" and hardware_of(program).name == nominal.name
     return Prediction(basis, simulate(program.schedule, basis.costs), nominal.peak["float32"] if is_nominal else None)
@@ -111,7 +111,7 @@ class Subject:
 
     @property
     def is_saved(self) -> bool:
-        """Whether it is a directory, whose model is not available."""
+        """Whether the subject is a saved program, whose model is not available."""
         return (Path(self.request.target) / MANIFEST).exists()
 
     def require_model(self, options: Sequence[str]) -> None:
@@ -128,7 +128,7 @@ class Subject:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """The one that was asked for; with a record, that of the record unless another was asked for."""
+        """The requested schedule, or with a record that of the record unless another is requested."""
         if self.is_saved:
             return self.inspected.program.schedule
         of_record = self.record is not None and "schedule" not in self.request.given

@@ -1,4 +1,4 @@
-"""Where a pipeline meets the libraries of Hugging Face. Needs `pip install 'zbcompile[huggingface]'`."""
+"""Pipelines in the libraries of Hugging Face. Needs `pip install 'zbcompile[huggingface]'`."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -24,7 +24,7 @@ class PipelineAccelerator(Accelerator):
 
     @property
     def num_processes(self) -> int:
-        """How many processes get batches of their own: the replicas."""
+        """The number of processes with batches of their own: the replicas."""
         return super().num_processes if self.pipe is None else self.pipe.ranks.mesh.size(*BATCHES)
 
     @property
@@ -38,7 +38,7 @@ class PipelineAccelerator(Accelerator):
         return False
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
-        """Its state is where the pipeline has it, and empty before the pipeline is compiled."""
+        """Returns the optimizer as it is: its state lives with the pipeline, and is empty until that is compiled."""
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def gather(self, tensor: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Adapters of PEFT, saved and loaded as PEFT lays them out: without the base model that they belong to."""
+"""Saves and loads adapters of PEFT in PEFT's own layout, without their base model."""
 
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ def save_adapters(folder: Path, pipe: Pipeline, writes: bool) -> None:
 
 
 def load_adapters(folder: str | Path, pipe: Pipeline) -> None:
-    """Fill all adapters of a model from what was saved; every rank must call it."""
+    """Load all adapters of a model; every rank must call it."""
     what = f"loading the adapters in {folder}"
     with pipe.ranks.watch.region(what), readable(pipe.model):  # PEFT reads what it is about to fill
         together(pipe.ranks, what, partial(_read, Path(folder), pipe.model))

@@ -1,4 +1,4 @@
-"""What transformers.Trainer offers and a pipeline cannot do, refused when the trainer is made."""
+"""Refuses, when a trainer is made, the options of transformers.Trainer that a pipeline cannot follow."""
 
 import os
 from collections.abc import Mapping
@@ -63,7 +63,7 @@ def refuse_arguments(args: TrainingArguments) -> None:
 
 
 def refuse_calls(trainer: Trainer, given: Mapping[str, Any], base: type[Trainer]) -> None:
-    """Raise PipelineError for what the trainer was made with, or made into, that a pipeline would ignore."""
+    """Raise PipelineError for arguments and overridden methods of the trainer that a pipeline would ignore."""
     if given.get("model_init") is not None:
         _refuse("model_init=", "make the model first and pass model=; a search makes a trainer per trial")
     if tuple(given.get("optimizers") or (None, None)) != (None, None):
@@ -73,7 +73,7 @@ def refuse_calls(trainer: Trainer, given: Mapping[str, Any], base: type[Trainer]
 
 
 def refuse_model(model: Any, weights: Any) -> None:
-    """Raise PipelineError for what is no model, or one that these weights do not fill."""
+    """Raise PipelineError for anything but a model, and for a model that these weights do not fill."""
     if not isinstance(model, nn.Module):
         raise PipelineError(f"PipelineTrainer: model={model!r}; expected an nn.Module, as from_pretrained returns it.")
     if weights is not None and has_adapters(model):
@@ -81,7 +81,7 @@ def refuse_model(model: Any, weights: Any) -> None:
 
 
 def refuse_options(options: Any, weights: Any) -> None:
-    """Raise PipelineError for options that are none of a pipeline, or the trainer's."""
+    """Raise PipelineError for options that a pipeline does not have, and for those that the trainer sets."""
     if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
         expected = 'the options of zbcompile.pipeline by name, such as {"schedule": "zb-v", "ranks": 2}'
         raise PipelineError(f"PipelineTrainer: pipeline={options!r}; expected {expected}.")

@@ -152,14 +152,14 @@ class PipelineTrainer(Trainer):
         return found
 
     def _compile_for(self, call: Call) -> None:
-        """Compile if that has not been done, and fill what waited for it."""
+        """Compile, unless that has been done, and load the weights that waited for it."""
         if self._pending or not self.pipe.compilations:
             self.pipe.compile(**call)
         while self._pending:
             self._pending.pop(next(iter(self._pending)))()
 
     def evaluated(self, inputs: Mapping[str, Any]) -> Any:
-        """What the model returns for a batch."""
+        """The model's output for a batch."""
         require_same_batch(self.pipe.ranks, inputs)
         with self.accelerator.autocast():
             if self._pending or not self.pipe.compilations:
@@ -168,7 +168,7 @@ class PipelineTrainer(Trainer):
         return convert_to_fp32(found) if self.accelerator.mixed_precision != "no" else found
 
     def _compile_from(self, inputs: Mapping[str, Any]) -> None:
-        """Compile the training step for a batch of the evaluation: it decides where parameters are."""
+        """Compile the training step for a batch of the evaluation, because the step decides where parameters live."""
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.train()
         self.current_gradient_accumulation_steps = self.args.gradient_accumulation_steps
@@ -181,7 +181,7 @@ class PipelineTrainer(Trainer):
 
     def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         loader = super()._get_dataloader(*args, **kwargs)
-        if getattr(loader, "worker_init_fn", None) is not None:  # Trainer's seeds are another one on every rank
+        if getattr(loader, "worker_init_fn", None) is not None:  # Trainer's seeds differ from rank to rank
             replica = self.accelerator.process_index
             loader.worker_init_fn = partial(seed_worker, num_workers=self.args.dataloader_num_workers, rank=replica)
         return loader
@@ -190,7 +190,7 @@ class PipelineTrainer(Trainer):
         return self._train_batch_size * args.gradient_accumulation_steps * self.accelerator.num_processes
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> Any:
-        """This process's share, since Trainer adds up what the processes say."""
+        """This process's share of the operations, since Trainer adds up those of all processes."""
         return super().floating_point_ops(inputs) * self.accelerator.num_processes / self.args.world_size
 
     # ---- the update
@@ -224,7 +224,7 @@ class PipelineTrainer(Trainer):
     # ---- save and resume
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model as `save_pretrained` lays it out; every rank calls it and writes its own part."""
+        """Write the model in the layout of `save_pretrained`; every rank calls it and writes its own part."""
         if not self.pipe.compilations:
             super()._save(output_dir, state_dict)
             return
@@ -249,7 +249,7 @@ class PipelineTrainer(Trainer):
         self._pending = {"weights": partial(self._fill, resume_from_checkpoint)}
 
     def _fill(self, folder: str) -> None:
-        """From what `_save` wrote."""
+        """Load what `_save` wrote."""
         load = load_adapters if has_adapters(self.model) else load_weights
         load(folder, self.pipe)
 
@@ -299,7 +299,7 @@ class Pipelined:
         return self._trainer.pipe.no_sync()
 
     def zero_grad(self) -> None:
-        """Forget the gradients, those too that are not in `.grad`."""
+        """Clear all gradients, also those that are not in `.grad`."""
         self._trainer.model.zero_grad()
         if self._trainer.pipe.compilations:
             self._trainer.pipe.zero_grad()

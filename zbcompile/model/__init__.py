@@ -1,1 +1,1 @@
-"""The model of a user: parameters and other tensors, where each one is, random state."""
+"""The user's model: its parameters and buffers, where each of them lives, and its random state."""

@@ -19,8 +19,8 @@ PART = "part_of"  # the attribute of a plain tensor that is a part of a DTensor
 
 @dataclass(frozen=True)
 class TensorPart:
-    """What a plain tensor is a part of: `whole` as the model had it; `dimensions` are those of the pipeline's mesh over
-    which it is distributed, None for one of a single rank."""
+    """The DTensor `whole` of which a plain tensor is the local part. `dimensions` are those of the pipeline's mesh over
+    which it is distributed, None on a mesh of a single rank."""
 
     whole: Any
     dimensions: tuple[str | None, ...]
@@ -46,7 +46,7 @@ class TensorPart:
         return given.redistribute(self.whole.device_mesh, self.whole.placements).to_local()
 
     def placement(self) -> dict[str, str]:
-        """What the tensor is along each dimension of the pipeline's mesh."""
+        """The placement of the tensor along each dimension of the pipeline's mesh."""
         kinds = (SHARD if "Shard" in type(each).__name__ else REPLICATE for each in self.whole.placements)
         return {dimension: kind for dimension, kind in zip(self.dimensions, kinds, strict=True) if dimension}
 
@@ -95,11 +95,11 @@ class Parts:
 
     @property
     def placements(self) -> dict[str, dict[str, str]]:
-        """As `placements=` of `zbcompile.pipeline` would say it."""
+        """The placements, in the form of `placements=` of `zbcompile.pipeline`."""
         return {name: part.placement() for name, part in self.parts.items()}
 
     def take_gradients(self) -> None:
-        """Let the plain parameters have what the user has done to the DTensors: gradients, freezing."""
+        """Copy gradients and `requires_grad` from the user's DTensors to the plain parameters."""
         for name, local in self._trained():
             whole = self.parts[name].whole
             local.requires_grad_(whole.requires_grad)
@@ -141,7 +141,7 @@ def _warn_of_untied(model: nn.Module) -> None:
 
 
 def _is_copy(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors, at least one of them a part of a DTensor, have equal values, and not all the same one."""
+    """Whether two tensors, at least one of them a part of a DTensor, have equal values that are not all the same."""
     part = getattr(one, PART, None) or getattr(other, PART, None)
     if one is other or part is None or not (has_values(one) and has_values(other)):
         return False

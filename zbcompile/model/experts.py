@@ -76,11 +76,11 @@ class ExpertExchange(nn.Module):
 
     @property
     def may_overflow(self) -> bool:
-        """Whether there may be too little room."""
+        """Whether more tokens may arrive than there is room for."""
         return self.factor < self.ranks
 
     def capacity(self, rows: int) -> int:
-        """For how many rows there is room from one rank to another, if each rank sends `rows`."""
+        """The number of rows with room from one rank to another, if each rank sends `rows`."""
         if self.ranks == 1 or not torch.is_grad_enabled():
             return rows
         return min(rows, math.ceil(self.factor * rows / self.ranks))
@@ -110,8 +110,8 @@ class ExpertExchange(nn.Module):
         )
 
     def combine(self, rows: Tensor, route: TokenRoute) -> Tensor:
-        """Bring what the experts made of the dispatched rows back to the ranks and into the order that they came
-        from, [n, width]. Padding is not read."""
+        """Return the experts' results for the dispatched rows to the ranks that sent these, in their order, [n, width].
+        Padding is not read."""
         back = self._exchange(_moved(rows, route.arrived, rows.shape[0]))
         return back.index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
 
@@ -125,7 +125,7 @@ class ExpertExchange(nn.Module):
         return torch.where(real, begins[by_expert.group] + by_expert.before, self.ranks * room)
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        """Part i goes to rank i; part i of the result is from there."""
+        """Exchange parts: part i goes to rank i, and part i of the result comes from there."""
         return rows if self.ranks == 1 else exchanged(rows, self.group)
 
 

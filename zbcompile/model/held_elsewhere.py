@@ -1,7 +1,8 @@
 """Parameters and buffers of a model that other ranks train: this process has old values of them, so code that reads
 these gets an error that says what to call.
 
-Such a tensor keeps its identity and its memory; its class becomes one that lets only questions about its form pass.
+Such a tensor keeps its identity and its memory, but gets a class that allows only reading its shape, dtype and the
+like.
 """
 
 from collections.abc import Iterator, Sequence
@@ -27,7 +28,7 @@ _MERGE = ("merge_adapter", "merge_and_unload")  # methods of PEFT's models
 
 
 class HeldElsewhere:
-    """The class, in front of a tensor's own, of one whose values are those of another rank."""
+    """The class, in front of a tensor's own, that marks values as those of another rank."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -41,7 +42,7 @@ class HeldElsewhere:
         with without_overrides():
             result = func(*args, **(kwargs or {}))
         if name == "copy_":
-            release(args[0])  # it has the values that somebody gave it
+            release(args[0])  # it has been given values
         return result
 
     def __repr__(self, *_: Any, **__: Any) -> str:
@@ -116,7 +117,7 @@ def release(tensor: torch.Tensor) -> None:
 
 @contextmanager
 def readable(model: nn.Module) -> Iterator[None]:
-    """Inside, all tensors of the model can be read: for what looks at forms, or sorts the values out itself."""
+    """Inside, all tensors of the model can be read, by code that needs only shapes or handles old values itself."""
     held = [tensor for tensor in (*model.parameters(), *model.buffers()) if is_held_elsewhere(tensor)]
     for tensor in held:
         release(tensor)

@@ -71,8 +71,8 @@ def _require_divisible(model: nn.Module, ranks: int, plan: Mapping[str, str]) ->
 
 
 def _styles() -> dict[str, Any]:
-    """What transformers calls a style. A replicated norm sees this rank's heads alone: to DTensor these are rows of a
-    sharded tensor, which sums the gradient."""
+    """The styles by their names in transformers. A replicated norm sees this rank's heads alone: to DTensor these are
+    rows of a sharded tensor, which sums the gradient."""
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
@@ -88,7 +88,7 @@ def _styles() -> dict[str, Any]:
 
 
 def _tied(model: nn.Module) -> dict[str, str]:
-    """Of every tied name the first name of the same parameter."""
+    """The first name of the same parameter, for every tied name."""
     first: dict[int, str] = {}
     found = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
