@@ -53,6 +53,6 @@ class PartialNorms:
 def _refuse_parts(parameters: Sequence[torch.Tensor]) -> None:
     if any(getattr(each, _PARTIAL, 0) or is_held_elsewhere(each) for each in parameters):
         raise PipelineError(
-            "torch's clip_grad_norm_ would clip by the norm of the gradients in this process, another one on every "
-            "rank. Call pipe.clip_grad_norm_(max_norm) on every rank, or pass clip= to pipe.optimizer."
+            "torch's clip_grad_norm_ would clip by the norm of the gradients in this process, which differs from "
+            "rank to rank. Call pipe.clip_grad_norm_(max_norm) on every rank, or pass clip= to pipe.optimizer."
         )

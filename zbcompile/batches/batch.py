@@ -235,7 +235,9 @@ def split_batches(given: Any, computes: str, beside: bool) -> list[Batch]:
         count = "; how many is said when the pipeline is made" if computes == "step" else ", or how many to split into"
         raise PipelineError(f"microbatches={given!r}; {expected}{count}.")
     if beside:
-        raise PipelineError("microbatches= holds microbatches that are split, and other inputs stand beside it.")
+        raise PipelineError(
+            "microbatches= takes a batch that is split already, and other inputs were passed as well. Pass one."
+        )
     lengths = {"eval": (2,), "step": (2, 3)}.get(computes, (3,))
     for index, each in enumerate(given):
         fits = isinstance(each, Sequence) and len(each) in lengths

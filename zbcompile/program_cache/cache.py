@@ -203,8 +203,8 @@ class ProgramCache:
             add(own.index(None) if None in own else None, known)
         if not any(each.guards for each in known):
             raise PipelineError(
-                "no program that was compiled for this step fits it: what forward reads of Python's state was another "
-                "one in every capture. Keep it as it is from step to step, or pass it as an argument of step."
+                "no program that was compiled for this step fits it: the Python state that forward reads was different "
+                "in every capture. Keep it the same from step to step, or pass it as an argument of step."
             )
         raise PipelineError(
             f"the answers of this batch to {_first_line(known)} take more programs than the {self._limit} that "

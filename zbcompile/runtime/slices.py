@@ -79,10 +79,10 @@ class Slices:
         """Before a step. Raises PipelineError if it trains other parameters, or would add to gradients of the past."""
         if program.trained & self.chosen != self.trained:
             name = min((program.trained & self.chosen) ^ self.trained)
-            problem = "trains" if name in program.trained else "does not train"
+            now, before = ("trains", "did not") if name in program.trained else ("does not train", "did")
             raise self.ranks.refusal(
-                f"this step {problem} {name}, other than the first one. An optimizer that is divided among replicas "
-                "needs steps that train the same parameters; pass zero=0 to pipe.optimizer."
+                f"this step {now} {name}, and the first one {before}. An optimizer that is divided among "
+                "replicas needs steps that train the same parameters; pass zero=0 to pipe.optimizer."
             )
         if self.used:
             raise self.ranks.refusal(

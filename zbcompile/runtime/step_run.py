@@ -139,7 +139,7 @@ def interleave(ranks: Sequence[RankRun]) -> None:
         waiting = {rank: action for rank, action in turns.items() if action is not None}
         if waiting and waiting == before:
             stuck = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())
-            raise PipelineError(f"no rank can proceed: {stuck}; the schedule's order is not executable")
+            raise PipelineError(f"the schedule deadlocks: {stuck}")
         before, running = waiting, {rank: running[rank] for rank in waiting}
 
 

@@ -123,7 +123,7 @@ def failing(fault: str) -> None:
     [
         ("stepped_without_sum", "is this replica's own: the last step was inside no_sync"),
         ("clipped_by_hand", "clip_grad_norm_ needs whole gradients, and pipe.optimizer(zero=1) keeps this replica's"),
-        ("frozen_in_between", "this step does not train layers.0.bias, other than the first one"),
+        ("frozen_in_between", "this step does not train layers.0.bias, and the first one did"),
         ("written_on_the_way", "layers.0.weight was written between optimizer.step() and the arrival of its updated"),
         ("different_on_ranks", "the ranks made different optimizers: clip is 1.0 on rank 0 and 2.0 on rank 1"),
     ],

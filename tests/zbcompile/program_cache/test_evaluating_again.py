@@ -144,13 +144,13 @@ def test_split_microbatches_have_one_form(pipe: zbcompile.Pipeline) -> None:
         ((), [((x,), {}), (x, {})], r"microbatches\[1\] is"),
         ((), [((x,), {}, x)], r"microbatches\[0\] is"),
         ((), [x], r"microbatches\[0\] is a Tensor"),
-        ((x,), [((x,), {})], "other inputs stand beside it"),
+        ((x,), [((x,), {})], "other inputs were passed as well"),
     ]
     for args, microbatches, reason in wrong:
         with pytest.raises(zbcompile.PipelineError, match=reason) as raised:
             pipe.eval(*args, microbatches=microbatches)
         assert "\n" not in str(raised.value)
-    for labels, microbatches, reason in [(x, [((x,), {}, x)], "beside it"), (None, [((x,), {})], "kwargs, labels")]:
+    for labels, microbatches, reason in [(x, [((x,), {}, x)], "inputs were passed as well"), (None, [((x,), {})], "kwargs, labels")]:
         with pytest.raises(zbcompile.PipelineError, match=reason):
             pipe.log_probs(labels=labels, microbatches=microbatches)
 
