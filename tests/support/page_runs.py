@@ -208,9 +208,7 @@ class Runner:
             except subprocess.TimeoutExpired:
                 status = "begins" if taste else "LONG"
             finally:  # with what it has started, also after Ctrl-C
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(run.pid, signal.SIGKILL)
-                run.wait()
+                end_group(run)
             self.ran += 1
             print(f"{status:6} {time.monotonic() - began:5.0f} s  {title}", flush=True)
             if status not in ("ok", "begins"):
@@ -224,6 +222,15 @@ class Runner:
         names = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "RANK"))}
         names |= {"PATH": path, "OMP_NUM_THREADS": "1", "PORT": str(free_port()), "HF_HUB_OFFLINE": "1"}
         return names if self.wheel else names | {"PYTHONPATH": str(folder)}
+
+
+def end_group(run: subprocess.Popen[bytes]) -> None:
+    """End a command's processes: torchrun ends its workers, which are in sessions of their own, if asked to."""
+    for ask in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(run.pid, ask)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            run.wait(timeout=20)
 
 
 def listing(pages: list[str]) -> None:

@@ -150,7 +150,10 @@ def test_split_microbatches_have_one_form(pipe: zbcompile.Pipeline) -> None:
         with pytest.raises(zbcompile.PipelineError, match=reason) as raised:
             pipe.eval(*args, microbatches=microbatches)
         assert "\n" not in str(raised.value)
-    for labels, microbatches, reason in [(x, [((x,), {}, x)], "inputs were passed as well"), (None, [((x,), {})], "kwargs, labels")]:
+    for labels, microbatches, reason in [
+        (x, [((x,), {}, x)], "passed as well"),
+        (None, [((x,), {})], "kwargs, labels"),
+    ]:
         with pytest.raises(zbcompile.PipelineError, match=reason):
             pipe.log_probs(labels=labels, microbatches=microbatches)
 
