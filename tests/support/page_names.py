@@ -159,6 +159,17 @@ def composition(names: dict[str, Any]) -> dict[str, Any]:
     return names | {"LlamaForCausalLM": LlamaForCausalLM, "config": config}
 
 
+def experts(names: dict[str, Any]) -> dict[str, Any]:
+    """The tokens that the first snippet routes: two experts of four for each."""
+    from torch.distributed.device_mesh import init_device_mesh
+
+    torch = names["torch"]
+    group()
+    names |= {"F": torch.nn.functional, "init_device_mesh": init_device_mesh, "k": 2, "experts": 4}
+    names |= {"chosen": torch.randint(4, (6, 2)), "x": torch.randn(6, 16)}
+    return names | {"up": torch.randn(4, 16, 32), "down": torch.randn(4, 32, 16)}
+
+
 def faults(names: dict[str, Any]) -> dict[str, Any]:
     group()
     pipe = names["zbcompile"].pipeline(names["model"], schedule="zb-h1", microbatches=4, loss=names["loss_fn"])
@@ -247,6 +258,7 @@ OF_PAGE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "docs/backends.md": backends,
     "docs/coming-from-torch.md": coming_from_torch,
     "docs/composition.md": composition,
+    "docs/experts.md": experts,
     "docs/faults.md": faults,
     "docs/huggingface.md": huggingface,
     "docs/inspect.md": inspect,

@@ -65,6 +65,7 @@ LONG = re.compile(  # takes more than five minutes on two cores
 )
 RANKS = {  # processes that run a page's snippets, if not two
     "docs/composition.md": 8,
+    "docs/experts.md": 4,
     "docs/optimizer.md": 4,
     "docs/programs.md": 1,
     "docs/running.md": 1,
