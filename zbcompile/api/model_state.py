@@ -13,28 +13,28 @@ from zbcompile.model.distributed_tensors import Parts, is_distributed
 from zbcompile.model.held_elsewhere import state_in_process
 from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
-from zbcompile.program_cache.programs import Programs
+from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.state_dict import stream_state
 
 
 class ModelState:
-    """This process's share of a model, once `compiled` has placed it; `parts` are those of its DTensors."""
+    """This process's share of a model, once a program has placed it; `parts` are those of its DTensors."""
 
     def __init__(
-        self, model: nn.Module, ranks: Ranks, parts: Parts, compiled: Programs, optimizers: Optimizers
+        self, model: nn.Module, ranks: Ranks, parts: Parts, bound: BoundPrograms, optimizers: Optimizers
     ) -> None:
         self._model, self._ranks, self._parts = model, ranks, parts
-        self._compiled, self._optimizers = compiled, optimizers
+        self._bound, self._optimizers = bound, optimizers
 
     @property
     def program(self) -> Program:
         """The first program. Raises PipelineError before there is one."""
-        if self._compiled.program is None:
+        if self._bound.program is None:
             raise PipelineError(
                 "the pipeline is not compiled yet, so it is unknown which parameters are this rank's. Call "
                 "pipe.compile(*args, target=..., **kwargs) with a batch, or pass example=, or run a step first."
             )
-        return self._compiled.program
+        return self._bound.program
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters; of other processes' there may be more."""
@@ -43,16 +43,16 @@ class ModelState:
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters by name, with the values of the last update."""
         self._arrive()
-        self._compiled.given_out = True
-        found = {**self._compiled.parameters, **self._parts.parameters}
-        return iter([(name, found[name]) for name in self._compiled.own_names])
+        self._bound.given_out = True
+        found = {**self._bound.parameters, **self._parts.parameters}
+        return iter([(name, found[name]) for name in self._bound.own_names])
 
     def share(self) -> dict[str, Any]:
         """This process's part of eager's state dict."""
         self._arrive()
-        own, names, group = self._compiled.own_state(), self.program.model.names, self._ranks.group
-        if self._compiled.shards is not None and group is not None:
-            own = self._compiled.shards.sharded_state(own, names, group)  # the rows are DTensors
+        own, names, group = self._bound.own_state(), self.program.model.names, self._ranks.group
+        if self._bound.shards is not None and group is not None:
+            own = self._bound.shards.sharded_state(own, names, group)  # the rows are DTensors
         return self._parts.shown(own, names)
 
     def whole(self, frozen: bool) -> dict[str, Any]:
@@ -77,38 +77,37 @@ class ModelState:
         state, target = self._parts.cut(state, self.program.model.names), state_in_process(self._model)
         _check_keys(target, state)
         with torch.no_grad():
-            for key, value in self._compiled.own_state().items():
+            for key, value in self._bound.own_state().items():
                 if isinstance(value, torch.Tensor):
                     value.copy_(state[key])
-        if self._compiled.shards is not None:
-            self._compiled.shards.load(state)
+        if self._bound.shards is not None:
+            self._bound.shards.load(state)
         self.loaded(state)
 
     def loaded(self, names: Iterable[str]) -> None:
         """These tensors of this process's share have got their values."""
-        self._compiled.share.filled(names)
-        self._compiled.withhold()
+        self._bound.share.filled(names)
+        self._bound.withhold()
 
     def once_placed(self, load: Callable[[bool], None]) -> None:
         """Call `load` when this process's share of the model is known, before anything runs: at once if it is. It is
         called with False after an evaluation has decided it, and with True, the last time, after a step has."""
-        if self._compiled.trains:
+        if self._bound.trains:
             load(True)
             return
-        self._compiled.loads.append(load)
-        if self._compiled.program is not None:
-            self._compiled.fill()
+        self._bound.loads.append(load)
+        if self._bound.program is not None:
+            self._bound.fill()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip this process's gradients by the norm of all ranks', and return that."""
-        compiled = self._compiled
         self._optimizers.require_whole_gradients("clip_grad_norm_")
         self._parts.take_gradients()
+        bound, held = self._bound, self._bound.parameters
         with self._ranks.watch.region("clip_grad_norm_"):
-            rows = frozenset(compiled.shards.own) if compiled.shards else frozenset()
-            held = compiled.parameters
-            norm = total_norm(self.program, compiled.trained, rows, held, self._ranks, norm_type, error_if_nonfinite)
-        nn.utils.clip_grads_with_norm_([held[name] for name in self._compiled.own_names], max_norm, norm)
+            rows = frozenset(bound.shards.own) if bound.shards else frozenset()
+            norm = total_norm(self.program, bound.trained, rows, held, self._ranks, norm_type, error_if_nonfinite)
+        nn.utils.clip_grads_with_norm_([held[name] for name in bound.own_names], max_norm, norm)
         return norm
 
     def _arrive(self) -> None:
@@ -125,7 +124,7 @@ class ModelState:
 
     def _stream(self, frozen: bool = True) -> Iterator[tuple[str, Any]]:
         self._optimizers.arrive()
-        return stream_state(self._model, self._ranks, self.program.holders, self._compiled.shards, frozen)
+        return stream_state(self._model, self._ranks, self.program.holders, self._bound.shards, frozen)
 
 
 def _check_keys(target: Mapping[str, Any], state: Mapping[str, Any]) -> None:

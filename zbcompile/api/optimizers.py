@@ -15,7 +15,7 @@ from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import OptimizerRequest
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import ReplicaSharding, rank_memories
-from zbcompile.program_cache.programs import Programs
+from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.slices import Slices
 
@@ -27,13 +27,13 @@ class Optimizers:
     model: nn.Module
     ranks: Ranks
     parts: Parts
-    compiled: Programs
+    bound: BoundPrograms
     made: list[PipelineOptimizer] = field(default_factory=list)
 
     def make(self, wanted: OptimizerRequest) -> PipelineOptimizer:
         """One more."""
         found = PipelineOptimizer(wanted, self.ranks, self.made)
-        if self.compiled.trains:
+        if self.bound.trains:
             with self.ranks.watch.region("making the optimizer"):
                 self._bind(found)
         return found
@@ -44,7 +44,7 @@ class Optimizers:
             self._bind(each)
 
     def _bind(self, optimizer: PipelineOptimizer) -> None:
-        if optimizer.wanted.zero == 3 and self.compiled.records_passes:
+        if optimizer.wanted.zero == 3 and self.bound.records_passes:
             optimizer.close()
             raise PipelineError(
                 "zero=3 gathers parameters wherever memory is free, and cuda_graphs= has recorded where they were. "
@@ -57,7 +57,7 @@ class Optimizers:
 
     def _keeps_too_much(self) -> bool:
         """Whether a step that gathers divided parameters once, and keeps them, would exceed the limit of memory."""
-        program = self.compiled.program
+        program = self.bound.program
         assert program is not None
         limit, model = program.choices.memory, dict(self.model.named_parameters())
         kept = ReplicaSharding(self.ranks.replicas.count, zero=3)
@@ -127,9 +127,9 @@ class Optimizers:
             each.take()
 
     def _trained(self) -> TrainedParameters:
-        program, rows = self.compiled.program, self.compiled.shards
+        program, rows = self.bound.program, self.bound.shards
         assert program is not None
-        own = {name: self.compiled.parameters[name] for name in self.compiled.own_names}
+        own = {name: self.bound.parameters[name] for name in self.bound.own_names}
         return TrainedParameters(
             program=program,
             ranks=self.ranks,

@@ -10,7 +10,7 @@ from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import SHARD, along
 from zbcompile.program.program import Program
-from zbcompile.program_cache.programs import Programs
+from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.torch_private import before_clipping
 
 _PARTIAL = "pipelines_with_a_part_of_its_norm"  # the attribute of such a parameter: how many there are
@@ -19,8 +19,8 @@ _PARTIAL = "pipelines_with_a_part_of_its_norm"  # the attribute of such a parame
 class PartialNorms:
     """Marks the parameters of one pipeline, so that torch's clipping recognises them however they were passed to it."""
 
-    def __init__(self, compiled: Programs, parts: Parts) -> None:
-        self._compiled, self._parts = compiled, parts
+    def __init__(self, bound: BoundPrograms, parts: Parts) -> None:
+        self._bound, self._parts = bound, parts
         self.program: Program | None = None  # whose parameters are marked
         self._noted: list[torch.Tensor] = []
 
@@ -28,7 +28,7 @@ class PartialNorms:
         """Mark the parameters, after they have got their places or others."""
         self.close()
         before_clipping(_refuse_parts)
-        self.program = self._compiled.program
+        self.program = self._bound.program
         self._noted = [] if self.program is None else list(self._found(self.program))
         for each in self._noted:
             setattr(each, _PARTIAL, getattr(each, _PARTIAL, 0) + 1)
@@ -42,8 +42,8 @@ class PartialNorms:
     def _found(self, program: Program) -> Iterator[torch.Tensor]:
         """Every parameter if there are several pipeline ranks, else what is sharded, as a plain tensor; torch's norm of
         DTensors is that of the whole."""
-        ranks, wholes = self._compiled.ranks, self._parts.parameters
-        for name, parameter in self._compiled.parameters.items() if ranks.group is not None else ():
+        ranks, wholes = self._bound.ranks, self._parts.parameters
+        for name, parameter in self._bound.parameters.items() if ranks.group is not None else ():
             if ranks.count > 1 or ranks.mesh.size(*along(program.placement(name), SHARD)) > 1:
                 yield parameter
             if ranks.count > 1 and name in wholes:

@@ -12,7 +12,7 @@ from torch import nn
 from zbcompile.api.model_state import ModelState
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.partial_norms import PartialNorms
-from zbcompile.api.runs import Runs, without_words
+from zbcompile.api.runs import Runs
 from zbcompile.backends.backend import Compilation
 from zbcompile.batches.batch import Given
 from zbcompile.batches.losses import Losses
@@ -33,6 +33,7 @@ from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.profiling.observation import Observation
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import StepRecord
+from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import kind_of
 from zbcompile.runtime.step_run import Engine
@@ -73,10 +74,11 @@ class Pipeline:
             with readable(model):
                 self._parts = Parts(model, self._ranks.mesh.labels)
             self._options = options = options.with_placements(self._parts.placements)
-            self._compiled = Programs(model, options, self._ranks, schedule, saved)
-            self._optimizers = Optimizers(model, self._ranks, self._parts, self._compiled)
-            self._state = ModelState(model, self._ranks, self._parts, self._compiled, self._optimizers)
-            self._norms = PartialNorms(self._compiled, self._parts)
+            self._bound = bound = BoundPrograms(model, options, self._ranks)
+            self._compiled = Programs(model, options, bound, schedule, saved)
+            self._optimizers = Optimizers(model, self._ranks, self._parts, bound)
+            self._state = ModelState(model, self._ranks, self._parts, bound, self._optimizers)
+            self._norms = PartialNorms(bound, self._parts)
             exchanges = [module for module in model.modules() if isinstance(module, ExpertExchange)]
             layout = BatchLayout(model, options, self._compiled)
             others = self._norms, self._observation, exchanges
@@ -178,7 +180,7 @@ class Pipeline:
 
         Over all ranks, and with an empty cache, as many graphs are compiled as are distinct.
         """
-        return tuple(self._compiled.compilations)
+        return tuple(self._bound.compilations)
 
     def compile(
         self,
@@ -194,7 +196,7 @@ class Pipeline:
             self._parts.take_gradients()
             kind = kind_of(return_outputs, return_metrics)
             self._runs.program_for(self._runs.split(args, kwargs, target, microbatches, kind))
-            self._compiled.fill()
+            self._bound.fill()
         return self
 
     def microbatches_of(self, *args: Any, target: Any = None, **kwargs: Any) -> int:
@@ -313,8 +315,7 @@ class Pipeline:
         if not args and not kwargs and not isinstance(microbatches, Sequence):
             raise PipelineError("log_probs runs a batch, and got no inputs beside labels=. Pass those of eval.")
         wanted, batch = "entropies" if entropies else "log_probs", (args, kwargs, labels, microbatches)
-        found = self._runs.evaluate(wanted, mode, outputs, self.step_index, *batch)
-        return [without_words(each) for each in found] if isinstance(found, list) else without_words(found)
+        return self._runs.evaluate(wanted, mode, outputs, self.step_index, *batch)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: a pipeline has no call that autograd could go back through."""
@@ -471,13 +472,13 @@ class Pipeline:
         """
         from zbcompile.torch_pipelining.pipeline_stage import generated_stages
 
-        compiled = self._compiled
+        bound = self._bound
         self._optimizers.require_whole_gradients("a stage for torch's schedules")
-        if not compiled.trains:
+        if not bound.trains:
             raise PipelineError("no step is compiled yet. Call pipe.compile with a batch of a step, or run one, first.")
-        compiled.withhold(self.program)
+        bound.withhold(self.program)
         program = replace(self.program, step=self.options.step)  # a loaded one may have got another seed
-        return generated_stages(program, compiled.first().stages, self._ranks, compiled.parameters)
+        return generated_stages(program, self._compiled.first().stages, self._ranks, bound.parameters)
 
     def as_schedule(self) -> "ScheduleLike":
         """This pipeline behind the calls of a torch.distributed.pipelining schedule: `step`, `eval`."""

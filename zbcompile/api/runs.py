@@ -80,7 +80,7 @@ class Runs:
         found = self.compiled.get(step, runs)
         self.parts.renew()
         self.optimizers.bind()
-        if self.norms.program is not self.compiled.program:
+        if self.norms.program is not self.compiled.bound.program:
             self.norms.note()
         return found
 
@@ -108,8 +108,8 @@ class Runs:
         if growing:
             require_repeatable(self.optimizers.made)
         executable = self.program_for(step, runs=True)
-        compiled.require_values()
-        compiled.withhold(executable.program)
+        compiled.bound.require_values()
+        compiled.bound.withhold(executable.program)
         given = StepInput(
             microbatches=step.tensors,
             index=index,
@@ -142,7 +142,7 @@ class Runs:
         self, step: Microbatches, executable: Executable, given: StepInput, growing: Sequence[ExpertExchange]
     ) -> tuple[Executable, StepResult]:
         """Run a step; again, with more room in all exchanges between experts, if one had too little."""
-        ranks, parameters = self.engine.ranks, self.compiled.parameters
+        ranks, parameters = self.engine.ranks, self.compiled.bound.parameters
         while True:
             before = StateBefore.of(executable, parameters, given.slices, ranks) if growing else None
             # without autocast: its casts are in the graphs, and it would add casts that the model does not make
@@ -185,7 +185,7 @@ class Runs:
                 groups.append(range(len(own), len(own) + len(graphs)))
                 own += graphs
                 inputs += [batch.microbatch(i, len(graphs)).tensors for i in range(len(graphs))]
-            self.compiled.require_values()
+            self.compiled.bound.require_values()
             executable = self.compiled.evaluation(own, wanted.training)
             given = StepInput(
                 inputs, step, self.options.seed, "sum", recorder, outputs=outputs, gathers=self.optimizers.gathers
@@ -198,6 +198,7 @@ class Runs:
             found: list[Any] = [None] * len(batches)
         else:
             found = [joined_rows(made, {i: own[i].program.returns for i in group}) for group in groups]
+            found = found if computes == "eval" else list(map(_without_words, found))
         return found if isinstance(microbatches, Sequence) else found[0]
 
 
@@ -219,6 +220,6 @@ def _require_same_calls(
     agree(ranks, notes, "evaluate different things", remedy, of_a_place=("the inputs",))
 
 
-def without_words(found: Any) -> Any:
+def _without_words(found: tuple[Any, ...]) -> Any:
     """Results without the number of words behind them: one tensor, or log-probabilities and entropies."""
-    return found if found is None else found[0] if len(found) == 2 else found[:-1]
+    return found[0] if len(found) == 2 else found[:-1]

@@ -28,13 +28,13 @@ class BatchLayout:
         """The microbatches of a batch. The first batch decides how many that usually are: as many as was asked for, as
         a named schedule admits, or as a search finds best. Raises PipelineError for a batch that cannot be cut."""
         compiled = self._compiled
-        if not compiled.trains:
+        if not compiled.bound.trains:
             compiled.schedule = fit_to_batch(self._unfitted, self._options, batch, announce)
         if self._is_undecided:
             require_divisible(batch, compiled.schedule.microbatches)
             counts = counts_for(self._options, batch, compiled.schedule)
             self._decide(lambda count: batch.microbatch(0, count), counts)
-        count = _count_for(batch, compiled.schedule.microbatches, self._rows if compiled.trains else None)
+        count = _count_for(batch, compiled.schedule.microbatches, self._rows if compiled.bound.trains else None)
         if count == compiled.schedule.microbatches:
             self._rows = batch.rows(0, count)
         self._require_order(count)
@@ -42,7 +42,7 @@ class BatchLayout:
 
     def fit(self, given: Sequence[Microbatch]) -> Microbatches:
         """Microbatches that are already split. Raises PipelineError for a number that the schedule does not admit."""
-        if not self._compiled.trains:
+        if not self._compiled.bound.trains:
             self._compiled.schedule = fit_to_count(self._unfitted, self._options, len(given))
         if self._is_undecided:
             self._decide(lambda count: given[0], ())
@@ -51,12 +51,12 @@ class BatchLayout:
 
     @property
     def _is_undecided(self) -> bool:
-        return not self._compiled.trains and is_searched(self._options)
+        return not self._compiled.bound.trains and is_searched(self._options)
 
     def _require_order(self, count: int) -> None:
         """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule does not admit."""
         compiled = self._compiled
-        if compiled.trains and count != compiled.schedule.microbatches and count not in self._admitted:
+        if compiled.bound.trains and count != compiled.schedule.microbatches and count not in self._admitted:
             order_at(compiled.first().program, count)
             self._admitted.add(count)
 

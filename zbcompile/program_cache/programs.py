@@ -5,7 +5,7 @@ The first one decides where every parameter lives; later ones keep to that.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is
 from zbcompile.compiler.inference import Computation, Frame, forward_order
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.distributed.agreement import agreed_seconds, together
-from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of
@@ -51,44 +50,36 @@ from zbcompile.schedules import Schedule
 Graphs = tuple[BoundGraphs, ...]
 
 
-@dataclass(frozen=True)
-class ProgramRequest:
-    """What is compiled, together with all ranks, if the cache has nothing right: for `what`, in words, and under `key`,
-    which changes if forward installs hooks when it first runs. `make` is given the entries for other answers, which of
-    this rank's microbatches has new ones (None: none has), and what has changed since the last entry; it returns the
-    answers that the graphs are right for, what they take for granted of Python, and the graphs."""
-
-    what: str
-    key: Callable[[], Any]
-    make: Callable[[Sequence[Entry], int | None, str], tuple[Guards | None, list[Standing], Graphs]]
-    evaluates: bool = False
-
-
-class Programs(BoundPrograms):
+class Programs:
     """The steps and the evaluations of a pipeline, by what their microbatches are; `schedule` is that of the usual
     steps. A program that is `saved` holds all that there is. Before the first step there may be evaluations, of which
     the first places the parameters."""
 
     def __init__(
-        self, model: nn.Module, options: Options, ranks: Ranks, schedule: Schedule, saved: Program | None = None
+        self,
+        model: nn.Module,
+        options: Options,
+        bound: BoundPrograms,
+        schedule: Schedule,
+        saved: Program | None = None,
     ) -> None:
-        super().__init__(model, options, ranks)
+        self._model, self._options, self.bound, self.ranks = model, options, bound, bound.ranks
         self.schedule, self.saved = schedule, saved
         self.decided: Choices | None = None  # by a search
         self.searched: tuple[Drawn, Program] | None = None  # the first step, from a search
-        self.cache = ProgramCache(ranks, options.max_shapes)
+        self.cache = ProgramCache(bound.ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
-        self.agreement = StepAgreement(ranks, options.compare_batches)
+        self.agreement = StepAgreement(bound.ranks, options.compare_batches)
         self._gradients: dict[str, torch.Tensor] = {}  # where they stay, if whole steps are recorded
         self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
         self._last_state: tuple[Any, ...] | None = None
         if saved is not None:
-            self.hold(saved)
+            bound.hold(saved)
             for each in (saved, *saved.also.values()):
-                graphs = self.prepare_step(each) if each.trains else self.prepare(each)
+                graphs = bound.prepare_step(each) if each.trains else bound.prepare(each)
                 key: Any = each.call if each.trains else each.returns.computes
                 self.cache.add(key, each.guards, (), (graphs,), each.exchanges, evaluates=not each.trains)
-                self.trained |= each.trained
+                bound.trained |= each.trained
 
     def __iter__(self) -> Iterator[BoundGraphs]:
         return (entry.graphs[0] for entry in self.cache.steps)
@@ -110,8 +101,8 @@ class Programs(BoundPrograms):
             return self.cache.plan(graphs, graphs[:1], step_order, self._with_memory)
         if self.saved is None:
             _require_few(step.each, self._options.max_shapes)
-        if self.program is not None and not known:  # what is lazy has no shape before
-            self.require_same_model()
+        if self.bound.program is not None and not known:  # what is lazy has no shape before
+            self.bound.require_same_model()
         kinds: dict[Any, list[int]] = {}
         for place, each in enumerate(step.each):
             kinds.setdefault(each.signature, []).append(place)
@@ -121,7 +112,7 @@ class Programs(BoundPrograms):
             own |= {place: entry.graphs[0] for place, entry in zip(places, found, strict=True)}
             everywhere |= {each.number: each for entry in needed for each in entry.graphs}
         if not known:
-            self.require_same_model()
+            self.bound.require_same_model()
         if step.alike:
             self._last, self._last_state = self.cache.right(self._key(step.each[0])), self._state(step.each[0])
         else:
@@ -139,31 +130,38 @@ class Programs(BoundPrograms):
                 f"the program was compiled for microbatches of {listed(self.saved.call)}; received "
                 f"{listed(call_of(first))}. Pass such batches, or compile and save a program for these."
             )
-        wanted = ProgramRequest(f"microbatches of {first.summary()}", key, partial(self._make_step, microbatches))
-        return self._find(wanted, [each.tensors for each in microbatches])
+        what, make = f"microbatches of {first.summary()}", partial(self._make_step, microbatches)
+        return self._find(key, [each.tensors for each in microbatches], what, make)
 
     def _find(
-        self, wanted: ProgramRequest, microbatches: Sequence[Mapping[str, torch.Tensor]]
+        self,
+        key: Callable[[], Any],
+        microbatches: Sequence[Mapping[str, torch.Tensor]],
+        what: str,
+        make: Callable[[Sequence[Entry], int | None, str], tuple[Guards | None, list[Standing], Graphs]],
+        evaluates: bool = False,
     ) -> tuple[list[Entry], list[Entry]]:
+        """The entries for microbatches of one `key`, which changes if forward installs hooks when it first runs, and
+        those that any rank needs. If none is right, all ranks compile `what` (in words) together: `make` is given the
+        entries for other answers, which of this rank's microbatches has new ones (None: none has), and what has changed
+        since the last entry; it returns the answers that the graphs are right for, what they take for granted of
+        Python, and the graphs."""
+
         def add(new: int | None, known: Sequence[Entry]) -> None:
             if self.saved is not None:
                 refuse_answers(known, new or 0, microbatches[new or 0])
-            self._add(wanted, known, new)
-
-        return self.cache.find(wanted.key, microbatches, add)
-
-    def _add(self, wanted: ProgramRequest, known: Sequence[Entry], new: int | None) -> None:
-        """Compile for a microbatch whose answers are new, on all ranks; only some of them may have met it."""
-        change = self.cache.change(wanted.key())
-        what = f"compiling {wanted.what}" + f" (on this rank, of {change})" * bool(change)
-        with self.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
-            guards, standing, graphs = wanted.make(known, new, change)
-            exchanges = frozenset[str]().union(*(each.program.exchanges for each in graphs))
-            self.cache.add(wanted.key(), guards, standing, graphs, exchanges, wanted.evaluates)
-            if self.cache.trim() and not wanted.evaluates:
+            change = self.cache.change(key())
+            title = f"compiling {what}" + f" (on this rank, of {change})" * bool(change)
+            with self.ranks.watch.position.turn_to(title), Progress(f"zbcompile: {title}", first=LONG):
+                guards, standing, graphs = make(known, new, change)
+                exchanges = frozenset[str]().union(*(each.program.exchanges for each in graphs))
+                self.cache.add(key(), guards, standing, graphs, exchanges, evaluates)
+            if self.cache.trim() and not evaluates:
                 self._last, self._last_state = [], None
                 if self.ranks.is_first:
                     print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
+
+        return self.cache.find(key, microbatches, add)
 
     def _with_memory(self, planned: Executable) -> Executable:
         """With cuda_graphs="step", the step with a place for each value, so that one recording can hold it. Raises
@@ -188,7 +186,7 @@ class Programs(BoundPrograms):
                 f"the directory holds {self.saved.returns.computes} alone, and no step to train with. Compile one "
                 "without --only."
             )
-        if outputs and (self._options.vocab in (1, 2) or self.shards is not None):
+        if outputs and (self._options.vocab in (1, 2) or self.bound.shards is not None):
             raise PipelineError(
                 f"{keyword(outputs)} needs whole outputs, and the output layer is sharded: leave it out, or pass "
                 'vocab="off".'
@@ -205,12 +203,12 @@ class Programs(BoundPrograms):
         change = next(filter(None, map(self.cache.change, keys)), "") if new else ""
         asks = new or any(each.guards is not None for each in self.cache.steps)
         self.agreement.begin(step, runs, (len(step.each), step.shapes(), keyword(self.outputs), change), asks)
-        if asks or not self.compared or any(each.exchanges for each in self.cache.steps):
+        if asks or not self.bound.compared or any(each.exchanges for each in self.cache.steps):
             self.agreement.require()
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
         """If it is that of the last step, the same entries are right."""
-        return microbatch.signature, kept_for(self.outputs), torch_modes(self.ranks.device), self.form
+        return microbatch.signature, kept_for(self.outputs), torch_modes(self.ranks.device), self.bound.form
 
     @contextmanager
     def void_if_it_fails(self) -> Iterator[None]:
@@ -218,7 +216,7 @@ class Programs(BoundPrograms):
         try:
             yield
         except BaseException:
-            for parameter in (*self._model.parameters(), *self.parameters.values()):
+            for parameter in (*self._model.parameters(), *self.bound.parameters.values()):
                 parameter.grad = None
             self.ranks.replicas.forget()
             for graphs in self:
@@ -244,30 +242,30 @@ class Programs(BoundPrograms):
         return key_of(self._model, microbatch, self.ranks.device, kept_for(self.outputs))
 
     def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> BoundGraphs:
-        if self.trains and self.ranks.is_first:
+        if self.bound.trains and self.ranks.is_first:
             key, known = self._key(microbatch), [each.key for each in self.cache.steps]
             reason = reason or what_is_new(self._model, microbatch, key, known)
-            number = f"program {len(self.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
+            number = f"program {len(self.bound.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
         program = self._make_program(microbatch, drawn)
         asked = {"what a step returns": keyword(self.outputs), "max_shapes": self._options.max_shapes}
-        self.agree_on(program, asked | vars(self._options.step))
-        if self.program is None:
-            self.place(program)
-        elif not self.trains and program.homes != self.program.homes:
-            self.move(program)
-        elif not self.trains:
-            self.program = program  # an evaluation placed the parameters; from now on they train
-            for name, rows in self.shards.own.items() if self.shards else ():
+        self.bound.agree_on(program, asked | vars(self._options.step))
+        if self.bound.program is None:
+            self.bound.place(program)
+        elif not self.bound.trains and program.homes != self.bound.program.homes:
+            self.bound.move(program)
+        elif not self.bound.trains:
+            self.bound.program = program  # an evaluation placed the parameters; from now on they train
+            for name, rows in self.bound.shards.own.items() if self.bound.shards else ():
                 rows.requires_grad_(name in program.trained)
-        self.trained |= program.trained
-        return self.prepare_step(program)
+        self.bound.trained |= program.trained
+        return self.bound.prepare_step(program)
 
     def drawn(self, microbatch: Microbatch, leads: bool) -> Drawn:
         """The captured step, with the same answers on all ranks."""
 
         def draw(given: ForeignAnswers | None) -> Drawn:
-            undecided = is_searched(self._options) and not self.trains and self.decided is None
+            undecided = is_searched(self._options) and not self.bound.trains and self.decided is None
             schedule = None if undecided else self.schedule
             step = self._model, microbatch, self._options.loss, self._choices(), schedule
             device = partial(hint_at_device, microbatch, self.ranks.device)
@@ -284,7 +282,7 @@ class Programs(BoundPrograms):
             notice = str(program.plan)  # it has weighed what could be done about uneven stages
         else:
             program = self.make(microbatch, drawn, self.schedule, self.decided or self._options.choices)
-            notice = program.cuts.overweight if self.program is None else ""
+            notice = program.cuts.overweight if self.bound.program is None else ""
         if self.ranks.is_first and notice:
             print(f"zbcompile: {notice}")
         return replace(program, writer=self._save)
@@ -314,7 +312,7 @@ class Programs(BoundPrograms):
             try:
                 return compile_drawn(*task, self._placed, edges=edges)
             except PartitionError:
-                if self.trains or self._placed is None:
+                if self.bound.trains or self._placed is None:
                     raise
                 return compile_drawn(*task, edges=edges)  # what an evaluation has placed is in another order
 
@@ -325,8 +323,8 @@ class Programs(BoundPrograms):
     def _placed(self) -> Program | None:
         """The program whose placement a step keeps: not that of an evaluation if a layout is searched for training, or
         the output layer is to be sharded, which the evaluation of a model that trains leaves to the step."""
-        found = self.program
-        if found is None or self.trains:
+        found = self.bound.program
+        if found is None or self.bound.trains:
             return found
         sharded = self._options.choices.vocab in (1, 2) and found.choices.vocab == "off"
         return None if is_searched(self._options) or sharded else found
@@ -337,7 +335,7 @@ class Programs(BoundPrograms):
         if self.decided is None and self.outputs and self._options.vocab is None:
             return replace(choices, vocab="off")  # what is returned is made of whole outputs
         placed = self._placed
-        if placed is None or (choices.vocab != "auto" and self.trains):
+        if placed is None or (choices.vocab != "auto" and self.bound.trains):
             return choices
         if placed.vocabulary is None:
             return replace(choices, vocab="off")
@@ -356,17 +354,13 @@ class Programs(BoundPrograms):
         answers to what forward asks; compiled if need be."""
         if self.saved is not None:
             return self._saved_forwards(batch, wanted)
-        if self.program is not None:
-            self.require_same_model()
+        if self.bound.program is not None:
+            self.bound.require_same_model()
         task = batch, wanted, count or self.schedule.microbatches
-        made = ProgramRequest(
-            f"{wanted.computes} for {batch.whole.summary()}",
-            partial(self._forward_key, *task),
-            partial(self._make_forwards, *task),
-            evaluates=True,
-        )
-        (found,), _ = self._find(made, [batch.whole.tensors])
-        self.require_same_model()
+        key, make = partial(self._forward_key, *task), partial(self._make_forwards, *task)
+        what = f"{wanted.computes} for {batch.whole.summary()}"
+        (found,), _ = self._find(key, [batch.whole.tensors], what, make, evaluates=True)
+        self.bound.require_same_model()
         require_words(batch, found.graphs[0].program)
         return found.graphs
 
@@ -405,30 +399,30 @@ class Programs(BoundPrograms):
 
     def _bind_forward(self, program: Program) -> BoundGraphs:
         program = draw_apart(self.ranks, replace(program, step=self._options.step))
-        self.agree_on(program)
-        if self.program is None:
-            self.place(program)
-        return self.prepare(program)
+        self.bound.agree_on(program)
+        if self.bound.program is None:
+            self.bound.place(program)
+        return self.bound.prepare(program)
 
     def _forward_key(self, batch: Batch, wanted: Computation, count: int) -> tuple[Any, ...]:
         modules = tuple((wanted.training and each.training, forward_hooks(each)) for each in self._model.modules())
-        return wanted, count, modules, batch.whole.signature, torch_modes(self.ranks.device), self.moves
+        return wanted, count, modules, batch.whole.signature, torch_modes(self.ranks.device), self.bound.moves
 
     @property
     def _frame(self) -> Frame:
         rules, choices = self._options.placements or {}, self._options.choices
         names = (name for name, _ in self._model.named_parameters())
         sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))
-        if self.program is None and any(parameter.requires_grad for parameter in self._model.parameters()):
+        if self.bound.program is None and any(parameter.requires_grad for parameter in self._model.parameters()):
             choices = replace(choices, vocab="off")  # the step decides, and moves the parameters if need be
-        return Frame(self.schedule, self.program, choices, self.ranks.mesh.labels, sharded)
+        return Frame(self.schedule, self.bound.program, choices, self.ranks.mesh.labels, sharded)
 
     def evaluation(self, own: Sequence[BoundGraphs], training: bool) -> Executable:
         """The executable of microbatches that run these graphs, on the tensors that the model has now. In train mode
         what forward writes into buffers is dropped."""
         executable = self.cache.plan(own, list({each.number: each for each in own}.values()), forward_order)
         read = {name for stage in executable.program.stages for name in stage.parameters}
-        rows = gather_rows(self.ranks, self.shards, read)
+        rows = gather_rows(self.ranks, self.bound.shards, read)
         held = resident_tensors(self._model, {}) | {Slot("parameter", name): whole for name, whole in rows.items()}
         for stage in executable.first.stages.values() if training else ():
             held |= {slot: held[slot].clone() for slot in (Slot("buffer", name) for name in stage.program.changed)}

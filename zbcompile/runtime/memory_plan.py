@@ -25,7 +25,7 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.program.receive_buffers import AFTER
 from zbcompile.runtime.rank_plan import Instruction
-from zbcompile.runtime.stage_plan import travelling
+from zbcompile.runtime.stage_plan import arriving, leaving
 from zbcompile.schedules.ir.actions import RECEIVES, SENDS, Action
 from zbcompile.schedules.lowering.edges import Message
 
@@ -228,7 +228,7 @@ class _ValuePlaces:
         if instruction.needs:
             arrived = [value for message in instruction.needs for value in self.mail.pop(message)]
             self._read(arrived)  # generator state, which is last, is used up here
-            frame |= dict(zip(_arrivals(program, action.op), arrived, strict=False))
+            frame |= dict(zip(arriving(program, action.op), arrived, strict=False))
         held = {key: frame.get(slot) for slot, node in _holders(piece) for key in _storages(node)}
         held |= {key: None for node in piece.module.graph.find_nodes(op="get_attr") for key in _storages(node)}
         self.results[action] = {node.name: made for node in _operations(piece) if (made := self._operation(node, held))}
@@ -254,7 +254,7 @@ class _ValuePlaces:
         if piece.name in ("F", "B") and len(program.pieces) > 1:
             self.frames[stage, microbatch] = frame | {slot: v for slot, v in found.items() if slot.kind == "saved"}
         if instruction.makes:
-            sends = _sends(program, piece.name)
+            sends = leaving(program, piece.name)
             for slot, spec in sends.items():
                 _require_layout(slot, spec, results[slot], stage)
             made = [found[slot] for slot in sends]
@@ -262,14 +262,6 @@ class _ValuePlaces:
 
     def _stays(self, slot: Slot) -> bool:
         return slot.kind in ("loss", "output") or (slot.kind == "gradient" and slot.name in self.shared)
-
-
-def _arrivals(program: StageProgram, op: str) -> Mapping[Slot, TensorSpec]:
-    return travelling("activation", program.receives) if op == "F" else travelling("tangent", program.gradients_in)
-
-
-def _sends(program: StageProgram, op: str) -> Mapping[Slot, TensorSpec]:
-    return travelling("activation", program.sends) if op == "F" else travelling("input_gradient", program.gradients_out)
 
 
 def _require_layout(slot: Slot, spec: TensorSpec, node: Node, stage: int) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from zbcompile.backends.types import Run
 from zbcompile.model.seeds import Relay
-from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
+from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
@@ -146,10 +146,6 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
     follow = [program.pieces[later] for later in _FOLLOWS[name] if later in program.pieces]
     kept = {slot for later in follow for slot in later.inputs}
     places = {slot: place for place, slot in enumerate(piece.outputs)}
-    arrives = travelling("activation", program.receives) if name in _OPEN else {}
-    arrives |= travelling("tangent", program.gradients_in) if name in _RETURN else {}
-    sends = travelling("activation", program.sends) if name in _OPEN else {}
-    sends |= travelling("input_gradient", program.gradients_out)
     by_name: dict[str, list[int]] = {}
     for at, parameter in _named(piece, "gradient"):
         by_name.setdefault(parameter, []).append(at)
@@ -157,12 +153,12 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
         run=run,
         opens=name in _OPEN,
         closes=not follow,
-        arrives=tuple((registers[slot], spec) for slot, spec in arrives.items()),
+        arrives=tuple((registers[slot], spec) for slot, spec in arriving(program, name).items()),
         takes=tuple(registers[slot] for slot in piece.inputs),
         frees=tuple(place for slot, place in registers.items() if _passes(slot) and slot not in kept),
         accumulators=tuple((registers[slot], slot.name) for slot in piece.inputs if slot.kind == "accumulator"),
         saves=tuple((at, registers[slot]) for slot, at in places.items() if slot.kind == "saved" and slot in kept),
-        sends=tuple((places[slot], spec) for slot, spec in sends.items() if slot in places),
+        sends=tuple((places[slot], spec) for slot, spec in leaving(program, name).items()),
         gradients=tuple((name, tuple(places)) for name, places in by_name.items()),
         mutations=_named(piece, "mutation"),
         outputs=_named(piece, "output"),
@@ -172,9 +168,17 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
     )
 
 
-def travelling(kind: Kind, specs: Mapping[str, TensorSpec]) -> dict[Slot, TensorSpec]:
-    """The slots of boundary tensors, in the order in which they travel."""
-    return {Slot(kind, name): spec for name, spec in specs.items()}
+def arriving(program: StageProgram, name: str) -> dict[Slot, TensorSpec]:
+    """What arrives for a pass, in the order in which it travels."""
+    down = {Slot("activation", each): spec for each, spec in program.receives.items()} if name in _OPEN else {}
+    return down | ({Slot("tangent", each): s for each, s in program.gradients_in.items()} if name in _RETURN else {})
+
+
+def leaving(program: StageProgram, name: str) -> dict[Slot, TensorSpec]:
+    """What a pass makes for others, in the order in which it travels."""
+    slots = {Slot("activation", each): spec for each, spec in program.sends.items()} if name in _OPEN else {}
+    slots |= {Slot("input_gradient", each): spec for each, spec in program.gradients_out.items()}
+    return {slot: spec for slot, spec in slots.items() if slot in program.pieces[name].outputs}
 
 
 def _named(piece: Piece, kind: str) -> tuple[tuple[int, str], ...]:

@@ -199,7 +199,7 @@ def one_after_the_other() -> tuple[str, Tensor]:
     weights = pipe.state_dict(full=True)
     pipe.close()
     second = pipe_of(model, balance=["body.3"]).compile(ROWS, target=ROWS)
-    says = said_by(lambda: second._compiled.share.require_filled())
+    says = said_by(lambda: second._bound.share.require_filled())
     second.load_state_dict(weights)
     loss = second.step(ROWS, target=ROWS)
     second.close()

@@ -122,7 +122,7 @@ def run(pipe: zbcompile.Pipeline, executable: Executable, batch: Batch, recorder
         parameter.grad = None
     tensors = runs.split(batch.args, batch.kwargs, batch.target).tensors
     given = StepInput(tensors, index=0, seed=0, reduction="mean", recorder=recorder)
-    found = runs.engine.run(executable, given, runs.compiled.parameters)
+    found = runs.engine.run(executable, given, runs.compiled.bound.parameters)
     return found.losses.read(), {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
 
 
