@@ -64,9 +64,15 @@ class TrainingStep(nn.Module):
     the loss function returns `(loss, metrics)`, or the metrics alone. Everything else is dropped. Beside the result
     stand the tensors that forward asked about."""
 
+    loss: LossFunction | None
+
     def __init__(self, model: nn.Module, loss: LossFunction | None, watch: EffectsSeen, keep: Kept = "") -> None:
         super().__init__()
-        self.model, self.loss, self.watch, self.keep = model, loss, watch, keep
+        self.model, self.watch, self.keep = model, watch, keep
+        if isinstance(loss, nn.Module) and loss in model.modules():
+            vars(self)["loss"] = loss  # its tensors have the names that the model gives them, and no others
+        else:
+            self.loss = loss
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):

@@ -130,6 +130,55 @@ def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str) -> None:
     pipe.close()
 
 
+class Normalised(Temperature):
+    """Changes its buffers: statistics of a BatchNorm, and a running mean that is a term of the loss."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("mean", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.mean.mul_(0.9).add_(output.detach().mean() * 0.1)
+        return super().forward(self.norm(output), target) + self.mean
+
+
+class Owner(nn.Module):
+    """Has its loss from the beginning, under a name of its own, and does not run it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.criterion = MLP(), Normalised()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(x)
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_the_loss_changes_its_buffers(own: bool) -> None:
+    torch.manual_seed(0)
+    model = Owner() if own else MLP()
+    loss = model.criterion if isinstance(model, Owner) else Normalised()
+    eager, eagers_loss = copy.deepcopy((model, loss))
+    if own:
+        eagers_loss = eager.criterion
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=loss, ranks=2, exact=True)
+    for _ in range(2):
+        total = torch.zeros(())
+        for part in ROWS.chunk(2):
+            each = eagers_loss(eager(part), part) / 2
+            each.backward()
+            total += each.detach()
+        assert torch.equal(pipe.step(ROWS, target=ROWS), total)
+    for (name, ours), (_, theirs) in zip(loss.named_buffers(), eagers_loss.named_buffers(), strict=True):
+        assert torch.equal(ours, theirs), name
+    gradients = {name: each.grad for name, each in (*eager.named_parameters(), *eagers_loss.named_parameters("loss"))}
+    assert all(torch.equal(each.grad, gradients[name]) for name, each in pipe.named_parameters())
+    pipe.close()
+
+
 def test_a_sequence_that_would_run_the_loss_is_refused() -> None:
     with pytest.raises(zbcompile.CaptureError, match="runs all its submodules"):
         zbcompile.pipeline(nn.Sequential(seeded()), schedule="1f1b", ranks=2, loss=Temperature())
