@@ -33,13 +33,12 @@ from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, have_hooks
-from zbcompile.profiling.nan_check import inspected
+from zbcompile.profiling.watched_passes import inspected, with_draws_refused
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.state_dict import stream_state
 from zbcompile.runtime.data_parallel import sums_of
 from zbcompile.runtime.executable import BoundGraphs
 from zbcompile.runtime.stage_plan import prepare_stage
-from zbcompile.runtime.unannounced_draws import with_draws_refused
 from zbcompile.runtime.vocabulary_collectives import Ends
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable, VocabularyShards, make_executable_shards
 from zbcompile.torch_private import fingerprint

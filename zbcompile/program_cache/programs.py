@@ -15,7 +15,14 @@ from torch import nn
 
 from zbcompile.batches.batch import Batch, Microbatch, Microbatches, hint_at_device, hint_at_target, hinting
 from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
-from zbcompile.compiler.inference import Computation, Frame, forward_order
+from zbcompile.compiler.inference import (
+    Computation,
+    Frame,
+    compile_forwards,
+    forward_order,
+    microbatches_like,
+    require_words,
+)
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.distributed.agreement import agreed_seconds, together
 from zbcompile.errors import PipelineError
@@ -33,7 +40,6 @@ from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program, call_of, listed
 from zbcompile.program_cache.apart_draws import draw_apart
-from zbcompile.program_cache.batch_forwards import compile_forwards, microbatches_like, require_words
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.cache import Entry, ProgramCache, key_of, refuse_answers, torch_modes, what_is_new
 from zbcompile.program_cache.orders import step_order
