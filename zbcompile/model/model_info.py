@@ -1,7 +1,7 @@
 """A program's description of its model: every parameter and buffer by name and shape, and the tensors that no state
 dict holds. Enough to build a module that has the model's names and memory, and none of its code."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -77,18 +77,23 @@ def module_of(facts: ModelFacts) -> nn.Module:
 
     Buffers that no state dict holds exist only if `facts.unsaved` has them, on the meta device if they have no values.
     """
-    root: nn.Module = type(facts.name, (nn.Module,), {})()
     made = dict(facts.unsaved)
-    for member in facts.members:
-        if not member.saved and member.name not in facts.unsaved:
-            continue
-        tensor = made.setdefault(member.first, facts.unsaved.get(member.name, on_meta(member)))
-        path, _, name = member.name.rpartition(".")
-        module = submodule(root, path)
+    held = [member for member in facts.members if member.saved or member.name in facts.unsaved]
+    found = {each.name: made.setdefault(each.first, facts.unsaved.get(each.name, on_meta(each))) for each in held}
+    return module_with(found, facts.name, {member.name for member in held if not member.saved})
+
+
+def module_with(tensors: Mapping[str, torch.Tensor], title: str, unsaved: Collection[str] = ()) -> nn.Module:
+    """An otherwise empty module that holds parameters and buffers under their own dotted names; those that are
+    `unsaved` are buffers that no state dict holds."""
+    root: nn.Module = type(title, (nn.Module,), {})()
+    for name, tensor in tensors.items():
+        path, _, leaf = name.rpartition(".")
+        module = _submodule(root, path)
         if isinstance(tensor, nn.Parameter):
-            module.register_parameter(name, tensor)
+            module.register_parameter(leaf, tensor)
         else:
-            module.register_buffer(name, tensor, persistent=member.saved)
+            module.register_buffer(leaf, tensor, persistent=name not in unsaved)
     return root
 
 
@@ -99,7 +104,7 @@ def on_meta(member: Member) -> torch.Tensor:
     return nn.Parameter(tensor, requires_grad=member.trainable) if member.kind == "parameter" else tensor
 
 
-def submodule(root: nn.Module, path: str) -> nn.Module:
+def _submodule(root: nn.Module, path: str) -> nn.Module:
     """The module at `path`, created if it does not exist yet."""
     module = root
     for name in filter(None, path.split(".")):

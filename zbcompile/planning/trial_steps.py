@@ -17,7 +17,7 @@ from torch import nn
 from zbcompile.batches.batch import Microbatch
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.model.model_info import submodule
+from zbcompile.model.model_info import module_with
 from zbcompile.model.seeds import undisturbed
 from zbcompile.options import Options
 from zbcompile.passes import gpu
@@ -90,14 +90,8 @@ def _enough(found: Sequence[Sequence[float]]) -> bool:
 
 def _stand_in(model: nn.Module) -> nn.Module:
     """A module with tensors of the same names, and nothing else."""
-    root = nn.Module()
-    for name, parameter in model.named_parameters():
-        path, _, own = name.rpartition(".")
-        submodule(root, path).register_parameter(own, nn.Parameter(parameter.detach(), parameter.requires_grad))
-    for name, buffer in model.named_buffers():
-        path, _, own = name.rpartition(".")
-        submodule(root, path).register_buffer(own, buffer.detach().clone())
-    return root
+    parameters = {name: nn.Parameter(each.detach(), each.requires_grad) for name, each in model.named_parameters()}
+    return module_with(parameters | {name: each.detach().clone() for name, each in model.named_buffers()}, "Trial")
 
 
 def _fill(name: str, tensor: torch.Tensor) -> None:

@@ -17,7 +17,7 @@ from zbcompile.batches.batch import whole_batch
 from zbcompile.distributed.packing import as_contiguous, packed, packed_buffer
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.model.model_info import submodule
+from zbcompile.model.model_info import module_with
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
@@ -85,7 +85,7 @@ class CompiledPipelineStage(PipelineStage):
         self, stage: CompiledStage, program: Program, group: dist.ProcessGroup, parameters: Mapping[str, nn.Parameter]
     ) -> None:
         count = program.schedule.stages
-        module = parameter_tree({name: parameters[name] for name in stage.program.parameters})
+        module = module_with({name: parameters[name] for name in stage.program.parameters}, "Stage")
         super().__init__(module, stage.index, count, stage.device, input_args=(), output_args=(), group=group)
         self.stage_index_to_group_rank = {i: program.rank_of(i) for i in range(count)}
         self._compiled, self._program, self._parameters = stage, program, parameters
@@ -278,12 +278,3 @@ class OutputToCome(torch.Tensor):
             "torch's schedule called a loss function of its own, and the loss is part of the last stage's graphs. "
             "Build it with loss_fn=stage.loss, stage the last one of pipe.stages()."
         )
-
-
-def parameter_tree(parameters: Mapping[str, nn.Parameter]) -> nn.Module:
-    """An otherwise empty module that holds `parameters` under their own dotted names."""
-    root = nn.Module()
-    for name, parameter in parameters.items():
-        path, _, leaf = name.rpartition(".")
-        submodule(root, path).register_parameter(leaf, parameter)
-    return root
