@@ -144,7 +144,7 @@ BUDGET = {
     "zbcompile/faults": 1024,
     "zbcompile/inspection": 2376,
     "zbcompile/integrations": 560,
-    "zbcompile/model": 1040,
+    "zbcompile/model": 1048,
     "zbcompile/optimizer": 1386,
     "zbcompile/persistence": 2508,
     "zbcompile/planning": 1307,
@@ -153,7 +153,7 @@ BUDGET = {
     "zbcompile/program": 1984,
     "zbcompile/program_cache": 1428,
     "zbcompile/runtime": 3550,
-    "zbcompile/torch_pipelining": 507,
+    "zbcompile/torch_pipelining": 496,
 }
 
 
