@@ -12,7 +12,7 @@ import zbcompile
 from tests.support.oracle import MLP, PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
 from zbcompile.errors import PipelineError
-from zbcompile.schedules import build
+from zbcompile.schedules import Pair, build
 
 PROBLEM = PROBLEMS["small-tied"]
 (EIGHT,) = PROBLEM.batches(1, 8)
@@ -84,6 +84,24 @@ def test_microbatches_of_several_shapes_in_one_step(schedule: str) -> None:
         assert torch.equal(pipe.step(microbatches=parts), eagerly(model, parts))
     assert same(pipe, model)
     assert len(pipe.compilations) == 4 + 3
+
+
+def test_pairs_of_two_shapes_are_one_graph_that_is_made_once() -> None:
+    """Every pair of this step joins graphs of two programs. Another plan of the same steps merges nothing again."""
+    pipe, model = made("1f1b-overlap"), PROBLEM.model()
+    long, short = split(rows(4), 2, 2)
+    parts = [long, short, long, short]
+    found = []
+    for _ in range(2):
+        assert torch.equal(pipe.step(microbatches=parts), eagerly(model, parts))
+        (plan, other) = pipe._compiled.cache.plans[-1].plans
+        pairs = [step for order in pipe.program.schedule.orders for step in order if isinstance(step, Pair)]
+        assert {*plan.merged, *other.merged} == {*pairs}
+        assert all((first.microbatch + second.microbatch) % 2 for first, second in pairs)
+        found.append({id(run.__self__) for each in (plan, other) for run in each.merged.values()})  # type: ignore[attr-defined]
+        pipe._compiled.cache.forget_plans()
+    assert same(pipe, model)
+    assert found[0] == found[1]
 
 
 @pytest.mark.slow
