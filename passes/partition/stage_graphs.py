@@ -119,8 +119,7 @@ def cut(
 
     With `exact` the values that cross keep their strides even if these leave gaps, and gradients are added in the order
     of eager. With `owners`, the ranks of the stages, values go straight to the stages that read them; without, they
-    pass through every stage between, as do those through which no gradient flows: what tells that a message has
-    arrived is that its gradient comes back.
+    pass through every stage between.
     """
     anywhere = replicable(canonical, line.flops)
     legs = list(_legs(canonical, line, assigned, stages - 1, exact, owners))
@@ -143,7 +142,7 @@ def _legs(
         readers = [assigned.get(user, -1) for user in node.users for _ in range(_reads(user, node))]
         behind = Counter(stage for stage in [*readers, *[last] * (node in ends)] if stage > maker)
         if behind:
-            way = way_of(maker, behind, owners if node.meta["differentiable"] else None, exact)
+            way = way_of(maker, behind, owners, exact and node.meta["differentiable"])
             yield from (ValueLeg(node, parent, stage) for stage, parent in way.items())
 
 

@@ -73,3 +73,18 @@ class MaybeSkip(nn.Module):
         for i, layer in enumerate(self.layers[1:]):
             x = torch.tanh(layer(x + early if skips and i == 4 else x))
         return x
+
+
+class Masked(nn.Module):
+    """Later layers read which entries of an early value are positive, and no gradient flows back for that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.layers[0](x))
+        mask = x > 0
+        for i, layer in enumerate(self.layers[1:]):
+            x = torch.tanh(layer(torch.where(mask, x, 0.5 * x) if i in (4, 6) else x))
+        return x

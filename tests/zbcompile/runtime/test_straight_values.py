@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 import zbcompile
 from tests.support.oracle import Gradients
 from tests.support.pool import Pool
-from tests.support.skip_models import WIDTH, EncoderDecoder, MaybeSkip, Residuals, UNet
+from tests.support.skip_models import WIDTH, EncoderDecoder, Masked, MaybeSkip, Residuals, UNet
 from tests.support.training import Case, assert_bitwise, assert_close, join, pipelined, reference
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import compile_example
@@ -19,12 +20,15 @@ from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition import straight_ways
+from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.predict import count_messages
 from zbcompile.program.program import Program
+from zbcompile.runtime.rank_plan import instructions_of
 from zbcompile.schedules import build, check, lower
 from zbcompile.schedules.ir import kinds
 
 EXACT = (
+    Case("masked", "zb-v", 4, 5),
     Case("u-net", "1f1b", 4, 5),
     Case("u-net", "zb-v", 4, 5),
     Case("u-net", "interleaved-1f1b", 4, 4),
@@ -35,6 +39,9 @@ EXACT = (
     Case("residuals", "zb-v", 4, 5),
     Case("residuals", "interleaved-1f1b", 4, 4),
     Case("residuals", "zb-v", 2, 4),
+    Case("masked", "1f1b", 4, 6),
+    Case("masked", "dualpipe", 4, 8),
+    Case("masked", "interleaved-1f1b", 2, 4),
 )
 
 
@@ -62,6 +69,14 @@ def test_what_a_rank_keeps_changes_no_more_than_rounding(case: Case, pool: Pool)
     assert_bitwise(join(pool.run(pipelined, case, ranks=case.ranks)), alone)
 
 
+class Arriving(NamedTuple):
+    """A stage that is not bound to tensors, as what receives."""
+
+    program: StageProgram
+    device: torch.device = torch.device("cpu")
+    generator_arrives: bool = False
+
+
 def compiled(model: torch.nn.Module, schedule: str, choices: Choices, ranks: int = 4) -> Program:
     x = torch.ones(2, WIDTH)
     order = build(schedule, ranks=ranks, microbatches=2 * ranks)
@@ -87,6 +102,20 @@ def test_what_a_rank_has_is_not_sent_to_it() -> None:
         ranks = [program.rank_of(s.stage + spec.hops) for s, spec in sends]
         crossing = [there for (s, _), there in zip(sends, ranks, strict=True) if there != program.rank_of(s.stage)]
         assert len(crossing) == len(set(crossing)), name
+
+
+@pytest.mark.parametrize("exact", [True, False])
+def test_a_mask_goes_straight_and_its_send_is_over_when_a_gradient_is_back(exact: bool) -> None:
+    """No gradient comes from where it went: the one of the next stage tells."""
+    straight, relay = (compiled(Masked(), "1f1b", Choices(exact=exact, relay=relay)) for relay in (False, True))
+    check(straight.lowered)
+    assert any(not way.back for way in straight.schedule.ways)
+    assert count_messages(straight).bytes < count_messages(relay).bytes
+    stages = [Arriving(each) for each in straight.stages]
+    instructions = [each for step in instructions_of(straight, 0, lambda action: stages[action.stage]) for each in step]
+    over = [message for each in instructions for message in each.completes]
+    assert len(over) == len(set(over))
+    assert {message.microbatch for message in over if message.hops > 1} == set(range(straight.schedule.microbatches))
 
 
 def test_two_readers_of_a_stage_keep_the_relay_if_bits_count() -> None:
