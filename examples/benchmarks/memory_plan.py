@@ -8,7 +8,9 @@ from the graphs: nothing runs.
 """
 
 import argparse
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +19,8 @@ from tabulate import tabulate
 from torch import nn
 
 import zbcompile
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, VOCABULARY, next_byte_loss
 from llama import Llama
 from zbcompile.compiler.compile_example import compile_example

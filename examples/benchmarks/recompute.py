@@ -10,15 +10,19 @@ without recompute, the median over interleaved rounds; FLOPs are the predicted r
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from tabulate import tabulate
 
 import zbcompile
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, VOCABULARY, next_byte_loss
 from zbcompile.passes.compile_options import Recompute
 from zbcompile.prediction.predict import predicted_costs
