@@ -353,6 +353,11 @@ def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
+def group_called(name: str) -> torch.distributed.ProcessGroup:
+    """The process group of this name, by which functional collectives find it (2.11-2.13: no public function does)."""
+    return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
+
+
 # 2.11-2.13: the libraries of the functional collectives, and where their autograd functions are defined.
 FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 FUNCTIONAL_COLLECTIVES_MODULE = "torch.distributed._functional_collectives"

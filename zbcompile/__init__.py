@@ -20,7 +20,10 @@ if TYPE_CHECKING:
     )
     from zbcompile.inspection.explain_model import Explanation as Explanation, explain as explain
     from zbcompile.model.experts import ExpertExchange as ExpertExchange
-    from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan as apply_tensor_parallel_plan
+    from zbcompile.model.huggingface_plan import (
+        apply_tensor_parallel_plan as apply_tensor_parallel_plan,
+        divide_experts as divide_experts,
+    )
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
     from zbcompile.options import Memory as Memory, Vocab as Vocab
     from zbcompile.passes.errors import (
@@ -56,7 +59,7 @@ _HOME = {
     "profiling.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
     "model.experts": ("ExpertExchange",),
-    "model.huggingface_plan": ("apply_tensor_parallel_plan",),
+    "model.huggingface_plan": ("apply_tensor_parallel_plan", "divide_experts"),
     "batches.padding": ("buckets",),
     "model.seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError", "PlacementError"),

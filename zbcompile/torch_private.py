@@ -104,11 +104,6 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     clip_grad._clip_grads_with_norm_ = checked
 
 
-def group_called(name: str) -> dist.ProcessGroup:
-    """The process group of this name, by which functional collectives find it (2.11-2.13: no public function does)."""
-    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
-
-
 def groups_of_process() -> dict[str, tuple[int, ...]]:
     """The ranks of each process group that this process is in, by name (2.11-2.15: no public function lists them)."""
     groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]

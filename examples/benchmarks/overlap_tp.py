@@ -142,9 +142,9 @@ def time_and_hidden(step: Callable[[], object], gate: Gate) -> list[float]:
     ]
 
 
-def opened_order(name: str, microbatches: int) -> Schedule:
-    """The order of a schedule on two ranks, with its pairs opened."""
-    return opened(build(name, 2, microbatches))
+def opened_order(name: str, microbatches: int, ranks: int = 2) -> Schedule:
+    """The order of a schedule, with its pairs opened."""
+    return opened(build(name, ranks, microbatches))
 
 
 def row(mesh: DeviceMesh, gate: Gate, options: argparse.Namespace, name: str, share: float) -> list[Any]:

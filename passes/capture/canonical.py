@@ -21,7 +21,7 @@ from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import copied, drop_unused_inputs, is_random, like, output_values, with_graph
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
-from zbcompile.passes.graph.process_groups import name_groups
+from zbcompile.passes.graph.process_groups import is_collective, is_under_way, is_wait, name_groups
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import not_inferred, source_line
 from zbcompile.passes.graph.storage import tensors_of
@@ -134,9 +134,10 @@ def drop_checks(graph: Graph) -> None:
 
 
 def drop_no_ops(graph: Graph) -> None:
-    """Drop casts to the dtype a value already has, dropout that drops nothing, copies, and detaches of integers."""
+    """Drop casts to the dtype a value already has, dropout that drops nothing, copies, detaches of integers, and a wait
+    for what has been waited for."""
     for node in list(graph.nodes):
-        rule = _NO_OPS.get(node.target)
+        rule = _waits_again if is_wait(node) else _NO_OPS.get(node.target)
         if rule is not None and isinstance(node.args[0], Node) and rule(node):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
@@ -160,6 +161,12 @@ def _copies_for_itself(node: Node) -> bool:
     If there are other readers, it determines the order in which gradients are added: a slice of everything is one."""
     source = node.args[0]
     return source.op == "call_function" and len(source.users) == 1 and _same_tensor(node)  # type: ignore[union-attr]
+
+
+def _waits_again(node: Node) -> bool:
+    """Whether a wait is for another wait, or for an operator that waits by itself."""
+    source = node.args[0]
+    return is_collective(source) and not is_under_way(source)  # type: ignore[arg-type]
 
 
 _NO_OPS: dict[Any, Callable[[Node], bool]] = {

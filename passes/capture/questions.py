@@ -231,6 +231,10 @@ class Questions:
         self.tensors.append(tensor)
         return convert(answer)
 
+    def is_open(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is computed in the trace and depends on more than inputs."""
+        return traced_node(tensor) is not None and self._value(tensor) is None
+
     def _value(self, tensor: torch.Tensor) -> Any:
         found = traced_node(tensor)
         return None if found is None or self._values is None else self._values.of(*found)

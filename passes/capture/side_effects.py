@@ -36,6 +36,7 @@ from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Question
 from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.gpu_kernels import kernel_of
+from zbcompile.passes.graph.row_exchanges import OTHERWISE, RoutedExchanges
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.python_state.executed_code import line_that_writes
 from zbcompile.passes.python_state.premises import attribute, without_joined_loss
@@ -85,8 +86,9 @@ class EffectsSeen:
         buffers, modules = _buffers(model), _modules(model)
         own = list(model.parameters())
         parameters = {id(parameter) for parameter in own}
-        reads = self.reads
+        reads, routed = self.reads, RoutedExchanges(self.questions.is_open)
         watches = [
+            routed.numbers_read(),
             numbers_drawn_outside_torch(lambda: reads.generators, self.problem),
             generator_seeded(self.problem),
             output_of_forward(self.warning),
@@ -96,7 +98,7 @@ class EffectsSeen:
         with (
             without_joined_loss(model),
             self.reads.recording(),
-            _Calls(self, parameters),
+            _Calls(self, parameters, routed),
             contextlib.ExitStack() as around,
         ):
             for watch in watches:
@@ -171,9 +173,9 @@ class _Calls(TorchFunctionMode):
     """Notes hooks on activations, collectives that autograd does not see and changes of requires_grad, and treats
     `.data` as what it means: a detach."""
 
-    def __init__(self, watch: EffectsSeen, parameters: set[int]) -> None:
+    def __init__(self, watch: EffectsSeen, parameters: set[int], routed: RoutedExchanges) -> None:
         super().__init__()
-        self.watch, self.parameters = watch, parameters
+        self.watch, self.parameters, self.routed = watch, parameters, routed
         self.kernels = attention_kernels()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -186,6 +188,9 @@ class _Calls(TorchFunctionMode):
         answer = self.watch.questions.defer(func, args)
         if answer is not NOT_ANSWERED:
             return answer
+        routed = self.routed.result(func, args, kwargs or {})
+        if routed is not OTHERWISE:
+            return routed
         if func in _HOOKS:
             self._refuse(Refusal.ACTIVATION_HOOK, function=func.__name__)
         if func in _GRADIENTS:

@@ -9,6 +9,7 @@ from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.graph.fx import argument_of, like
 from zbcompile.passes.graph.process_groups import GROUP, group_of, is_under_way
+from zbcompile.passes.graph.row_exchanges import EXCHANGE_ROWS
 from zbcompile.passes.torch_private import FakeTensorMode, OpOverload, arguments_of, custom_kernel, pytree
 
 What = Literal["sum", "largest", "gather", "scatter", "permute", "none"]
@@ -38,6 +39,8 @@ def exchange_of(node: Node, groups: Mapping[str, str]) -> Exchange | None:
     assert isinstance(node.target, OpOverload)
     if is_under_way(node):
         return _named(node.target.overloadpacket.__name__, str(argument_of(node, "reduce_op", "sum")))
+    if node.target is EXCHANGE_ROWS:
+        return Exchange("permute")
     kernel, group = custom_kernel(node.target), groups.get(str(group_of(node)))
     if kernel is None or group is None:
         return None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed._functional_collectives import all_to_all_single, all_to_all_single_autograd, wait_tensor
 
 import zbcompile
 
@@ -51,10 +52,10 @@ class Layer(nn.Module):
 
 
 class Mixture(nn.Module):
-    def __init__(self, group: Any = None, factor: float = 1.0, norm: bool = False) -> None:
+    def __init__(self, group: Any = None, factor: float = 1.0, norm: bool = False, kind: type[Layer] = Layer) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(Layer(group, factor, norm) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(kind(group, factor, norm) for _ in range(LAYERS))
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         for layer in self.layers:
@@ -62,9 +63,9 @@ class Mixture(nn.Module):
         return x
 
 
-def mixture_of(rank: int, group: Any, factor: float, norm: bool = False) -> Mixture:
+def mixture_of(rank: int, group: Any, factor: float, norm: bool = False, kind: type[Layer] = Layer) -> Mixture:
     """One rank's part."""
-    model = Mixture(group, factor, norm)
+    model = Mixture(group, factor, norm, kind)
     for layer in model.layers:
         layer.keep(rank)
     return model
@@ -101,3 +102,44 @@ def bias_of(router: str, microbatch: int, rows: int) -> Tensor:
         first = CHOSEN * (microbatch % (EXPERTS // CHOSEN))
         bias[:, first : first + CHOSEN] = 9
     return bias
+
+
+class LayerOfCounts(Layer):
+    """As torchtitan writes it: functional all-to-alls whose parts have sizes that the host reads. `exchange` is not
+    used."""
+
+    def forward(self, x: Tensor, bias: Tensor) -> Tensor:
+        x = torch.tanh(self.norm(self.mix(x)))
+        weights, chosen = self.choose(x, bias)
+        if self.exchange.ranks == 1:
+            return super().forward(x, bias)
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.zeros(EXPERTS, dtype=torch.int64).scatter_add(0, chosen.flatten(), torch.ones_like(order))
+        ranks, group = self.exchange.ranks, self.exchange.group
+        with torch.no_grad():
+            come = wait_tensor(all_to_all_single(counts, None, None, group))
+            sent = counts.view(ranks, -1).sum(1).to(torch.device("cpu"), non_blocking=True).tolist()
+            arriving = come.view(ranks, -1).sum(1).to(torch.device("cpu")).tolist()
+        rows = all_to_all_single_autograd(x[order // CHOSEN], arriving, sent, group)
+        places = self.by_expert(come.view(ranks, -1), rows.shape[0])
+        ends = come.view(ranks, -1).sum(0).cumsum(0).int()
+        made = self.compute(rows[places, :], ends)
+        back = made.new_empty(rows.shape)
+        back[places, :] = made
+        back = all_to_all_single_autograd(back, sent, arriving, group)
+        return self.join(x, torch.zeros_like(back).index_copy(0, order, back), weights)
+
+    def by_expert(self, counts: Tensor, total: int) -> Tensor:
+        """Of the rows sorted by expert the places where they have arrived, sorted by rank."""
+        begins = (counts.flatten().cumsum(0) - counts.flatten()).view_as(counts).t().reshape(-1)
+        lengths = counts.t().reshape(-1)
+        group = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=total)
+        return begins[group] + torch.arange(group.shape[0]) - (lengths.cumsum(0) - lengths)[group]
+
+
+class CountingLayer(Layer):
+    """Only the rows that there are travel."""
+
+    def __init__(self, group: Any, factor: float, norm: bool) -> None:
+        super().__init__(group, factor, norm)
+        self.exchange.by_counts = True

@@ -21,7 +21,7 @@ from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
-from zbcompile.model.experts import ExpertExchange
+from zbcompile.model.experts import placements_of_experts
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import OptimizerRequest, Predicate
@@ -73,15 +73,16 @@ class Pipeline:
             schedule = choose_schedule(options, self._ranks.count)
             with readable(model):
                 self._parts = Parts(model, self._ranks.mesh.labels)
-            self._options = options = options.with_placements(self._parts.placements)
+            self._options = options = options.with_placements(
+                {**self._parts.placements, **placements_of_experts(model)}
+            )
             self._bound = bound = BoundPrograms(model, options, self._ranks)
             self._compiled = Programs(model, options, bound, schedule, saved)
             self._optimizers = Optimizers(model, self._ranks, self._parts, bound)
             self._state = ModelState(model, self._ranks, self._parts, bound, self._optimizers)
             self._norms = PartialNorms(bound, self._parts)
-            exchanges = [module for module in model.modules() if isinstance(module, ExpertExchange)]
             layout = BatchLayout(model, options, self._compiled)
-            others = self._norms, self._observation, exchanges
+            others = self._norms, self._observation
             self._runs = Runs(options, engine, self._parts, self._compiled, layout, self._optimizers, *others)
 
     if not TYPE_CHECKING:  # with it, type checkers would allow any name

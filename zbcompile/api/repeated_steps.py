@@ -16,9 +16,17 @@ from zbcompile.runtime.executable import Executable
 from zbcompile.runtime.slices import Slices
 
 
-def grow(exchanges: Sequence[ExpertExchange], ranks: Ranks) -> None:
-    """Double the capacity of all exchanges, so that equal layers stay equal."""
-    for each in exchanges:
+def grow(model: nn.Module, ranks: Ranks) -> None:
+    """Double the capacity, of all exchanges of `model` alike, so that layers that are equal stay so. Raises
+    PipelineError if none has less than is enough for any routing: the one that overflowed is not among them."""
+    growing = [each for each in model.modules() if isinstance(each, ExpertExchange) and each.may_overflow]
+    if not growing:
+        raise PipelineError(
+            "an exchange between experts has a capacity, and what it belongs to is no part of the model, so it "
+            "cannot be enlarged. Assign the ExpertExchange to an attribute of a module; in a saved program, give "
+            "it factor= the number of ranks, which is enough for any routing."
+        )
+    for each in growing:
         each.factor = min(2 * each.factor, float(each.ranks))
     if ranks.is_first:
         print(f"zbcompile: more tokens chose one rank than fit; a step is done again with factor={each.factor:g}.")
@@ -26,17 +34,11 @@ def grow(exchanges: Sequence[ExpertExchange], ranks: Ranks) -> None:
 
 def require_repeatable(optimizers: Collection[PipelineOptimizer]) -> None:
     """Raise PipelineError for optimizers beside which a step cannot be done again."""
-    if any(each.wanted.updates_early for each in optimizers):
+    if any(each.wanted.updates_early and not each.wanted.validates for each in optimizers):
         raise PipelineError(
             "early=True updates parameters before a step knows whether all tokens have fitted into the exchanges "
-            "between experts. Pass early=False, or ExpertExchange(factor=) the number of its ranks, which is enough "
-            "for any routing."
-        )
-    if any(each.wanted.zero == 3 for each in optimizers):
-        raise PipelineError(
-            "zero=3 divides parameters, and a step whose tokens do not fit into the exchanges between experts has "
-            "not been tried with that. Pass zero=2, or ExpertExchange(factor=) the number of its ranks, which is "
-            "enough for any routing."
+            'between experts. Pass validate="after", which keeps what an update changes, or ExpertExchange(factor=) '
+            "the number of its ranks, which is enough for any routing."
         )
 
 
@@ -46,7 +48,7 @@ class StateBefore:
     write, what replicas have not summed yet. Random numbers follow from the number of the step."""
 
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
-    slices: Sequence[tuple[Slices, bool]]
+    slices: Sequence[tuple[Slices, bool, bool]]
     buffers: Sequence[tuple[torch.Tensor, torch.Tensor]]
     ranks: Ranks
     partial: frozenset[str]
@@ -62,7 +64,7 @@ class StateBefore:
         written = {id(b): b for s in stages for b in (s.resident[Slot("buffer", name)] for name in s.program.changed)}
         return cls(
             [(each, each.grad, None if each.grad is None else each.grad.clone()) for each in held],
-            [(each, each.summed) for each in slices],
+            [(each, each.summed, each.used) for each in slices],
             [(each, each.clone()) for each in written.values()],
             ranks,
             frozenset(ranks.replicas.partial),
@@ -77,6 +79,6 @@ class StateBefore:
                 tensor.grad = gradient
             for buffer, value in self.buffers:
                 buffer.copy_(value)
-        for slices, summed in self.slices:
-            slices.summed = summed
+        for slices, summed, used in self.slices:
+            slices.summed, slices.used = summed, used
         self.ranks.replicas.partial = set(self.partial)

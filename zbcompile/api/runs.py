@@ -17,7 +17,6 @@ from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.model.experts import ExpertExchange
 from zbcompile.options import Options, checked
 from zbcompile.passes.stage.print_python import type_text
 from zbcompile.planning.batch_layout import BatchLayout
@@ -44,7 +43,6 @@ class Runs:
     optimizers: Optimizers
     norms: PartialNorms
     observation: Observation
-    exchanges: Sequence[ExpertExchange] = ()
 
     def split(
         self,
@@ -104,10 +102,9 @@ class Runs:
     ) -> tuple[Losses, Any]:
         """Run step number `index`: the losses of all microbatches, and what else it returns."""
         compiled = self.compiled
-        growing = [each for each in self.exchanges if each.may_overflow]
-        if growing:
-            require_repeatable(self.optimizers.made)
         executable = self.program_for(step, runs=True)
+        if executable.may_overflow:
+            require_repeatable(self.optimizers.made)
         compiled.bound.require_values()
         compiled.bound.withhold(executable.program)
         given = StepInput(
@@ -123,12 +120,11 @@ class Runs:
             ahead=self.optimizers.all_early,
             outputs="last" if outputs == "last" else "all" if outputs else "",
             agreement=self.compiled.agreement,
-            overflows=bool(growing),
         )
         with self._named(step, executable, outputs, index):
             try:
                 with compiled.void_if_it_fails(), self.optimizers.step():
-                    executable, (losses, made, _) = self._run_until_it_fits(step, executable, given, growing)
+                    executable, (losses, made, _) = self._run_until_it_fits(step, executable, given)
             finally:
                 self.parts.give_gradients()
             compiled.agreement.finish()
@@ -139,20 +135,22 @@ class Runs:
             return losses, joined_outputs(made, executable, step.rows, self.options.loss_reduction)
 
     def _run_until_it_fits(
-        self, step: Microbatches, executable: Executable, given: StepInput, growing: Sequence[ExpertExchange]
+        self, step: Microbatches, executable: Executable, given: StepInput
     ) -> tuple[Executable, StepResult]:
         """Run a step; again, with more room in all exchanges between experts, if one had too little."""
         ranks, parameters = self.engine.ranks, self.compiled.bound.parameters
         while True:
-            before = StateBefore.of(executable, parameters, given.slices, ranks) if growing else None
+            repeatable = executable.may_overflow
+            before = StateBefore.of(executable, parameters, given.slices, ranks) if repeatable else None
             # without autocast: its casts are in the graphs, and it would add casts that the model does not make
             with torch.autocast(ranks.device.type, enabled=False):
                 result = self.engine.run(executable, given, parameters)
             if result.fits or before is None:
                 return executable, result
+            self.optimizers.withdraw()
             before.restore()
             self.compiled.agreement.finish()
-            grow(growing, ranks)
+            grow(self.optimizers.model, ranks)
             executable = self.program_for(step, runs=True)
 
     def evaluate(

@@ -23,9 +23,10 @@ from zbcompile.env import OF_MESSAGES
 from zbcompile.errors import PipelineError
 from zbcompile.faults.fault_report import Position
 from zbcompile.faults.watchdog import Alone, Watch
+from zbcompile.passes.torch_private import group_called
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.routes import channels_of
-from zbcompile.torch_private import group_called, is_bound
+from zbcompile.torch_private import is_bound
 
 Value = TypeVar("Value")
 

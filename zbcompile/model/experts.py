@@ -3,8 +3,9 @@
 
 How many tokens a rank gets is decided by the router, and shapes of a compiled graph are fixed: an exchange has room for
 a number of rows from each rank to each other, the capacity. Counts travel beside the rows, so the host waits for
-nothing. If more tokens choose one rank than there is room for, the step notices it together with its losses and is done
-again with a larger capacity (`zbcompile/api/repeated_steps.py`), before anything has changed.
+nothing; or the host reads them, and only the rows that there are travel (`by_counts`). If more tokens choose one rank
+than there is room for, the step notices it together with its losses and is done again with a larger capacity
+(`zbcompile/api/repeated_steps.py`), before anything has changed.
 
 Both methods only move rows: no number is added, so every bit is the model's own. Rows arrive sorted by expert, those of
 one expert by the rank that sent them, and those of one rank in the order that they had there.
@@ -19,19 +20,22 @@ from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.deferred_checks import require_fit
+from zbcompile.passes.graph.row_exchanges import exchange_rows
 from zbcompile.torch_private import exchanged
 
 
 class TokenRoute(NamedTuple):
     """Where rows went: `sent` has the place of each row in what this rank sends (behind its end: it did not fit),
-    `arrived` the place, among what has arrived, of each row that the experts get (behind its end: a row of padding)."""
+    `arrived` the place, among what has arrived, of each row that the experts get (behind its end: a row of padding).
+    `counts` are the rows that went to each rank and those that came from it, if they travel by counts."""
 
     sent: Tensor
     arrived: Tensor
+    counts: tuple[Tensor, Tensor] | None = None
 
 
 class DispatchedRows(NamedTuple):
-    """What the experts of a rank get: `rows` [capacity x ranks, width], `ends` [experts of this rank], int32, the
+    """What the experts of a rank get: `rows` [capacity, width], `ends` [experts of this rank], int32, the
     number of the row behind the last one of each expert (`offs` of `torch.nn.functional.grouped_mm`), and the `route`
     that `combine` takes. Rows behind the last end are padding."""
 
@@ -49,6 +53,9 @@ class ExpertExchange(nn.Module):
         group: the process group of the "ep" dimension of the mesh; None: all experts are on this rank.
         factor: the capacity, as a multiple of what every rank would get if tokens chose them evenly. It is doubled,
             at most to the number of ranks, if a step needs more, and stays so. Nothing can overflow in evaluation.
+        by_counts: False: each rank sends as many rows to each other as there is room for, and waits for nothing. True:
+            it sends those that there are; its host waits for the counts, and the exchange hides behind nothing. Less
+            travels with any factor above 1, and the capacity is that of a rank, from whichever ranks rows come.
 
     >>> exchange = ExpertExchange(experts=4)
     >>> rows, ends, route = exchange.dispatch(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0, 2]))
@@ -58,11 +65,14 @@ class ExpertExchange(nn.Module):
     [10.0, 20.0, 30.0]
     """
 
-    def __init__(self, experts: int, group: dist.ProcessGroup | None = None, factor: float = 1.25) -> None:
+    def __init__(
+        self, experts: int, group: dist.ProcessGroup | None = None, factor: float = 1.25, by_counts: bool = False
+    ) -> None:
         super().__init__()
         self.experts, self.ranks = experts, 1 if group is None else group.size()
         self.group = "" if group is None else group.group_name  # a module that holds a name can be copied
-        self.factor = float(factor)
+        self.factor, self.by_counts = float(factor), by_counts
+        self.divided: tuple[str, ...] = ()  # parameters of the module around it that are this rank's part
         if experts % self.ranks:
             raise PipelineError(
                 f"ExpertExchange got experts={experts} and a group of {self.ranks} ranks, which must hold equally "
@@ -80,53 +90,81 @@ class ExpertExchange(nn.Module):
         return self.factor < self.ranks
 
     def capacity(self, rows: int) -> int:
-        """The number of rows with room from one rank to another, if each rank sends `rows`."""
-        if self.ranks == 1 or not torch.is_grad_enabled():
+        """The number of rows with room from one rank to another, or by counts on a rank, if each rank sends `rows`."""
+        if self.ranks == 1:
             return rows
-        return min(rows, math.ceil(self.factor * rows / self.ranks))
+        most = rows * self.ranks if self.by_counts else rows
+        return min(most, math.ceil(self.factor * most / self.ranks)) if torch.is_grad_enabled() else most
 
     def dispatch(self, rows: Tensor, experts: Tensor) -> DispatchedRows:
         """Send each row of `rows` [n, width] to the rank of its expert, `experts` [n], whole numbers. A token that
         chooses several experts is a row for each: `x.repeat_interleave(k, 0)` and `chosen.flatten()`."""
-        count, here = rows.shape[0], self.experts // self.ranks
-        room = self.capacity(count)
         order = experts.argsort(stable=True)
         chosen = torch.zeros(self.experts, dtype=torch.int64, device=rows.device)
-        chosen = chosen.scatter_add(0, experts, torch.ones_like(experts)).view(self.ranks, here)
-        per_rank = chosen.sum(1)
+        chosen = chosen.scatter_add(0, experts, torch.ones_like(experts)).view(self.ranks, -1)
+        return (self._send_counted if self.by_counts and self.ranks > 1 else self._send)(rows, order, chosen)
+
+    def _send(self, rows: Tensor, order: Tensor, chosen: Tensor) -> DispatchedRows:
+        """With a capacity from each rank to each other; `order` sorts rows by expert, `chosen` says how many of this
+        rank are for each expert of each rank."""
+        count, per_rank = rows.shape[0], chosen.sum(1)
+        room = self.capacity(count)
         places = _places(per_rank, count)  # of the sorted rows: their rank, and how many come before them there
         slots = torch.where(places.before < room, places.group * room + places.before, self.ranks * room)
         sent = torch.zeros_like(slots).index_copy(0, order, slots)
         if room < count:
             require_fit((per_rank <= room).all())
         ends = chosen.cumsum(1).clamp(max=room)
-        counts = self._exchange(ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])).flatten()).view_as(ends)
-        arrived = self._arrived(counts, room)
-        packed = _moved(rows, sent, self.ranks * room)
-        return DispatchedRows(
-            rows=_moved(self._exchange(packed), _inverse(arrived, self.ranks * room), self.ranks * room),
-            ends=counts.sum(0).cumsum(0).int(),
-            route=TokenRoute(sent, arrived),
-        )
+        fitting = ends.diff(dim=1, prepend=torch.zeros_like(ends[:, :1])).flatten()
+        came = self._exchange(_moved(rows, sent, self.ranks * room))
+        counts = self._exchange(fitting)  # under way with the rows, which are waited for when the counts are there
+        begins = room * torch.arange(self.ranks, device=rows.device)
+        return _by_expert(came, counts.view_as(ends), begins, TokenRoute(sent, sent))
+
+    def _send_counted(self, rows: Tensor, order: Tensor, chosen: Tensor) -> DispatchedRows:
+        """As many rows as there are, with a capacity of a rank."""
+        count, per_rank = rows.shape[0], chosen.sum(1)
+        room = self.capacity(count)
+        counts = self._exchange(chosen.flatten()).view_as(chosen)
+        come = counts.sum(1)
+        if room < count * self.ranks:
+            require_fit(come.sum() <= room)
+        came = exchange_rows(rows.index_select(0, order), per_rank, come, room, self.group)
+        sent = _inverse(order, count)
+        return _by_expert(came, counts, come.cumsum(0) - come, TokenRoute(sent, sent, (per_rank, come)))
 
     def combine(self, rows: Tensor, route: TokenRoute) -> Tensor:
         """Return the experts' results for the dispatched rows to the ranks that sent these, in their order, [n, width].
         Padding is not read."""
-        back = self._exchange(_moved(rows, route.arrived, rows.shape[0]))
-        return back.index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
-
-    def _arrived(self, counts: Tensor, room: int) -> Tensor:
-        """The places, among what has arrived, of the rows in the order of this rank's experts; `counts` says how many
-        are from each rank for each of them."""
-        by_expert = _places(counts.t().flatten(), self.ranks * room)
-        begins = counts.cumsum(1) - counts + room * torch.arange(self.ranks, device=counts.device).unsqueeze(1)
-        begins = torch.cat([begins.t().flatten(), torch.zeros_like(begins[0, :1])])
-        real = by_expert.group < counts.numel()
-        return torch.where(real, begins[by_expert.group] + by_expert.before, self.ranks * room)
+        made = _moved(rows, route.arrived, rows.shape[0])
+        if route.counts is None:
+            return self._exchange(made).index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
+        per_rank, come = route.counts
+        return exchange_rows(made, come, per_rank, route.sent.shape[0], self.group).index_select(0, route.sent)
 
     def _exchange(self, rows: Tensor) -> Tensor:
         """Exchange parts: part i goes to rank i, and part i of the result comes from there."""
         return rows if self.ranks == 1 else exchanged(rows, self.group)
+
+
+def placements_of_experts(model: nn.Module) -> dict[str, dict[str, str]]:
+    """The placements of the parameters that `divide_experts` has divided."""
+    found = ((path, each) for path, each in model.named_modules() if isinstance(each, ExpertExchange))
+    paths = (f"{path.rpartition('.')[0]}.{name}" for path, each in found for name in each.divided)
+    return {path.lstrip("."): {"ep": "shard"} for path in paths}
+
+
+def _by_expert(came: Tensor, counts: Tensor, begins: Tensor, route: TokenRoute) -> DispatchedRows:
+    """What has arrived in the order of this rank's experts; `counts` says how many rows are from each rank for each of
+    them, `begins` where those of each rank begin. `arrived` of the route is still to be found."""
+    total = came.shape[0]
+    by_expert = _places(counts.t().flatten(), total)
+    first = counts.cumsum(1) - counts + begins.unsqueeze(1)
+    first = torch.cat([first.t().flatten(), torch.zeros_like(first[0, :1])])
+    real = by_expert.group < counts.numel()
+    arrived = torch.where(real, first[by_expert.group] + by_expert.before, total).clamp(max=total)
+    rows = _moved(came, _inverse(arrived, total), total)
+    return DispatchedRows(rows, counts.sum(0).cumsum(0).clamp(max=total).int(), route._replace(arrived=arrived))
 
 
 class _GroupPlaces(NamedTuple):

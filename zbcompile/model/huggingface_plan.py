@@ -1,13 +1,18 @@
-"""Tensor parallelism of a transformers model that is built already, by the plan that it brings along."""
+"""A transformers model that is built already, divided over a mesh: by the plan of tensor parallelism that it brings
+along, and its experts."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError
+from zbcompile.model.experts import ExpertExchange
 
 Model = TypeVar("Model", bound=nn.Module)
+EXCHANGED = "zbcompile_exchange"  # the experts of `divide_experts` among transformers' ways to run experts
 
 
 def apply_tensor_parallel_plan(model: Model, mesh: Any, plan: Mapping[str, str] | None = None) -> Model:
@@ -105,3 +110,78 @@ def _tie(model: nn.Module, tied: Mapping[str, str]) -> None:
             raise PipelineError(f"{name} and {first} are one parameter, and the plan shards them in different ways.")
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, other)
+
+
+def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> Model:
+    """Divide the experts of a transformers mixture among the ranks of `mesh`, in place; returns the model.
+
+    Each rank keeps its part of every layer's experts, computes them with `grouped_mm`, and exchanges tokens by an
+    `ExpertExchange`, the submodule `exchange` of each. `zbcompile.pipeline` knows that these parameters differ along
+    "ep"; `placements=` need not say so.
+
+    Args:
+        mesh: the dimension of a mesh, such as `mesh["ep"]`. The number of experts must be a multiple of its size.
+        factor: that of `ExpertExchange`.
+
+    Raises PipelineError for a model without experts that transformers knows how to group.
+
+    >>> model = Qwen3MoeForCausalLM(config)                                                     # doctest: +SKIP
+    >>> model = zbcompile.divide_experts(model, mesh["ep"])                                     # doctest: +SKIP
+    >>> pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-v")                            # doctest: +SKIP
+    """
+    found = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    if not found:
+        raise PipelineError(
+            f"{type(model).__name__} has no layer of experts that transformers runs by an implementation of its choice "
+            '(model.set_experts_implementation). Divide it by hand, with ExpertExchange and placements={name: {"ep": '
+            '"shard"}}.'
+        )
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, exchanged_experts)
+    for module in found:
+        if mesh.size() > 1:
+            _divide(module, mesh, factor)
+    return model
+
+
+def _divide(module: Any, mesh: Any, factor: float) -> None:
+    """Keep this rank's experts of one layer."""
+    count, rank, ranks = module.num_experts, mesh.get_local_rank(), mesh.size()
+    exchange = ExpertExchange(count, mesh.get_group(), factor)
+    for name, whole in list(module.named_parameters(recurse=False)):
+        if whole.shape[0] == count:
+            own = whole.detach().chunk(ranks)[rank].clone()
+            setattr(module, name, nn.Parameter(own, whole.requires_grad))
+            exchange.divided += (name,)
+    module.exchange = exchange
+    module.num_experts = count // ranks
+    module.config._experts_implementation = EXCHANGED
+
+
+def exchanged_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """transformers' grouped experts on the ranks of a mesh: the same operations in the same order, with an exchange
+    before and behind the products. Tokens are sorted stably, so that those of an expert keep their order."""
+    count, width = top_k_index.shape[-1], hidden_states.shape[-1]
+    chosen, order = top_k_index.flatten().sort(stable=True)
+    rows, ends, route = module.exchange.dispatch(hidden_states[order // count], chosen)
+    made = module.exchange.combine(_computed(module, rows, ends), route)
+    weighted = made * top_k_weights.flatten()[order].unsqueeze(-1)
+    back = torch.empty_like(order).index_copy(0, order, torch.arange(order.shape[0], device=order.device))
+    return weighted[back].view(-1, count, width).sum(1).to(hidden_states.dtype)
+
+
+def _computed(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
+    """What the experts of this rank make of their rows, and zeros of padding, so that no sum over rows has it."""
+    numbers = torch.searchsorted(ends.long(), torch.arange(rows.shape[0], device=rows.device), right=True)
+    padding = (numbers == module.num_experts).unsqueeze(-1)
+    numbers = numbers.clamp(max=module.num_experts - 1)
+
+    def product(name: str, rows: Tensor) -> Tensor:
+        weight = getattr(module, name) if module.is_transposed else getattr(module, name).transpose(-2, -1)
+        made = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
+        return (made + getattr(module, f"{name}_bias")[numbers] if module.has_bias else made).masked_fill(padding, 0.0)
+
+    inner = module._apply_gate(product("gate_up_proj", rows)) if module.has_gate else None
+    made = product("down_proj", module.act_fn(product("up_proj", rows)) if inner is None else inner)
+    return module.post_expert_norm(made) if module.has_post_expert_norm else made  # type: ignore[no-any-return]

@@ -3,6 +3,7 @@ operators of a user that draw random numbers without saying so, whose seeds woul
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -88,10 +89,11 @@ TORCHS = ("aten", "prim", "prims", "zbcompile", "higher_order", "_c10d_functiona
 
 def with_draws_refused(stage: CompiledStage) -> CompiledStage:
     """`stage`, whose passes raise PipelineError if an operator that is not torch's draws from torch's generator, but
-    has no tag that says so. Stages without such an operator stay as they are."""
+    has no tag that says so. Stages without such an operator stay as they are. Two passes that run together are still
+    one graph, and are not watched: each runs alone, too, at the beginning or the end of a step."""
     watched = {name: found for name, piece in stage.program.pieces.items() if (found := _operators(piece))}
     runs = {name: _watched(stage.calls[name].run, found, stage.device) for name, found in watched.items()}
-    return stage.with_runs(runs) if runs else stage
+    return replace(stage.with_runs(runs), mergeable=stage.mergeable) if runs else stage
 
 
 def _operators(piece: Piece) -> list[str]:

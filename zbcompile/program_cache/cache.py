@@ -62,6 +62,11 @@ def torch_modes(device: torch.device) -> tuple[Any, ...]:
     return *autocast, attention_kernels(), torch.get_default_dtype(), (*asked, torch.get_float32_matmul_precision())
 
 
+def batches_apart(exchanges: frozenset[str]) -> tuple[str, ...]:
+    """The dimensions along which ranks have batches of their own and exchange nothing within a microbatch."""
+    return tuple(name for name in BATCHES if exchanges.isdisjoint((name, UNKNOWN)))
+
+
 @dataclass(frozen=True, eq=False)
 class Entry:
     """What was compiled for `key`: of a step the graphs of one microbatch, of what `evaluates` those of each microbatch
@@ -234,7 +239,7 @@ class ProgramCache:
         if not any(each.guards for each in known):
             return [(0, own)]
         ranks, exchanges = self._ranks, frozenset[str]().union(*(each.exchanges for each in known))
-        apart = [name for name in BATCHES if exchanges.isdisjoint((name, UNKNOWN))]
+        apart = batches_apart(exchanges)
         found = gathered(ranks, (ranks.mesh.index(*apart), own))
         for _, other, rank, _, _ in unlike(ranks.members, [dict([each]) for each in found]):
             raise ranks.refusal(

@@ -41,7 +41,15 @@ from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program, call_of, listed
 from zbcompile.program_cache.apart_draws import draw_apart
 from zbcompile.program_cache.bound_programs import BoundPrograms
-from zbcompile.program_cache.cache import Entry, ProgramCache, key_of, refuse_answers, torch_modes, what_is_new
+from zbcompile.program_cache.cache import (
+    Entry,
+    ProgramCache,
+    batches_apart,
+    key_of,
+    refuse_answers,
+    torch_modes,
+    what_is_new,
+)
 from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.placement_check import with_proof
 from zbcompile.program_cache.state_dict import gather_rows
@@ -208,8 +216,10 @@ class Programs:
         new = not all(map(self.cache.right, keys))
         change = next(filter(None, map(self.cache.change, keys)), "") if new else ""
         asks = new or any(each.guards is not None for each in self.cache.steps)
-        self.agreement.begin(step, runs, (len(step.each), step.shapes(), keyword(self.outputs), change), asks)
-        if asks or not self.bound.compared or any(each.exchanges for each in self.cache.steps):
+        exchanges = frozenset[str]().union(*(each.exchanges for each in self.cache.steps))
+        passed = len(step.each), step.shapes(), keyword(self.outputs), change
+        self.agreement.begin(step, runs, passed, asks, batches_apart(exchanges))
+        if asks or not self.bound.compared or exchanges:
             self.agreement.require()
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:

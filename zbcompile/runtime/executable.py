@@ -32,8 +32,7 @@ class StepInput:
     how a GradScaler scales the loss, what each optimizer updates, what the optimizers do for a stage by kind of action
     (VALIDATE, GATHER, OPT), the parameters that live divided and are gathered for a stage, whether the rank goes on
     before all have ended the step, and which ranks get the model's outputs: "all", "last" (that of the last stage) or
-    none (""); `agreement` says what the ranks differ in, `overflows` whether the step looks if tokens have fitted into
-    the exchanges between experts."""
+    none (""); `agreement` says what the ranks differ in."""
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -47,7 +46,6 @@ class StepInput:
     ahead: bool = False
     outputs: str = ""
     agreement: StepAgreement | None = None
-    overflows: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,6 +83,12 @@ class Executable:
     def first(self) -> BoundGraphs:
         """The graphs of the first microbatch. Those of all others have the parameters and sums in the same places."""
         return self.graphs[0]
+
+    @cached_property
+    def may_overflow(self) -> bool:
+        """Whether an exchange between experts may have too little room for its tokens, in any stage of any rank."""
+        stages = (stage for each in self.everywhere for stage in each.program.stages)
+        return any(slot.kind == "fits" for stage in stages for piece in stage.pieces.values() for slot in piece.outputs)
 
     @cached_property
     def loss_dtype(self) -> torch.dtype:

@@ -13,7 +13,7 @@ program as they are bound to a process (`CompiledStage.pairs`), not in the progr
 * whom a pair joins is known only with the step. If microbatches of two shapes alternate, all 16 pairs of 1f1b-overlap
   (4 ranks, 8 microbatches) join graphs of two programs; no program has them, and they would hide nothing;
 * whether a pair is one graph depends on what this process made of the graphs: a backend, a place in memory, a look for
-  a NaN or for draws replaces what runs, and then nothing is merged;
+  a NaN replaces what runs, and then nothing is merged;
 * a merged graph repeats its halves: the directory of a GPT with 16 blocks would hold 60 % more operations, to save 7 ms
   for each kind of pair.
 

@@ -11,6 +11,7 @@ from torch import nn
 from zbcompile.batches.batch import Microbatches
 from zbcompile.distributed.agreement import Digests, gathered, unlike
 from zbcompile.distributed.equal_tensors import checksum
+from zbcompile.distributed.mesh import BATCHES
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.torch_private import pytree
 
@@ -33,15 +34,24 @@ class StepAgreement:
         self._batch: Mapping[str, Any] = {}
         self._digests: Digests | None = None
 
-    def begin(self, step: Microbatches, runs: bool, passed: Passed | None = None, compiles: bool = False) -> None:
+    def begin(
+        self,
+        step: Microbatches,
+        runs: bool,
+        passed: Passed | None = None,
+        compiles: bool = False,
+        apart: Sequence[str] = BATCHES,
+    ) -> None:
         """Begin to compare a step that `runs` now, and what replicas have `passed`: shapes, and what has changed in
-        Python, only if this rank may have to compile."""
+        Python, only if this rank may have to compile. Along `apart` ranks may have batches of other shapes: along other
+        dimensions they exchange tensors within a microbatch."""
         self._passed = passed
         self._batch = self._sums(step) if runs else {}
         self._steps += runs
         alike = (passed if compiles or passed is None else passed[::2]), ()
         batch = self._batch, self._ranks.mesh.beside("pp")
-        self._digests = Digests(self._ranks, alike, batch) if passed or self._batch else None
+        shapes = None if passed is None or apart == BATCHES else passed[1], apart
+        self._digests = Digests(self._ranks, alike, batch, shapes) if passed or self._batch else None
 
     def _sums(self, step: Microbatches) -> dict[str, Any]:
         """The checksums of the batch, if they are due."""
@@ -53,7 +63,7 @@ class StepAgreement:
 
     def differs(self) -> bool:
         """Whether replicas are not about to take the same step."""
-        return self._digests is not None and self._digests.differ[0]
+        return self._digests is not None and (self._digests.differ[0] or self._digests.differ[2])
 
     def require(self) -> None:
         """Raise PipelineError, on every rank, if they are not."""

@@ -326,25 +326,18 @@ class StepRun:
         beside = equal is not None and equal.has_news(self.executable, found), missing
         shared, (news, left_out), work = share_losses(self.executable, own, self.ranks, beside)
         self.losses = Losses(shared[:, 0].unbind(), partial(_wait, self.ranks.watch, work))
-        if equal is not None or not self.given.ahead:
+        if equal is not None or not self.given.ahead or self.executable.may_overflow:
             self.losses.read()
         else:
             outlives_its_step(work)
-        if self.given.overflows:
+        if self.executable.may_overflow:
             self.fits = not left_out
         if equal is not None and self.fits and news:
             equal.compare(self.executable, found, shared)
 
     def _missing(self) -> torch.Tensor | int:
-        """How many exchanges between experts had no room for all tokens of this process. Raises PipelineError if the
-        step does not ask, since nobody could do it again."""
+        """How many exchanges between experts had no room for all tokens of this process."""
         fits = [each for run in self.runs for stage in run.runs.values() for each in stage.fits]
-        if fits and not self.given.overflows:
-            raise PipelineError(
-                "an exchange between experts has a capacity, and what it belongs to is no part of the model, so it "
-                "cannot be enlarged. Assign the ExpertExchange to an attribute of a module; in a saved program, give "
-                "it factor= the number of ranks, which is enough for any routing."
-            )
         return torch.stack(fits).logical_not().sum() if fits else 0
 
     def _collect_outputs(self) -> None:

@@ -13,7 +13,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import zbcompile
-from tests.support.expert_layers import SHARDED, WIDTH, Mixture, bias_of, everywhere, mixture_of
+from tests.support.expert_layers import (
+    SHARDED,
+    WIDTH,
+    CountingLayer,
+    Layer,
+    LayerOfCounts,
+    Mixture,
+    bias_of,
+    everywhere,
+    mixture_of,
+)
 from tests.support.meshes import mesh_of
 from tests.support.oracle import Gradients
 from tests.support.pool import Pool
@@ -25,7 +35,8 @@ MICROBATCHES, ROWS = 4, 6
 
 class Run(NamedTuple):
     """How a rank trains: the schedule, ranks along "ep", the router in each of its steps, of which all but the last may
-    be inside no_sync, the first capacity, and whether there is a batch norm, or an optimizer with zero=2."""
+    be inside no_sync, the first capacity, whether there is a batch norm, the options of an optimizer, if it has
+    one, and the kind of layer."""
 
     schedule: str = "zb-h1"
     ep: int = 2
@@ -33,7 +44,8 @@ class Run(NamedTuple):
     factor: float = 1.0
     norm: bool = False
     unsynchronised: bool = False
-    zero: bool = False
+    optimizer: str = ""
+    layer: type[Layer] = Layer
 
 
 class Seen(NamedTuple):
@@ -55,25 +67,27 @@ def batch_of(run: Run, rank: int, step: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def pipeline_of(run: Run) -> tuple[zbcompile.Pipeline, Mixture, int]:
     others = {"pp": dist.get_world_size() // run.ep}
-    mesh = mesh_of(ep=run.ep, **({"dp": 2, "pp": 1} if run.zero else others))
+    mesh = mesh_of(ep=run.ep, **({"dp": 2, "pp": 1} if run.optimizer else others))
     rank = mesh["ep"].get_local_rank()
-    model = mixture_of(rank, mesh["ep"].get_group(), run.factor, run.norm)
+    model = mixture_of(rank, mesh["ep"].get_group(), run.factor, run.norm, run.layer)
     options: dict[str, Any] = {"schedule": run.schedule, "microbatches": MICROBATCHES, "loss": F.mse_loss}
     return zbcompile.pipeline(model, mesh=mesh, placements=SHARDED, exact=True, **options), model, rank
 
 
 def trained(run: Run) -> tuple[int, Seen]:
     pipe, model, rank = pipeline_of(run)
-    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2, zero=2) if run.zero else None
-    losses, place = [], dist.get_rank() if run.zero else rank
+    wanted = OPTIMIZERS.get(run.optimizer)
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-2, **wanted) if wanted else None
+    losses, place = [], dist.get_rank() if wanted else rank
     for step in range(len(run.routers)):
         x, bias, target = batch_of(run, place, step)
         inside = run.unsynchronised and step + 1 < len(run.routers)
         with pipe.no_sync() if inside else nullcontext():
             losses.append(pipe.step(x, bias, target=target))
-    gradients = {} if run.zero else gradients_of(pipe)
-    if optimizer is not None:
-        optimizer.step()
+        if optimizer is not None and (wanted["zero"] != 2 or step + 1 == len(run.routers)):
+            optimizer.step()
+            optimizer.zero_grad()
+    gradients = {} if optimizer else gradients_of(pipe)
     state = {name: each.clone() for name, each in pipe.state_dict().items()}
     factor = model.layers[0].exchange.factor
     pipe.close()
@@ -129,11 +143,19 @@ def compare(run: Run, found: list[tuple[int, Seen]]) -> None:
         assert_same_tensors(seen.buffers, {name: buffers[name] for name in seen.buffers}, "buffer")
 
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "zero=2": {"zero": 2},  # updates once, after all steps: sums of an earlier step are parts, and stay so
+    "zero=3": {"zero": 3},
+    "early": {"zero": 0, "early": True, "validate": "after"},
+    "early, clipped, divided": {"zero": 1, "clip": 1e-3, "validate": "after"},
+}
 CASES = {
     "batch-norm": Run(routers=("balanced", "one"), norm=True),
     "no-sync": Run(routers=("balanced", "one", "turns"), unsynchronised=True),
     "four": Run(ep=4, schedule="1f1b", routers=("turns",)),
     "dualpipe-v": Run(schedule="dualpipe-v", routers=("even", "one")),
+    "functional all-to-alls": Run(routers=("even", "one"), factor=2.0, layer=LayerOfCounts),
+    "by counts": Run(routers=("balanced", "one", "turns"), unsynchronised=True, layer=CountingLayer),
     "1f1b-overlap": Run(schedule="1f1b-overlap", routers=("even",), factor=2.0),
 }
 SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in CASES if name != "batch-norm"]
@@ -150,9 +172,11 @@ def test_bits_of_one_process(case: str, pool: Pool) -> None:
 
 
 @pytest.mark.slow
-def test_a_repeated_step_with_divided_gradients(pool: Pool) -> None:
-    """zero=2: sums of an earlier step are parts, and stay so."""
-    enough, tight = (Run(routers=("balanced", "one"), zero=True, factor=factor) for factor in (2.0, 1.0))
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_repeated_step_beside_an_optimizer(optimizer: str, pool: Pool) -> None:
+    """It leaves nothing behind: neither in divided sums or parameters, nor in updates that were made within it."""
+    routers = ("balanced", "one", "balanced")
+    enough, tight = (Run(routers=routers, optimizer=optimizer, factor=factor) for factor in (2.0, 1.0))
     for (_, one), (_, other) in zip(pool.run(trained, enough, ranks=4), pool.run(trained, tight, ranks=4), strict=True):
         assert_same_tensors(one.losses, other.losses, "loss of step")
         assert_same_tensors(one.parameters, other.parameters, "parameter")
@@ -178,7 +202,7 @@ def exchanges() -> tuple[int, int, float]:
     with pytest.raises(RuntimeError, match="its number of ranks is enough for any routing"):
         model(x, bias)
     early = pipe.optimizer(torch.optim.AdamW, lr=1e-2, early=True)
-    with pytest.raises(zbcompile.PipelineError, match="Pass early=False"):
+    with pytest.raises(zbcompile.PipelineError, match='Pass validate="after"'):
         pipe.step(x, bias, target=target)
     early.close()
     pipe.close()

@@ -1,0 +1,138 @@
+"""Exchanges of rows whose counts are known only when they run.
+
+`exchange_rows` is an operator: the host reads the counts, and as many rows travel as there are; what arrives lies in a
+tensor of fixed size, with zeros behind it.
+
+`RoutedExchanges` makes such operators of functional all-to-alls whose parts have sizes that forward reads out of a
+tensor, as expert layers do that send tokens where a router says. A trace has no value for the numbers of such a list:
+they pass for ints, and all that they are good for is to be given to an all-to-all. Its result has room for all rows
+that may come.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from zbcompile.passes.torch_private import FakeTensor, group_called, replaced
+
+OTHERWISE = object()
+_REPEATS = (Tensor.repeat_interleave, torch.repeat_interleave)
+
+
+@torch.library.custom_op("zbcompile::exchange_rows", mutates_args=())
+def exchange_rows(rows: Tensor, sent: Tensor, arriving: Tensor, count: int, group_name: str) -> Tensor:
+    """The first `sent[i]` rows that no rank before i gets go to rank i of the group, and `arriving[i]` come from there:
+    the first `count` of these, in the order of the ranks. Rows that are missing are zeros."""
+    to, come = sent.tolist(), arriving.tolist()
+    given, made = _first(rows, sum(to)), rows.new_empty(sum(come), *rows.shape[1:])
+    dist.all_to_all_single(made, given, come, to, group=group_called(group_name))
+    return _first(made, count)
+
+
+def _first(rows: Tensor, count: int) -> Tensor:
+    """The first `count` rows in memory of their own, with zeros behind if there are less."""
+    made = rows.new_zeros(count, *rows.shape[1:])
+    made[: rows.shape[0]] = rows[:count]
+    return made
+
+
+@exchange_rows.register_fake
+def _(rows: Tensor, sent: Tensor, arriving: Tensor, count: int, group_name: str) -> Tensor:
+    return rows.new_empty(count, *rows.shape[1:])
+
+
+def _keep(ctx: object, inputs: tuple[Tensor, Tensor, Tensor, int, str], output: Tensor) -> None:
+    rows, sent, arriving, _, ctx.group = inputs  # type: ignore[attr-defined]
+    ctx.rows = rows.shape[0]  # type: ignore[attr-defined]
+    ctx.save_for_backward(sent, arriving)  # type: ignore[attr-defined]
+
+
+def _back(ctx: object, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    sent, arriving = ctx.saved_tensors  # type: ignore[attr-defined]
+    return exchange_rows(gradient, arriving, sent, ctx.rows, ctx.group), *(None,) * 4  # type: ignore[attr-defined]
+
+
+exchange_rows.register_autograd(_back, setup_context=_keep)
+EXCHANGE_ROWS = torch.ops.zbcompile.exchange_rows.default
+
+
+class RoutedCount:
+    """A number that a trace does not know: element `place` of `counts`."""
+
+    def __init__(self, counts: Tensor, place: int) -> None:
+        self.counts, self.place = counts, place
+
+    @property  # functional collectives ask whether it is one
+    def __class__(self) -> type:  # type: ignore[misc]
+        return int
+
+
+class _Sizes(NamedTuple):
+    """The rows of a tensor whose first ones `counts` divides among ranks."""
+
+    counts: Tensor
+    rows: int
+
+
+class RoutedExchanges:
+    """Those of one trace. `is_open` says whether a tensor depends on more than inputs."""
+
+    def __init__(self, is_open: Callable[[Tensor], bool]) -> None:
+        self.is_open = is_open
+        self.sizes: dict[int, _Sizes] = {}
+
+    def numbers_read(self) -> contextlib.AbstractContextManager[None]:
+        """Inside, a list of open numbers that forward reads is one of RoutedCounts."""
+        truth = FakeTensor.tolist
+
+        def tolist(counts: FakeTensor) -> Any:
+            numbers = counts.ndim == 1 and not counts.is_floating_point() and not counts.is_complex()
+            if numbers and dist.is_available() and dist.is_initialized() and self.is_open(counts):
+                return [RoutedCount(counts, place) for place in range(counts.shape[0])]
+            return truth(counts)
+
+        return replaced(FakeTensor, "tolist", tolist)
+
+    def result(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """The result of a call; OTHERWISE if it does not deal with such numbers."""
+        if function in _REPEATS and kwargs.get("output_size") is not None:
+            return self._repeated(*args, **kwargs)
+        if getattr(function, "__name__", "") == "all_to_all_single" and len(args) == 4 and _are_routed(args[2]):
+            return self._exchanged(*args)
+        return OTHERWISE
+
+    def _exchanged(self, rows: Tensor, output_sizes: Any, input_sizes: Any, group: str) -> Any:
+        """If what arrives is what was sent before by other sizes, as on the way back, it has as many rows."""
+        if not _are_routed(output_sizes):
+            return OTHERWISE
+        sent, arriving = input_sizes[0].counts, output_sizes[0].counts
+        known = self.sizes.get(id(arriving))
+        count = len(input_sizes) * rows.shape[0] if known is None else known.rows
+        self.sizes |= {id(sent): _Sizes(sent, rows.shape[0]), id(arriving): _Sizes(arriving, count)}
+        return exchange_rows(rows, sent, arriving, count, group)
+
+    def _repeated(self, first: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: Any) -> Any:
+        """`repeat_interleave` to a number of rows that may be more than the repeats: the last value fills them."""
+        counts, values = (first, None) if repeats is None else (repeats, first)
+        if not (isinstance(counts, Tensor) and isinstance(output_size, int) and self.is_open(counts)):
+            return OTHERWISE
+        if values is not None and (values.ndim != 1 or values.requires_grad):
+            return OTHERWISE
+        ends, numbers = counts.cumsum(0), torch.arange(output_size, device=counts.device)
+        found = torch.searchsorted(ends, numbers, right=True).clamp(max=counts.shape[0] - 1)
+        return found if values is None else values[found]
+
+
+def _are_routed(sizes: Any) -> bool:
+    """Whether a list has all numbers of one tensor, in order."""
+    kinds = [type(each) is RoutedCount for each in sizes or ()]
+    if not any(kinds) or not all(kinds):
+        return False
+    counts = sizes[0].counts
+    return all(each.counts is counts and each.place == at for at, each in enumerate(sizes)) and len(sizes) == len(
+        counts
+    )
