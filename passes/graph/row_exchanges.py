@@ -66,8 +66,8 @@ class RoutedCount:
     def __init__(self, counts: Tensor, place: int) -> None:
         self.counts, self.place = counts, place
 
-    @property  # functional collectives ask whether it is one
-    def __class__(self) -> type:  # type: ignore[misc]
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:  # functional collectives ask whether it is an int
         return int
 
 

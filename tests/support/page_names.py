@@ -167,6 +167,12 @@ def experts(names: dict[str, Any]) -> dict[str, Any]:
     group()
     names |= {"F": torch.nn.functional, "init_device_mesh": init_device_mesh, "k": 2, "experts": 4}
     names |= {"chosen": torch.randint(4, (6, 2)), "x": torch.randn(6, 16)}
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "head_dim": 8}
+    layers = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 8}
+    names |= {"Qwen3MoeForCausalLM": Qwen3MoeForCausalLM, "config": Qwen3MoeConfig(**sizes, **layers, use_cache=False)}
+    names |= {"tokens": torch.randint(64, (8, 12))}
     return names | {"up": torch.randn(4, 16, 32), "down": torch.randn(4, 32, 16)}
 
 
