@@ -52,7 +52,7 @@ class Engine:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        self.equal = EqualResults(self.ranks) if self.ranks.mesh.beside("pp", "dp") else None
+        self.equal = EqualResults(self.ranks) if self.ranks.mesh.beside("pp") else None
 
     def run(
         self,
