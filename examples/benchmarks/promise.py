@@ -2,6 +2,7 @@
 
     python examples/benchmarks/promise.py                      # 2, 4 and 8 processes
     python examples/benchmarks/promise.py --optimizer          # with updates inside of the step
+    python examples/benchmarks/promise.py --optimizer --zero 3 --ranks 8,16      # two replicas, which divide them
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/promise.py
 
 Processes, gloo messages, compiled stages and the action loop are real. Only the computation is not: the operations of
@@ -17,9 +18,10 @@ of the machine affects all of them. About 11 minutes.
 
 With --optimizer a step ends with an update that sleeps as well, made inside of it with `validate="after"`, and the
 simulation has its actions. Beside it stands the time per step of STEPS steps one after the other, whose losses are read
-at the end, its ratio to what the simulation says of a rank alone (`cost`), and the same if the loss is read after each
-step, which waits for all ranks. On a machine that does other work as well, longer sleeps (--scale) and a higher
-priority (nice -n -10) help.
+at the end, its ratio to what the simulation says of a rank alone (`cost`), and the same if the loss is read after every
+step, which waits for all ranks. With --zero half of the processes are a second replica: the simulation has REDUCE, and
+for --zero 3 FETCH, GATHER and FREE as well. On a machine that does other work as well, longer sleeps (--scale) and a
+higher priority (nice -n -10) help.
 """
 
 import argparse
@@ -37,6 +39,7 @@ import torch
 import torch.distributed as dist
 from tabulate import tabulate
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.flop_counter import register_flop_formula
 
 import zbcompile
@@ -48,6 +51,7 @@ UPDATE = FORWARD / 4  # of a rank's parameters
 STEPS = 20
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 WITH_UPDATES = ("1f1b", "zb-h2", "zb-v")
+REPLICAS = ((), ("GATHER", "REDUCE"), ("GATHER", "REDUCE"), ("FETCH", "GATHER", "FREE", "REDUCE"))  # what zero= adds
 WIDTH = 16
 late = 0.0  # seconds that an operation takes longer than its sleep
 
@@ -129,19 +133,22 @@ class SleepingSGD(torch.optim.SGD):
 Step = Callable[[], Any]
 
 
-def prepared(schedule: str, microbatches: int, updates: bool) -> Step:
+def prepared(schedule: str, microbatches: int, updates: bool, zero: int) -> Step:
     """A function that takes one step."""
-    ranks = dist.get_world_size()
+    replicas = 2 if zero else 1
+    ranks = dist.get_world_size() // replicas
     stages = build(schedule, ranks, microbatches).stages
     x = torch.ones(microbatches, WIDTH)
     model = Sleeper(stages, ranks)
-    pipe = zbcompile.pipeline(model, schedule=schedule, microbatches=microbatches, loss=lambda y, t: (y - t).mean())
+    mesh = init_device_mesh("cpu", (replicas, ranks), mesh_dim_names=("dp", "pp")) if zero else None
+    chosen: dict[str, Any] = {"schedule": schedule, "microbatches": microbatches, "mesh": mesh}
+    pipe = zbcompile.pipeline(model, loss=lambda y, t: (y - t).mean(), **chosen)
     pipe.compile(x, target=x)
     layers = [sum(name.startswith("weights") for name in stage.trained) for stage in pipe.program.stages]
     assert layers == [1] * stages, f"one layer per stage, not {layers}"
     if not updates:
         return lambda: pipe.step(x, target=x)
-    options: dict[str, Any] = {"params": lambda name, _: "weights" in name, "share": model.share}
+    options: dict[str, Any] = {"params": lambda name, _: "weights" in name, "share": model.share, "zero": zero}
     optimizer = pipe.optimizer(SleepingSGD, lr=0.0, clip=1e9, validate="after", **options)
 
     def step_with_update() -> Tensor:
@@ -193,14 +200,15 @@ def hop(trips: int = 50) -> float:
     return median(found) / 2 if found else 0.0
 
 
-def promised(schedule: str, microbatches: int, comm: float, updates: bool) -> Timeline:
+def promised(schedule: str, microbatches: int, comm: float, updates: bool, zero: int) -> Timeline:
     """What the simulator predicts, in seconds, if a message takes `comm`; `makespan` has an optimizer barrier."""
-    ranks = dist.get_world_size()
+    ranks = dist.get_world_size() // (2 if zero else 1)
     order = build(schedule, ranks, microbatches)
     share = ranks / order.stages
     costs = Costs.uniform(order.stages, FORWARD * share, BACKWARD * share, WEIGHT * share, comm=comm)
     if updates:
-        order = with_updates(order, ("VALIDATE", "OPT"))
+        order = with_updates(order, ("VALIDATE", *REPLICAS[zero], "OPT"))
+        # of the layer of a stage each replica updates as much
         costs = replace(costs, optimizer=(UPDATE * share,) * order.stages)
     return simulate(order, costs)
 
@@ -217,6 +225,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4,8", help="without torchrun: how many processes (default: %(default)s)")
     parser.add_argument("--schedules", help=f"default: {', '.join(SCHEDULES)}; with updates {', '.join(WITH_UPDATES)}")
     parser.add_argument("--optimizer", action="store_true", help="update inside of the step")
+    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="two replicas divide the optimizer")
     parser.add_argument("--rounds", type=int, default=5, help="the medians count (default: %(default)s)")
     parser.add_argument("--best", action="store_true", help="the best round counts: on a machine that is not quiet")
     parser.add_argument("--scale", type=float, default=4, help="of the profile's times (default: %(default)s)")
@@ -230,18 +239,19 @@ def main() -> None:
     dist.init_process_group("gloo")
     global late
     late = lateness()
-    ranks, comm = dist.get_world_size(), hop()
+    ranks, comm = dist.get_world_size() // (2 if options.zero else 1), hop()
     pick = min if options.best else median
     usual = WITH_UPDATES if options.optimizer else SCHEDULES
     names = options.schedules.split(",") if options.schedules else usual
     chosen = [(name, ranks * int(n)) for n in options.per_rank.split(",") for name in names]
-    steps = {each: prepared(*each, options.optimizer) for each in chosen}
+    steps = {each: prepared(*each, options.optimizer, options.zero) for each in chosen}
     rounds = [{each: measured(step) for each, step in steps.items()} for _ in range(options.rounds + 1)]
     rows = []
     for schedule, microbatches in chosen:
         each_round = [each[schedule, microbatches] for each in rounds[1:]]  # the first one warms up
         seconds = pick(each_round)
-        alone, with_hops = (promised(schedule, microbatches, each, options.optimizer) for each in (0.0, comm))
+        said = options.optimizer, options.zero
+        alone, with_hops = (promised(schedule, microbatches, each, *said) for each in (0.0, comm))
         times = [1e3 * alone.makespan, 1e3 * seconds, seconds / alone.makespan, seconds / with_hops.makespan]
         if options.optimizer:
             for read in (Tensor.detach, float):
@@ -253,7 +263,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         head = ["schedule", "ranks", "microbatches", "simulated ms", "measured ms", "ratio", "with hops"]
         head += [f"ms of {STEPS}", "to cost", "losses read", "to cost", "spread"] * options.optimizer
-        print(f"of {ranks} processes: a sleep is {1e3 * late:.2f} ms late, a bare message takes {1e3 * comm:.2f} ms")
+        count = dist.get_world_size()
+        print(f"of {count} processes: a sleep is {1e3 * late:.2f} ms late, a bare message takes {1e3 * comm:.2f} ms")
         digits = ("", "", "", ".1f", ".1f", ".3f", ".3f", ".1f", ".3f", ".1f", ".3f", ".3f")
         print(tabulate(rows, head, floatfmt=digits[: len(head)]), flush=True)
     dist.destroy_process_group()

@@ -15,6 +15,7 @@ from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.state_dict import stream_state
+from zbcompile.runtime.gathers import Gathers
 
 
 class ModelState:
@@ -36,6 +37,13 @@ class ModelState:
             )
         return self._bound.program
 
+    def in_parts(self) -> tuple[dict[str, Any], dict[str, nn.Parameter], list[Gathers]]:
+        """`share` and `named` without what replicas hold divided, which has no memory; and who holds that."""
+        self._optimizers.arrive(whole=False)
+        for each in self._optimizers.gathers:
+            each.let_go()
+        return self._share(), self._named(), self._optimizers.gathers
+
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters; of other processes' there may be more."""
         return iter([parameter for _, parameter in self.named()])
@@ -43,13 +51,19 @@ class ModelState:
     def named(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This process's parameters by name, with the values of the last update."""
         self._arrive()
+        return iter(self._named().items())
+
+    def _named(self) -> dict[str, nn.Parameter]:
         self._bound.given_out = True
         found = {**self._bound.parameters, **self._parts.parameters}
-        return iter([(name, found[name]) for name in self._bound.own_names])
+        return {name: found[name] for name in self._bound.own_names}
 
     def share(self) -> dict[str, Any]:
         """This process's part of eager's state dict."""
         self._arrive()
+        return self._share()
+
+    def _share(self) -> dict[str, Any]:
         own, names, group = self._bound.own_state(), self.program.model.names, self._ranks.group
         if self._bound.shards is not None and group is not None:
             own = self._bound.shards.sharded_state(own, names, group)  # the rows are DTensors

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import nn
 from torch.amp import GradScaler
@@ -15,6 +16,7 @@ from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import OptimizerRequest
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import ReplicaSharding, rank_memories
+from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.slices import Slices
@@ -29,6 +31,18 @@ class Optimizers:
     parts: Parts
     bound: BoundPrograms
     made: list[PipelineOptimizer] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.bound.divides = self._divided_from_the_start
+
+    def _divided_from_the_start(self, program: Program) -> set[str]:
+        """Parameters on the meta device that live divided before they have any values; parts of DTensors do not."""
+        waiting = [each for each in self.made if each.wanted.zero == 3 and not each.bound]
+        if not (waiting and program.trains) or self.ranks.replicas.count == 1:
+            return set()
+        model = dict(self.model.named_parameters())
+        trained = TrainedParameters(program, self.ranks, model, {}, {}, frozenset(), lambda: None)
+        return set().union(*(each.will_divide(trained) for each in waiting)) - self.parts.parameters.keys()
 
     def make(self, wanted: OptimizerRequest) -> PipelineOptimizer:
         """One more."""
@@ -53,6 +67,7 @@ class Optimizers:
         optimizer.bind(self._trained())
         gathers, asked = optimizer.slices.gathers, optimizer.wanted.reshard_after_forward
         if gathers is not None:
+            self.bound.share.fill_divided(partial(gathers.lend, values=False))
             gathers.reshard = self._keeps_too_much() if asked is None else asked
 
     def _keeps_too_much(self) -> bool:

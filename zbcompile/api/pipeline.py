@@ -18,6 +18,7 @@ from zbcompile.batches.batch import Given
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
+from zbcompile.distributed.parcels import Travel
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
@@ -36,6 +37,7 @@ from zbcompile.program.step_record import StepRecord
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import kind_of
+from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.step_run import Engine
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
@@ -386,6 +388,11 @@ class Pipeline:
             raise PipelineError("state_dict(frozen=False) is for the whole model: pass full=True as well.")
         return self._state.whole(frozen) if full else self._state.share()
 
+    def in_parts(self) -> tuple[dict[str, Any], dict[str, nn.Parameter], list[Gathers]]:
+        """`state_dict()` and the named parameters without what replicas hold divided (`zero=3`): that has no memory,
+        unless those who hold it lend some."""
+        return self._state.in_parts()
+
     def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
         """The names and whole tensors of eager's state dict, one after the other on every rank: an engine that
         generates takes them without the memory for all. Every rank must take all of them.
@@ -419,7 +426,7 @@ class Pipeline:
         clip: float | None = None,
         early: bool = False,
         validate: str = "before",
-        reduce_dtype: torch.dtype | None = None,
+        reduce_dtype: Travel = None,
         reshard_after_forward: bool | None = None,
         **options: Any,
     ) -> PipelineOptimizer:
@@ -438,7 +445,8 @@ class Pipeline:
             early: update each stage within `pipe.step`, which then returns before other ranks have ended it: the loss
                 is completed when it is read, which waits for them.
             validate: "before", or "after" to update early although the norm is known later, and to correct the update.
-            reduce_dtype: in which dtype gradients travel between replicas and are summed over them, None: as they are.
+            reduce_dtype: in which dtype gradients travel between replicas and are summed over them, None: as they are;
+                or a function of a row of gradients and of `add`, which begins their sum, that returns a Future of it.
             reshard_after_forward: with `zero=3`, True: a stage lets its parameters go while other stages run, and
                 gathers them again; False: it gathers them once in a step; None: True if `memory=` is too small for
                 False.

@@ -75,6 +75,8 @@ def _problems(job: Job) -> Iterator[str]:
         yield f"--monitor is {job.monitor}; expected a number of steps, or 0 for none"
     if job.zero and job.replicas == 1:
         yield f"--zero {job.zero} divides the optimizer among replicas; pass --replicas N as well"
+    if job.reshard and job.zero != 3:
+        yield f"--reshard lets divided parameters go, and --zero {job.zero} leaves them whole; pass --zero 3 as well"
     if job.resume and job.checkpoint is None:
         yield "--resume needs --checkpoint DIR, where the checkpoints are"
     if job.export is not None and job.export.suffix not in ("", ".safetensors"):
@@ -119,7 +121,9 @@ def _add_optimizer(group: Any) -> None:
     add("--warmup", type=int, default=0, metavar="STEPS", help="warm up the rate over this many steps")
     add("--decay", choices=DECAYS, default="none", help="lower the rate to 0 at the last step")
     add("--clip", type=float, metavar="NORM", help="clip the gradients to this norm over all ranks")
-    add("--zero", type=int, choices=(0, 1, 2), default=0, help="divide the optimizer among the --replicas (default: 0)")
+    zero = "what the --replicas divide: the optimizer, gradients too, parameters too (default: 0, nothing)"
+    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help=zero)
+    add("--reshard", action="store_true", help="with --zero 3: stages let parameters go between their uses in a step")
     add("--early", action="store_true", help="update stage by stage inside of the step")
     add("--validate", choices=("before", "after"), default="before", help="after: early, in spite of --clip")
 

@@ -51,7 +51,7 @@ class HeldElsewhere:
 
 def _tells_a_form(name: str, accessor: str) -> bool:
     if accessor:
-        return name not in _VALUES and (accessor != "__set__" or name in ("grad", "requires_grad"))
+        return name not in _VALUES and (accessor != "__set__" or name in ("grad", "grad_dtype", "requires_grad"))
     return name in _FORMS or name.endswith("_like") or name.startswith("new_")
 
 

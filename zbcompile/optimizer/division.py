@@ -48,6 +48,10 @@ class TrainedParameters:
         rows = () if program.vocabulary is None else program.vocabulary.parameters
         return LATE if program.copies > 1 or len(homes) > 1 or name in rows else homes[0]
 
+    def lives_divided(self, name: str, zero: int) -> bool:
+        """Whether a trained parameter has memory only while something reads it."""
+        return zero == 3 and self.stage_of(name) != LATE
+
     def counts(self, name: str, *dimensions: str) -> bool:
         """Whether this process speaks for its part of a parameter: the first of all that hold it. Along `dimensions`
         every rank speaks for a part of its own."""
@@ -105,7 +109,7 @@ def divided_slices(trained: TrainedParameters, names: Collection[str], rule: Upd
         for name, begin, end, owner in parts:
             own, shown, counts = trained.own[name], trained.shown[name], trained.counts(name, *summed)
             _sum_in_single_precision(own, shown)
-            apart = zero == 3 and stage != LATE and group is not None
+            apart = group is not None and trained.lives_divided(name, zero)
             place = (stage, counts, True, rule.block > 0, group, owner, owner == here, apart)
             found.append(Slice(name, own, own, shown, begin, end, *place))
     slices = Slices(found, trained.ranks, True, zero == 1, frozenset(names), everywhere)

@@ -60,13 +60,19 @@ class PipelineOptimizer(ParameterUpdates):
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
         try:
             together(self._ranks, "making the optimizer", lambda: self._bind(trained))
-            said = {key: repr(getattr(self.wanted, key)) for key in SETTINGS}
+            said = {key: _text(getattr(self.wanted, key)) for key in SETTINGS}
             options = [{k: repr(v) for k, v in g.items() if isinstance(v, PLAIN)} for g in self.param_groups]
             made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self.numbers, "options": options}
             agree(self._ranks, made, "made different optimizers", "Every rank must make the same optimizer.")
         except Exception:
             self.close()
             raise
+
+    def will_divide(self, trained: TrainedParameters) -> set[str]:
+        """The parameters that will live divided once it is bound."""
+        chosen = divide_into_groups(trained.model, self._predicates, self.wanted.params)
+        names = trained.program.trained & chosen.keys()
+        return {name for name in names if trained.lives_divided(name, self.wanted.zero)}
 
     def close(self) -> None:
         """Leave the pipeline, so that another optimizer can have these parameters. Every rank must call it."""
@@ -159,6 +165,11 @@ class PipelineOptimizer(ParameterUpdates):
             )
 
 
+def _text(setting: object) -> str:
+    """What ranks compare of a setting: of a function its name."""
+    return getattr(setting, "__qualname__", repr(setting))
+
+
 def _what_needs_it_alone(wanted: OptimizerRequest) -> str:
-    more = "" if wanted.reduce_dtype is None else f", reduce_dtype={wanted.reduce_dtype}"
+    more = "" if wanted.reduce_dtype is None else f", reduce_dtype={_text(wanted.reduce_dtype)}"
     return f"zero={wanted.zero}, early={wanted.updates_early}{more}"

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from zbcompile.distributed.mesh import Mesh
+from zbcompile.distributed.parcels import Travel
 from zbcompile.errors import PipelineError
 from zbcompile.passes.option import is_real
 
@@ -119,7 +120,7 @@ class OptimizerRequest:
     clip: float | None = None
     early: bool = False
     validate: str = "before"
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: Travel = None
     reshard_after_forward: bool | None = None
 
     def __post_init__(self) -> None:
@@ -157,8 +158,8 @@ EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "validate": (lambda given: given in ("before", "after"), '"before" or "after"'),
     "reshard_after_forward": (lambda given: given is None or isinstance(given, bool), "True, False or None"),
     "reduce_dtype": (
-        lambda given: given is None or (isinstance(given, torch.dtype) and given.is_floating_point),
-        "a dtype of floating-point numbers, such as torch.bfloat16, or None",
+        lambda given: given is None or (given.is_floating_point if isinstance(given, torch.dtype) else callable(given)),
+        "a dtype of floating-point numbers, such as torch.bfloat16, a function, or None",
     ),
 }
 

@@ -34,6 +34,7 @@ from zbcompile.persistence.safetensors_files import bytes_of
 from zbcompile.persistence.saved_averages import averages_to_write, counted, load_averages, require_averages
 from zbcompile.persistence.saved_state import SavedState, open_state, record_to_text
 from zbcompile.persistence.saved_values import ONE_PROCESS, blamed, first_cause, quiet, read_process, read_values
+from zbcompile.persistence.sharded_state import parameters_in_parts
 from zbcompile.safe_files import cannot_write, write_whole
 from zbcompile.version import __version__
 
@@ -88,7 +89,8 @@ def save_checkpoint(
     >>> zbcompile.save_checkpoint("checkpoints", pipe, optimizer, keep=3)           # doctest: +SKIP
     PosixPath('checkpoints/step-00000020')
     """
-    holding, folder = holding_of(source), Path(folder)
+    # averages are as large as whole parameters
+    holding, folder = holding_of(source, whole=ema is not None), Path(folder)
     ranks, what = holding.ranks, f"saving a checkpoint in {folder}"
     if keep is not None and keep < 1:
         raise PipelineError(f"keep={keep}; expected at least 1, or None to keep all checkpoints.")
@@ -227,7 +229,11 @@ def _contents(
     """The tensors that this process writes, and what else it contributes to the record."""
     left_out = {name for name, each in holding.parameters.items() if not (frozen or each.requires_grad)}
     holding = replace(holding, tensors={n: each for n, each in holding.tensors.items() if n not in left_out})
-    found: Values = {f"model.{name}": each for name, each in holding.tensors.items() if holding.writes(name)}
+    parts = {each: each.tensor.detach().to(each.parameter.dtype) for each in holding.slices}
+    whole = holding.tensors.keys() - {holding.name_of(each.shown) for g in holding.divided for each in g.slices}
+    found: Values = {f"model.{name}": holding.tensors[name] for name in sorted(whole) if holding.writes(name)}
+    mine = {each: part for each, part in parts.items() if each.counts and holding.name_of(each.shown) not in left_out}
+    found |= {f"model.{name}": each for name, each in parameters_in_parts(mine, holding).items()}
     found |= {f"ema.{name}": each for name, each in averages_to_write(ema, source, holding).items()}
     kind, state = (kind_of(optimizer), optimizer_values(optimizer, holding)) if optimizer else (None, {})
     found |= {f"optimizer.{key}": each for key, each in state.items()}
@@ -322,10 +328,10 @@ class CheckpointLoad:
         """Fill what can be filled; every rank must call it."""
         if self.filled and not (trains and self.optimizer is not None):
             return
-        holding = holding_of(self.source)
+        holding = holding_of(self.source, whole=self.ema is not None)
         together(holding.ranks, f"loading {self.saved.path}", lambda: self._fill(holding, trains))
         if isinstance(self.source, Pipeline):
-            self.source.resume(self.source.step_index, self.source.state_dict())
+            self.source.resume(self.source.step_index, holding.model.names)
         self.filled = True
 
     def _fill(self, holding: Holding, trains: bool) -> None:
@@ -335,8 +341,14 @@ class CheckpointLoad:
         with blamed(saved):
             if not self.filled:
                 with torch.no_grad():
-                    wanted = {name: each for name, each in holding.tensors.items() if name not in left_out}
-                    read_values(saved, wanted, "model")
+                    rooms = {each: torch.zeros_like(each.tensor, dtype=each.parameter.dtype) for each in holding.slices}
+                    parts = parameters_in_parts(rooms, holding)
+                    divided = {holding.name_of(each.shown) for g in holding.divided for each in g.slices}
+                    wanted = {name: each for name, each in holding.tensors.items() if name not in divided} | parts
+                    read_values(saved, {name: each for name, each in wanted.items() if name not in left_out}, "model")
+                    for each, room in rooms.items():
+                        if holding.name_of(each.shown) not in left_out:
+                            each.refresh(room)
                     if self.ema is not None:
                         load_averages(saved, self.ema, holding)
             if self.optimizer is not None and trains:

@@ -56,7 +56,7 @@ def module_of(source: Pipeline | nn.Module) -> nn.Module:
 
 
 def _of_whole_tensors(source: Pipeline | nn.Module) -> Holding:
-    holding = holding_of(source)
+    holding = holding_of(source, whole=False)
     for name in holding.shapes.keys() - holding.model.names.keys():
         raise PipelineError(
             f"{name} is sharded by hand; files of weights hold whole tensors. Make it a DTensor, or use "
@@ -69,12 +69,14 @@ def _whole_tensors(holding: Holding) -> dict[str, torch.Tensor]:
     """What this process writes, on the CPU; sharded tensors are put together."""
     found = {}
     for name, tensor in sorted(holding.tensors.items()):
-        whole = tensor.detach()
-        if is_distributed(tensor):
-            with holding.ranks.watch.position.waiting(name):
-                whole = _put_together(tensor, holding.ranks)
-        if holding.ranks.leads and holding.writes(name):
-            found[name] = whole.cpu().contiguous()
+        with holding.lend(name, values=True):
+            whole = tensor.detach()
+            if is_distributed(tensor):
+                with holding.ranks.watch.position.waiting(name):
+                    whole = _put_together(tensor, holding.ranks)
+            if holding.ranks.leads and holding.writes(name):
+                own = whole.cpu().contiguous()
+                found[name] = own.clone() if holding.divided and own.data_ptr() == whole.data_ptr() else own
     return found
 
 
@@ -158,7 +160,8 @@ def _load(path: Path, holding: Holding, model: nn.Module) -> None:
             raise PipelineError(f"{path} cannot be read: {error!s:.300}. Copy it again.") from None
         with torch.no_grad():
             for name, tensor in holding.tensors.items():
-                local_part(tensor).copy_(sources[name].read(_chunk(tensor)))
+                with holding.lend(name, values=False):
+                    local_part(tensor).copy_(sources[name].read(_chunk(tensor)))
 
 
 def holds_weights(path: Path) -> bool:

@@ -76,6 +76,16 @@ def sharded_values(optimizer: PipelineOptimizer, holding: Holding) -> Values:
     return values
 
 
+def parameters_in_parts(values: Mapping[Slice, torch.Tensor], holding: Holding) -> dict[str, Pieces]:
+    """What these `values` of slices are of the parameters, by the parameters' names."""
+    found: dict[str, Pieces] = {}
+    for each, own in values.items():
+        made, name = _pieces(each, own, holding), holding.name_of(each.shown)
+        parts = {**found[name].parts, **made.parts} if name in found else made.parts
+        found[name] = Pieces.made(made.shape, made.dtype, parts)
+    return found
+
+
 def _pieces(own: Slice, values: torch.Tensor, holding: Holding) -> Pieces:
     """What a slice has of something as large as its parameter."""
     whole, offset = holding.tensors[holding.name_of(own.shown)], [0] * own.parameter.ndim

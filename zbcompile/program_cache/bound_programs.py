@@ -1,6 +1,6 @@
 """Programs bound to the tensors of a model: which of these live here, and what runs on them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -70,6 +70,7 @@ class BoundPrograms:
         self._others: dict[str, torch.Tensor] = {}
         self._withheld_for: Program | None = None
         self.loads: list[Callable[[bool], None]] = []  # what waits for the parameters to have their places
+        self.divides: Callable[[Program], Collection[str]] = lambda program: ()  # which parameters will live divided
         self.moves, self.given_out = 0, False  # how often parameters have moved; whether somebody has taken them
 
     @property
@@ -220,7 +221,8 @@ class BoundPrograms:
         if self.compared or ranks.group is None or program is None:
             return
         rows = self.shards.own if self.shards else {}
-        held = {slot.name: tensor for slot, (tensor, _) in self._bound.items() if slot.name not in rows}
+        bound = {slot.name: tensor for slot, (tensor, _) in self._bound.items() if slot.name not in rows}
+        held = {name: tensor for name, tensor in bound.items() if not is_in_parts(tensor)}
         shared = {self._title(name): t for name, t in held.items() if self.is_own(name) and self._is_shared(name)}
         if ranks.mesh.beside("pp"):
             shared |= {f"{name} (the rows of pipeline rank {ranks.rank})": t for name, t in rows.items()}
@@ -241,8 +243,9 @@ class BoundPrograms:
     def _copy_first_replica(self) -> None:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
         with self.ranks.watch.position.waiting("the first replica's parameters"):
-            tensors = {**self.own_state(), **(self.shards.own if self.shards else {})}.values()
-            real = [value for value in tensors if isinstance(value, torch.Tensor) and not value.is_meta]
+            tensors = {**self.own_state(), **(self.shards.own if self.shards else {})}
+            known = [value for name, value in tensors.items() if name not in self.share.divided]
+            real = [value for value in known if isinstance(value, torch.Tensor) and not value.is_meta]
             broadcast(real, self.ranks.mesh.group("dp"))
 
     def _make_real(self, program: Program) -> None:
@@ -254,7 +257,7 @@ class BoundPrograms:
         rank = self.ranks.rank
         sharded = () if program.vocabulary is None else program.vocabulary.parameters
         in_rows = set(sharded) - set(program.tied) if rank is not None else set()
-        self.share.make_real(lambda name: self.is_own(name) and name not in in_rows)
+        self.share.make_real(lambda name: self.is_own(name) and name not in in_rows, self.divides(program))
         if program.vocabulary is not None:
             whole = dict(self._model.named_parameters())
             bounds, device = program.vocabulary.bounds, self.ranks.device

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.mesh import Mesh, Replicas
-from zbcompile.distributed.parcels import Parcel, send
+from zbcompile.distributed.parcels import Parcel, Travel, send
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
@@ -24,7 +24,7 @@ from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.slice import LATE
 from zbcompile.runtime.slices import Observe, Slices
 
-Way = tuple[dist.ProcessGroup, torch.dtype | None]
+Way = tuple[dist.ProcessGroup, Travel]
 
 
 @dataclass(frozen=True)
@@ -118,8 +118,8 @@ class Reduction:
             self._send(stage, way, ((name, self._part(name, stage)) for name in found))
 
     def _send(self, stage: int, way: Way, gradients: Iterable[tuple[str, torch.Tensor]]) -> None:
-        group, dtype = way
-        self.parcels[stage] += send(gradients, lambda flat: dist.all_reduce(flat, group=group, async_op=True), dtype)
+        group, travel = way
+        self.parcels[stage] += send(gradients, lambda flat: dist.all_reduce(flat, group=group, async_op=True), travel)
 
     def _part(self, name: str, stage: int) -> torch.Tensor:
         own = self.gradients[name].total()
@@ -164,7 +164,7 @@ class Reduction:
         return [name for name in names if not any(name in each.names for each in self.divided)]
 
     def _way(self, name: str) -> Way:
-        """Over whom a whole gradient is summed, and in which dtype, None: its own."""
+        """Over whom a whole gradient is summed, and how it travels."""
         return self.plan.over[name].group, next((s.reduce_dtype for s in self.slices if name in s.names), None)
 
     @cached_property

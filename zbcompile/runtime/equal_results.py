@@ -32,15 +32,14 @@ class EqualResults:
 
     def begin(self, program: Program) -> None:
         """A step begins. Another program trains other parameters."""
-        compares = self.ranks.mesh.beside("pp", "dp") or (program.unproven or {}).get("dp")
-        self.first = self.first or (program is not self.program and bool(compares))
+        self.first = self.first or (program is not self.program and bool(self.ranks.mesh.beside("pp", "dp")))
         self.pending = self.pending or self.first
         self.program = program
         self.parts.clear()
 
     def note(self, name: str, part: torch.Tensor) -> None:
         """What this rank adds to the sum of a gradient."""
-        if self.pending and part.numel() >= ENOUGH and self._open_along(name):
+        if self.pending and part.numel() >= ENOUGH and self._is_open(name):
             self.parts[name] = checksum(part)
 
     def has_news(self, executable: Executable, gradients: Found) -> bool:
@@ -58,30 +57,29 @@ class EqualResults:
             return
         count = program.schedule.microbatches
         own = losses[ranks.replicas.rank * count :][:count, ranks.mesh.index("tp")]
-        summed = {n: set(along(program.placement(n), PARTIAL)).intersection(self._open_along(n)) for n in self.parts}
+        chosen = ranks.mesh.beside("pp", "dp")
+        summed = {name: set(along(program.placement(name), PARTIAL)).intersection(chosen) for name in self.parts}
         parts = {name: (value, sorted(summed[name])) for name, value in self.parts.items()}
         found = self._unsettled(executable, gradients)
         whole = {name: (value, along(program.placement(name), REPLICATE)) for name, value in found.items()}
         self.pending = require_equal_results(ranks, whole, parts, tuple(own.tolist()), program.trained)
         self.settled |= {name for name, value in found.items() if value.any()}
 
-    def _open_along(self, name: str) -> list[str]:
-        """The dimensions along which nothing was proven of a gradient or buffer."""
+    def _is_open(self, name: str) -> bool:
+        """Whether nothing was proven of a gradient or buffer along some dimension."""
         unproven = None if self.program is None else self.program.unproven
-        if unproven is None:
-            return list(self.ranks.mesh.beside("pp", "dp"))
-        return [dimension for dimension, names in unproven.items() if name in names]
+        return unproven is None or any(name in names for names in unproven.values())
 
     def _unsettled(self, executable: Executable, gradients: Found) -> dict[str, torch.Tensor]:
         """What this rank computes a whole of: gradients, zeros for those it has not got yet, and buffers."""
         program = executable.program
         names = [
-            n for n in program.trained - self.settled if self.ranks.rank in program.holders(n) and self._open_along(n)
+            n for n in program.trained - self.settled if self.ranks.rank in program.holders(n) and self._is_open(n)
         ]
         held = {name: gradients.get(name) for name in sorted(names)}
         found = {name: torch.zeros(1) if each is None else each for name, each in held.items()}
         written = written_buffers(executable).items()
-        return found | {name: each for name, each in written if name not in self.settled and self._open_along(name)}
+        return found | {name: each for name, each in written if name not in self.settled and self._is_open(name)}
 
 
 def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:

@@ -5,10 +5,11 @@ A step gathers the parameters of a stage around each use: FETCH gives them memor
 its owner, GATHER waits for them, FREE takes the memory back. Meanwhile a slice has no memory of its own, unless it is a
 master. Views of a parameter that a pass keeps for a later one stay right meanwhile: they share its storage, which is
 resized. Between steps `hold` gathers everything for whoever reads or writes parameters, until the next step or update
-takes the slices out again.
+takes the slices out again; `lend` does so with one parameter at a time.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +26,8 @@ from zbcompile.runtime.slice import LATE, Slice, await_parcels, spread
 @dataclass
 class Gathers:
     """`slices` are those of parameters that live divided, of all owners; `reshard` says whether a stage lets its
-    parameters go between two uses in a step. `whole` are the parameters that are held between steps: all, until the
-    first step begins. The replicas make all calls in the same order."""
+    parameters go between two uses in a step. `whole` are the parameters that are held between steps: until the first
+    step begins, all that have memory. The replicas make all calls in the same order."""
 
     slices: Sequence[Slice]
     ranks: Ranks
@@ -37,9 +38,9 @@ class Gathers:
 
     def __post_init__(self) -> None:
         self.tensors = {each.name: (each.parameter, each.shown) for each in self.slices}
-        self.whole |= self.tensors.keys()
-        for name, (own, _) in self.tensors.items():
-            _require_own_memory(name, own)
+        self.whole |= {name for name, (own, _) in self.tensors.items() if not is_in_parts(own)}
+        for name in self.whole:
+            _require_own_memory(name, self.tensors[name][0])
 
     def fetch(self, stage: int, names: Collection[str]) -> None:
         """Begin to gather these parameters for a stage, unless they are held; returns at once."""
@@ -84,12 +85,30 @@ class Gathers:
                 self.arrive(LATE)
             self.whole |= missing
 
+    @contextmanager
+    def lend(self, name: str, values: bool) -> Iterator[None]:
+        """Inside, one parameter has memory, with its `values` if that is said; what is written there goes into the
+        slices."""
+        if name in self.whole or name not in self.tensors:
+            yield
+            return
+        with torch.no_grad():
+            self._allocate(name)
+            if values:
+                self._gather(LATE, {name}, lends=False)
+                self.arrive(LATE)
+            yield
+            for each in self.slices:
+                if each.mine and each.name == name:
+                    each.refresh(each.values)
+            self.free({name})
+
     def let_go(self) -> None:
         """End that: the slices take what was written meanwhile."""
         if self.whole:
             for each in self.slices:
                 if each.mine and each.name in self.whole:
-                    each.refresh()
+                    each.refresh(each.values)
             held, self.whole = self.whole, set()
             self.free(held)
 

@@ -13,6 +13,7 @@ from torch import nn
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.distributed.under_way import complete, outlives_its_step
+from zbcompile.model.held_elsewhere import is_in_parts
 
 LATE = -1  # in place of a stage: what is complete, and needed, outside of the program of a stage
 
@@ -46,9 +47,12 @@ class Slice:
     apart: bool = False
 
     def __post_init__(self) -> None:
-        values = self.values
-        if self.apart:
-            values = values.clone() if self.mine else values.new_empty(0)
+        if is_in_parts(self.parameter):  # it has never had memory
+            values = self._zeros() if self.mine else self.parameter.new_empty(0)
+        elif self.apart:
+            values = self.values.clone() if self.mine else self.values.new_empty(0)
+        else:
+            values = self.values
         self.tensor = nn.Parameter(values) if self.divided else self.given
 
     @property
@@ -60,6 +64,11 @@ class Slice:
     def values(self) -> torch.Tensor:
         """The slice in the parameter's memory, with the shape of `tensor`."""
         return self.memory if self.flat else self.given.detach()
+
+    def _zeros(self) -> torch.Tensor:
+        if self.flat:
+            return self.parameter.new_zeros(self.end - self.begin)
+        return torch.zeros_like(self.parameter, requires_grad=False)
 
     @property
     def is_master(self) -> bool:
@@ -73,12 +82,12 @@ class Slice:
 
     def give_master(self) -> None:
         """Update a float32 copy from now on."""
-        self.tensor = nn.Parameter(self.values.float())
+        self.tensor = nn.Parameter((self.tensor.detach() if self.apart else self.values).float())
 
-    def refresh(self) -> None:
-        """Before an update: begin with the parameter's values wherever a master does not round to them: there somebody
-        else has written since."""
-        values, own = self.values, self.tensor.detach()
+    def refresh(self, values: torch.Tensor) -> None:
+        """Begin with these `values` of the parameter wherever a master does not round to them: there somebody else has
+        written since."""
+        own = self.tensor.detach()
         if self.is_master:
             own.copy_(torch.where(own.to(values.dtype) == values, own, values.to(own.dtype)))
         elif self.apart:

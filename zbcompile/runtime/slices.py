@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.parcels import Parcel, send
+from zbcompile.distributed.parcels import Parcel, Travel, send
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
@@ -33,7 +33,7 @@ class Slices:
 
     `divided` says whether replicas divide them, `keep` whether the memory of whole gradients stays allocated from step
     to step; of the parameters that are `chosen` every step trains those in `trained`. Gradients are summed over
-    replicas in `reduce_dtype`, None: as they are. The ranks that share a parameter
+    replicas in `reduce_dtype`, or by that function; None: as they are. The ranks that share a parameter
     make all calls in the same order; each returns at once but `arrive` and `finish`.
     """
 
@@ -43,7 +43,7 @@ class Slices:
     keep: bool
     chosen: frozenset[str]
     trained: frozenset[str]
-    reduce_dtype: torch.dtype | None = None
+    reduce_dtype: Travel = None
     summed: bool = False  # whether the slices have gradients,
     used: bool = False  # and an update has used them
     kept: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -188,7 +188,7 @@ class Slices:
                 "was made elsewhere. Run a step outside of no_sync before optimizer.step()."
             )
         for each in (each for each in self.mine(stage) if not each.apart):
-            each.refresh()
+            each.refresh(each.values)
 
     def end_update(self, stage: int | None = None) -> None:
         """After an update: its values travel to the other replicas, first those that the next step needs first."""
