@@ -79,10 +79,28 @@ class Residuals(nn.Module):
         return made[-1]
 
 
+class Gated(nn.Module):
+    """Every fourth layer reads which columns are the largest of what the first layer makes; no gradient goes there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        columns = x.topk(WIDTH // 4, -1).indices
+        for i, layer in enumerate(self.layers[1:]):
+            x = F.relu(layer(x))
+            if i % 4 == 2:
+                x = x.scatter(-1, columns, 0.0)
+        return x
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "U-Net": (UNet, (2, 3, 64, 64)),
     "encoder-decoder": (EncoderDecoder, (2, 32, WIDTH)),
     "residuals": (Residuals, (2, 32, WIDTH)),
+    "masks": (Gated, (2, 32, WIDTH)),
 }
 
 

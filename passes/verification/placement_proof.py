@@ -18,6 +18,7 @@ from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.torch_private import TO_COPY
 from zbcompile.passes.verification.gradient_kinds import GradientKinds, Share
 from zbcompile.passes.verification.value_kinds import Kind, PlacementFault, ValueKinds, aten
+from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 
 PLACED: Mapping[str, Kind] = {"replicate": "equal", "partial": "equal", "shard": "differing"}
 
@@ -46,6 +47,7 @@ class Wrong:
     remedy: str
 
 
+LOSS = "the loss"
 _AT_LINE = "the gradient of {name} is wrong: {line} "
 _SUM = "Let the backward of what enters there sum the gradient over the ranks."
 _ONCE = "Leave out one of the sums; a forward that sums needs a backward that does not, if all ranks have one loss."
@@ -63,13 +65,15 @@ _REMEDIES = {"sums": _ONCE, "exchanges": _BACK, "takes": _BACK}  # by the first 
 @dataclass
 class PlacementProof:
     """The proof for the stages of a model along one axis. `apart` are the operations of a stage whose constants differ
-    between the ranks, None if the ranks' graphs cannot be compared; `groups` as for `ValueKinds`. `unknown` names what
-    the first step compares."""
+    between the ranks, None if the ranks' graphs cannot be compared; `groups` as for `ValueKinds`; `vocabulary` is what
+    follows on the stages, with the same graphs on all ranks along the axis. `unknown` names what the first step
+    compares."""
 
     axis: Axis
     stages: Sequence[GradientFlow]
     apart: Sequence[Collection[Node] | None]
     groups: Mapping[str, str]
+    vocabulary: VocabularyProgram | None = None
     values: list[ValueKinds] = field(default_factory=list)
     gradients: dict[int, GradientKinds] = field(default_factory=dict)
     shares: dict[str, set[Share]] = field(default_factory=dict)  # of the uses of a parameter
@@ -88,6 +92,8 @@ class PlacementProof:
         shares: dict[str, Share] = {}
         for index in reversed(range(len(self.values))):
             self.gradients[index] = self._backward(index, shares)
+        if self.vocabulary is not None:
+            self._follow_shards(self.vocabulary, shares)
         self._judge()
 
     def _given(self, slot: Slot, kinds: Mapping[str, Kind]) -> Kind:
@@ -115,6 +121,35 @@ class PlacementProof:
             return "unknown"
         return "own" if kind == "differing" else "part" if self.axis.averaged else "whole"
 
+    def _follow_shards(self, vocabulary: VocabularyProgram, shares: Mapping[str, Share]) -> None:
+        """The passes of a sharded output layer, which exchange nothing along the axis: what they compute is equal if
+        all that they read is, and gradients of their rows are as whole as those that reach them."""
+        values = self.values[-1]
+        hidden = dict(values.flow.outputs)[Slot("activation", vocabulary.activation)]
+        kinds = {values.of[hidden], *self._read_by_shards(vocabulary)}
+        kind: Kind = "unknown" if "unknown" in kinds else "differing" if "differing" in kinds else "equal"
+        if not self.axis.averaged:
+            self._require_equal(values, hidden, kind, LOSS)
+        arriving = {name: self._first(kind) for name in (vocabulary.weight, vocabulary.bias) if name is not None}
+        found = list(arriving.items())
+        if vocabulary.lookup is not None:
+            found.append((vocabulary.lookup.weight, shares.get(vocabulary.lookup.activation, "unknown")))
+        for name, share in found:
+            of_rows: Share = "part" if share in ("own", "alike") else share if share in ("whole", "part") else "unknown"
+            self.shares.setdefault(name, set()).add(of_rows)
+
+    def _read_by_shards(self, vocabulary: VocabularyProgram) -> Iterator[Kind]:
+        pieces = [piece for each in vocabulary.pieces for piece in each.values()]
+        for slot in {slot for piece in pieces for slot in piece.inputs}:
+            if slot.kind == "input":
+                yield self._given(slot, {})
+            elif slot.kind in ("parameter", "buffer"):
+                yield "equal" if self._given(slot, {}) == "equal" else "unknown"
+            elif slot.kind == "constant":
+                yield "unknown"
+        if any(piece.module.graph.find_nodes(op="get_attr") for piece in pieces):
+            yield "unknown"
+
     def _judge(self) -> None:
         for index, values in enumerate(self.values):
             for fault in values.faults:
@@ -133,16 +168,19 @@ class PlacementProof:
         self.wrong.append(Wrong(_AT_LINE + fault.what, self._spoiled(index, fault), fault.node, remedy))
 
     def _judge_result(self, values: ValueKinds, slot: Slot, node: Node) -> None:
-        name = slot.name or "the loss"
+        name = slot.name or LOSS
         if self.axis.means and slot.kind == "loss" and (count := _count_behind(values, node)) is not None:
             what = "{name} is a mean over a count of its own on every rank, and their mean is not that of all: {line}"
             self.wrong.append(Wrong(what, name, count, _COUNT))
         expected = not self.axis.averaged if slot.kind == "loss" else self.axis.placement(name) != "shard"
-        if not expected or self.axis.own_inputs:
-            return
-        if values.of[node] == "unknown":
-            self.unknown.add(slot.name or "loss")
-        elif values.of[node] == "differing":
+        if expected and not self.axis.own_inputs:
+            self._require_equal(values, node, values.of[node], name)
+
+    def _require_equal(self, values: ValueKinds, node: Node, kind: Kind, name: str) -> None:
+        """A result of the step which follows from the value of a node, and is of a kind."""
+        if kind == "unknown":
+            self.unknown.add("loss" if name == LOSS else name)
+        elif kind == "differing":
             what = "{name} must be the same on all ranks, and is not, because of {line}"
             self.wrong.append(Wrong(what, name, _first_differing(values, node), _EQUAL))
 
@@ -177,8 +215,8 @@ class PlacementProof:
         """The parameter that a fault spoils: the first behind its value, or the first that the operation depends on."""
         flow = self.values[index].flow
         if fault.value is not None:
-            return next(self._behind(flow, fault.value), "") or next(self._earlier(index), "the loss")
-        return _parameter_before(flow, fault.node) or next(self._earlier(index), "the loss")
+            return next(self._behind(flow, fault.value), "") or next(self._earlier(index), LOSS)
+        return _parameter_before(flow, fault.node) or next(self._earlier(index), LOSS)
 
     def _behind(self, flow: GradientFlow, value: int) -> Iterator[str]:
         """The parameters whose gradients follow from that of a value, the nearest first."""

@@ -11,6 +11,7 @@ from zbcompile.distributed.mesh import BATCHES, PARTS
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PlacementError
 from zbcompile.model.placements import CHOSEN, placement_of
+from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.verification.placement_proof import Axis, PlacementProof, Wrong
@@ -24,8 +25,10 @@ def with_proof(ranks: Ranks, program: Program) -> Program:
     """`program` with what was left to compare in its first step. All ranks call it. Raises
     PlacementError, on every rank, for what cannot be right.
     """
-    dimensions = [name for name in ranks.mesh.beside("pp") if name in CHOSEN]
     flows = [stage.flow for stage in program.stages if stage.flow is not None]
+    used = {group for flow in flows for group in groups_in(flow.module.graph)}
+    # The gradients of replicas that exchange nothing are of their own batches, and the step sums them.
+    dimensions = [name for name in ranks.mesh.beside("pp") if name in CHOSEN or name in used]
     if not dimensions or len(flows) < len(program.stages):
         return program
     constants = program.model.constants
@@ -38,14 +41,12 @@ def with_proof(ranks: Ranks, program: Program) -> Program:
             others = [report[name] for report in _beside(ranks, name, reports)]
             apart = [_apart(flow, own[name][i], [each[i] for each in others]) for i, flow in enumerate(flows)]
             axis = axis_of(program, name)
-            proofs.append(PlacementProof(axis, flows, apart, program.groups))
+            proofs.append(PlacementProof(axis, flows, apart, program.groups, program.vocabulary))
             if proofs[-1].wrong:
                 raise refusal(name, proofs[-1].wrong)
 
     together(ranks, "the proof of placements", prove)
     unproven = {proof.axis.dimension: frozenset(proof.unknown) for proof in proofs}
-    if program.vocabulary is not None:  # its passes S and T are no part of the stages
-        unproven = {name: found | {*program.vocabulary.parameters, "loss"} for name, found in unproven.items()}
     stages = tuple(replace(stage, flow=None) for stage in program.stages)
     return replace(program, stages=stages, unproven=unproven, rules=RULES)
 

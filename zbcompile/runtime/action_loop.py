@@ -63,8 +63,11 @@ class StepRecorder(Protocol):
     def end(self) -> None: ...
 
 
-class OnceActions(Protocol):
-    """The actions that a step has once per stage or rank (`zbcompile.runtime.step_run`)."""
+class SharedActions(Protocol):
+    """What the ranks of a process share in a step (`zbcompile.runtime.step_run`): the actions that it has once per
+    stage or rank, and the collectives among the shards of an output layer."""
+
+    collectives: Collectives | None
 
     def ready(self, op: str, rank: int) -> bool: ...
     def carry_out(self, action: Action, rank: int) -> None: ...
@@ -73,17 +76,15 @@ class OnceActions(Protocol):
 @dataclass
 class RankRun:
     """One rank during one step. `runs[stage]` are its stages, `outbox` what was made but not yet sent, `position` shows
-    other threads how far the rank is. If the output layer is sharded, the rank's shards are stages as well, with
-    `collectives` between them. `once` is what is done once per stage or rank: by the optimizer within the step, and by
-    all ranks together."""
+    other threads how far the rank is. If the output layer is sharded, the rank's shards are stages as well.
+    `shared` does what is done once per stage or rank, by the optimizer within the step and by all ranks together."""
 
     plan: RankPlan
     runs: Mapping[int, StageRun]
     transport: Transport
     position: Position
     observe: Observer | None = None
-    collectives: Collectives | None = None
-    once: OnceActions | None = None
+    shared: SharedActions | None = None
     outbox: dict[Message, Tensors] = field(default_factory=dict)
 
     @property
@@ -95,8 +96,8 @@ class RankRun:
         position, ready = self.position, self.transport.ready
         for step in self.plan.instructions:
             first = step[0]
-            if first.action.op in EXCHANGES and self.once is not None:
-                while not self.once.ready(first.action.op, self.rank):
+            if first.action.op in EXCHANGES and self.shared is not None:
+                while not self.shared.ready(first.action.op, self.rank):
                     yield first.action
             for instruction in step:
                 position.action = instruction.action
@@ -176,12 +177,13 @@ class RankRun:
         self.transport.post(to.carries, to.buffers, to.peer)
 
     def _announce(self, to: Instruction) -> None:
-        assert self.collectives is not None
-        self.collectives.post(to.action.op, self.rank, to.action.microbatch)
+        assert self.shared is not None
+        assert self.shared.collectives is not None
+        self.shared.collectives.post(to.action.op, self.rank, to.action.microbatch)
 
     def _once(self, to: Instruction) -> None:
-        assert self.once is not None
-        self.once.carry_out(to.action, self.rank)
+        assert self.shared is not None
+        self.shared.carry_out(to.action, self.rank)
 
     def losses(self) -> dict[int, torch.Tensor]:
         """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left."""

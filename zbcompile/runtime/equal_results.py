@@ -32,14 +32,15 @@ class EqualResults:
 
     def begin(self, program: Program) -> None:
         """A step begins. Another program trains other parameters."""
-        self.first = self.first or (program is not self.program and bool(self.ranks.mesh.beside("pp", "dp")))
+        compares = self.ranks.mesh.beside("pp", "dp") or (program.unproven or {}).get("dp")
+        self.first = self.first or (program is not self.program and bool(compares))
         self.pending = self.pending or self.first
         self.program = program
         self.parts.clear()
 
     def note(self, name: str, part: torch.Tensor) -> None:
         """What this rank adds to the sum of a gradient."""
-        if self.pending and part.numel() >= ENOUGH and self._is_open(name):
+        if self.pending and part.numel() >= ENOUGH and self._open_along(name):
             self.parts[name] = checksum(part)
 
     def has_news(self, executable: Executable, gradients: Found) -> bool:
@@ -57,29 +58,30 @@ class EqualResults:
             return
         count = program.schedule.microbatches
         own = losses[ranks.replicas.rank * count :][:count, ranks.mesh.index("tp")]
-        chosen = ranks.mesh.beside("pp", "dp")
-        summed = {name: set(along(program.placement(name), PARTIAL)).intersection(chosen) for name in self.parts}
+        summed = {n: set(along(program.placement(n), PARTIAL)).intersection(self._open_along(n)) for n in self.parts}
         parts = {name: (value, sorted(summed[name])) for name, value in self.parts.items()}
         found = self._unsettled(executable, gradients)
         whole = {name: (value, along(program.placement(name), REPLICATE)) for name, value in found.items()}
         self.pending = require_equal_results(ranks, whole, parts, tuple(own.tolist()), program.trained)
         self.settled |= {name for name, value in found.items() if value.any()}
 
-    def _is_open(self, name: str) -> bool:
-        """Whether nothing was proven of a gradient or buffer along some dimension."""
+    def _open_along(self, name: str) -> list[str]:
+        """The dimensions along which nothing was proven of a gradient or buffer."""
         unproven = None if self.program is None else self.program.unproven
-        return unproven is None or any(name in names for names in unproven.values())
+        if unproven is None:
+            return list(self.ranks.mesh.beside("pp", "dp"))
+        return [dimension for dimension, names in unproven.items() if name in names]
 
     def _unsettled(self, executable: Executable, gradients: Found) -> dict[str, torch.Tensor]:
         """What this rank computes a whole of: gradients, zeros for those it has not got yet, and buffers."""
         program = executable.program
         names = [
-            n for n in program.trained - self.settled if self.ranks.rank in program.holders(n) and self._is_open(n)
+            n for n in program.trained - self.settled if self.ranks.rank in program.holders(n) and self._open_along(n)
         ]
         held = {name: gradients.get(name) for name in sorted(names)}
         found = {name: torch.zeros(1) if each is None else each for name, each in held.items()}
         written = written_buffers(executable).items()
-        return found | {name: each for name, each in written if name not in self.settled and self._is_open(name)}
+        return found | {name: each for name, each in written if name not in self.settled and self._open_along(name)}
 
 
 def written_buffers(executable: Executable) -> dict[str, torch.Tensor]:

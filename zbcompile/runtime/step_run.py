@@ -37,7 +37,7 @@ from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.runtime.step_memory import StepMemory, refuse
 from zbcompile.runtime.tied_gradients import TiedSums
-from zbcompile.runtime.vocabulary_collectives import ShardStep
+from zbcompile.runtime.vocabulary_collectives import Collectives, ShardStep
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import EXCHANGES, Action
@@ -52,7 +52,7 @@ class Engine:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        self.equal = EqualResults(self.ranks) if self.ranks.mesh.beside("pp", "dp") else None
+        self.equal = EqualResults(self.ranks) if self.ranks.mesh.beside("pp") else None
 
     def run(
         self,
@@ -152,10 +152,10 @@ def _turn(run: RankRun, program: Iterator[Action], alone: bool) -> Action | None
 @dataclass
 class StepRun:
     """`runs` are those of this process's ranks, `reductions` the sums of their gradients, by rank. `equal` compares
-    what other ranks compute as well, None if none does. `come` are the ranks that have come to each exchange, `done`
-    the exchanges that have begun. `losses` are there after LOSS, and `fits`, whether all tokens had room where they
-    went; `made`, the leaves of the model's output by
-    microbatch, after OUTPUT, on ranks that were to have them.
+    what other ranks compute as well, None if none does; `collectives` are those of a sharded output layer. `come` are
+    the ranks that have come to each exchange, `done` the exchanges that have begun. `losses` are there after LOSS, and
+    `fits`, whether all tokens had room where they went; `made`, the leaves of the model's output by microbatch, after
+    OUTPUT, on ranks that were to have them.
 
     Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch.
     """
@@ -166,6 +166,7 @@ class StepRun:
     equal: EqualResults | None
     reductions: Mapping[int, Reduction]
     runs: list[RankRun] = field(default_factory=list)
+    collectives: Collectives | None = None
     losses: Losses = field(default_factory=lambda: Losses(()))
     made: Made = field(default_factory=dict)
     fits: bool = True
@@ -191,7 +192,7 @@ class StepRun:
         """Make the runs of the ranks that have these plans."""
         observe = ActionLabels(observer or Observer()) if profiler_is_on() else observer
         vocabulary = self.executable.first.vocabulary
-        collectives = None if vocabulary is None else vocabulary.collectives(transport)
+        self.collectives = collectives = None if vocabulary is None else vocabulary.collectives(transport)
         graphs, position = self.executable.graphs, self.ranks.watch.position
         for plan in plans:
             gradients = self.reductions[plan.rank].gradients
@@ -199,7 +200,7 @@ class StepRun:
             if vocabulary is not None and collectives is not None:
                 runs |= self._shards(vocabulary, plan.rank, gradients)
                 collectives.shards[plan.rank] = ShardStep(plan.stages[0], runs[SHARD], runs.get(LOOKUPS))
-            self.runs.append(RankRun(plan, runs, transport, position, observe, collectives, once=self))
+            self.runs.append(RankRun(plan, runs, transport, position, observe, shared=self))
 
     def _shards(self, vocabulary: VocabularyExecutable, rank: int, gradients: Gradients) -> dict[int, StageRun]:
         shards, count = vocabulary.shards[rank], len(self.executable.graphs)
@@ -285,8 +286,8 @@ class StepRun:
 
     def _drain(self) -> None:
         for run in self.runs:
-            if run.collectives is not None:
-                run.collectives.finish(run.rank)
+            if self.collectives is not None:
+                self.collectives.finish(run.rank)
             run.transport.finish()
 
     def _sum_tied(self) -> None:

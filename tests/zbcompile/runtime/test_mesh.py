@@ -142,6 +142,7 @@ def vocabulary_sharded(barriers: int) -> float:
     pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-h1", vocab=barriers, **options)
     pipe.step(x, target=y)
     assert pipe.program.vocabulary is not None
+    assert pipe.program.unproven == {"tp": frozenset()}
     low, high = pipe.program.vocabulary.bounds[mesh["pp"].get_local_rank()]
     for layer in (whole.embedding, whole.head):
         rows = layer.weight.grad
