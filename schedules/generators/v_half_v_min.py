@@ -117,6 +117,16 @@ def repeated_with_barriers(name: str, placement: Placement, microbatches: int, b
 
 
 def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
+    """The shortest order under the costs within the same memory: reordered under these, or at equal times as published."""
+    given = _shortest_cool_down(task, block)
+    if task.costs is None:
+        return given
+    equal = _shortest_cool_down(replace(task, costs=None), block)
+    fits = max(task.peaks(equal)) <= max(task.peaks(given)) * (1 + 1e-9)
+    return min((given, equal) if fits else (given,), key=lambda orders: spans(task, orders))
+
+
+def _shortest_cool_down(task: Task, block: Callable[[int, int], Block]) -> Orders:
     """The block repeated, squeezed and reordered with the cool-down that makes the shortest step in the same memory.
 
     The best cool-down does not depend on m once there is a steady state, so the search uses 3p microbatches.

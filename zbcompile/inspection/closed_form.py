@@ -45,9 +45,11 @@ def _equal(costs: Costs) -> Costs:
 
 
 def _is_of_its_name(schedule: Schedule) -> bool:
-    """Whether `build` makes these orders for this name: the schedule of a file may only share it."""
+    """Whether `build` makes these orders for this name: the schedule of a file may only share it. Which values go
+    straight to later stages changes no order."""
     try:
         chunks = schedule.placement.chunks
-        return build(schedule.name, schedule.ranks, schedule.microbatches, chunks=chunks) == schedule
+        own = build(schedule.name, schedule.ranks, schedule.microbatches, chunks=chunks)
+        return replace(own, ways=schedule.ways) == schedule
     except ScheduleError:
         return False

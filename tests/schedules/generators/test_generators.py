@@ -163,6 +163,39 @@ def test_few_microbatches_of_zb_v_beat_deletion(ranks: int) -> None:
             assert ours_timeline.cost <= 0.93 * theirs_timeline.cost
 
 
+AUTHORS = {  # what the schedulers of sail-sg's runtime take on 4 x 8, 8 x 8 and 8 x 24, with their own profiled passes
+    ("zb-v", (18.522, 18.086, 9.337, 0.601, 0.37)): (404.358, 454.062, 1188.542),
+    ("zb-v", (29.718, 29.444, 19.927, 0.527, 0.43)): (685.194, 793.402, 2020.594),
+    ("zb-v", (11.347, 11.248, 8.132, 0.377, 0.44)): (268.491, 311.401, 790.357),
+    ("v-half", (18.522, 18.086, 9.337, 0.601, 0.37)): (449.832, 608.422, 1328.772),
+    ("v-half", (29.718, 29.444, 19.927, 0.527, 0.43)): (742.942, 970.733, 2219.136),
+    ("v-half", (11.347, 11.248, 8.132, 0.377, 0.44)): (290.466, 379.614, 866.114),
+}
+
+
+@pytest.mark.parametrize(("case", "authors"), AUTHORS.items(), ids=[f"{name}-{p[0]}" for name, p in AUTHORS])
+def test_given_costs_no_v_is_longer_than_the_authors(case: tuple, authors: tuple[float, ...]) -> None:
+    """Nor does it hold more than at equal times."""
+    name, (*passes, hop, residue) = case
+    for (ranks, microbatches), takes in zip(((4, 8), (8, 8), (8, 24)), authors, strict=True):
+        halves = (time / 2 for time in passes)
+        costs = Costs.uniform(2 * ranks, *halves, activation=0.5, residue=residue / 2, comm=hop)
+        timeline = simulate(build(name, ranks, microbatches, costs), costs)
+        check(timeline.schedule, costs)
+        assert timeline.makespan <= takes + 1e-3
+        assert max(timeline.peak_memory) <= max(simulate(build(name, ranks, microbatches), costs).peak_memory) + 1e-9
+
+
+def test_greedy_orders_take_whatever_costs_there_are(random_costs) -> None:
+    """Rules that run out of memory, or wait for what never comes, are left out."""
+    for seed in range(12):
+        ranks, microbatches = random.Random(seed).choice(((1, 3), (2, 1), (3, 9), (4, 3)))
+        costs = random_costs(random.Random(seed), 2 * ranks)
+        schedule = build("zb-v", ranks, microbatches, costs)
+        check(schedule, costs)
+        assert simulate(schedule, costs).makespan <= simulate(build("zb-v", ranks, microbatches), costs).makespan + 1e-9
+
+
 @pytest.mark.parametrize("name", ["dualpipe", "dualpipe-v", "1f1b-overlap", "interleaved-1f1b-overlap"])
 def test_paired_schedules_have_pairs(name: str) -> None:
     schedule = build(name, ranks=4, microbatches=16)
