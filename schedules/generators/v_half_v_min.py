@@ -117,7 +117,7 @@ def repeated_with_barriers(name: str, placement: Placement, microbatches: int, b
 
 
 def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
-    """The shortest order under the costs within the same memory: reordered under these, or at equal times as published."""
+    """The shortest order under the costs within the same memory: made under these, or at equal times as published."""
     given = _shortest_cool_down(task, block)
     if task.costs is None:
         return given

@@ -36,7 +36,7 @@ def greedy_orders(task: Task) -> Iterator[Orders]:
 
 
 class _Waves:
-    """One attempt: the clocks, memory and orders of all ranks. `known`: how long each was idle in the attempt before."""
+    """One attempt: clocks, memory and orders of all ranks. `known`: how long each was idle in the attempt before."""
 
     def __init__(self, task: Task, fill_b: bool, fill_f: bool, known: list[float] | None) -> None:
         self.task, self.costs, self.ranks, self.many = task, task.costs_or_equal, task.ranks, task.microbatches

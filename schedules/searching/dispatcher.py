@@ -1,13 +1,15 @@
 """Free ranks that take what is most urgent, in either direction of time: priorities become an order within memory."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
 from zbcompile.schedules.ir.actions import B, F
 from zbcompile.schedules.searching.problem import ROUNDING, Problem, Words
+
+BETWEEN_LOOKS = 2048  # passes that are begun between two looks at the time
 
 
 class Dispatched(NamedTuple):
@@ -49,10 +51,13 @@ class Direction:
             for n, other in pairwise(ns):
                 self.following[n] = other
 
-    def dispatch(self, priority: Sequence[float], patience: float) -> Dispatched | None:
+    def dispatch(
+        self, priority: Sequence[float], patience: float, late: Callable[[], bool] = bool
+    ) -> Dispatched | None:
         """Every rank runs, of what it may begin soon, the pass of least priority. It waits for one that arrives up to
-        `patience` times the time in which the first of the others could end. None if memory admits no order."""
-        return _Dispatch(self, priority, patience).result()
+        `patience` times the time in which the first of the others could end. None if memory admits no order, or if
+        `late()` before the end."""
+        return _Dispatch(self, priority, patience).result(late)
 
 
 class _Memory:
@@ -102,8 +107,9 @@ class _Dispatch:
         self.wakes = [(time, rank) for rank, time in enumerate(self.free)]
         heapify(self.wakes)
 
-    def result(self) -> Dispatched | None:
+    def result(self, late: Callable[[], bool]) -> Dispatched | None:
         words: Words = [[] for _ in self.free]
+        begun = 0
         wakes, free, priority = self.wakes, self.free, self.priority
         while wakes:
             now, rank = heappop(wakes)
@@ -118,6 +124,9 @@ class _Dispatch:
                 continue
             words[rank].append(n)
             self._start(now, rank, n, place)
+            begun += 1
+            if not begun % BETWEEN_LOOKS and late():
+                return None
         if sum(map(len, words)) < len(self.time):
             return None
         return Dispatched(words, self.end, max(map(sum, zip(free, self.way.offset, strict=True))))

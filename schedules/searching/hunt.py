@@ -11,7 +11,7 @@ from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
 from zbcompile.schedules.searching.justification import Justifier, turned_around
-from zbcompile.schedules.searching.lower_bound import lower_bound
+from zbcompile.schedules.searching.lower_bound import busiest_rank, lower_bound
 from zbcompile.schedules.searching.problem import Problem, Words
 from zbcompile.schedules.searching.search_budget import Budget, SearchProgress
 from zbcompile.schedules.searching.starting_orders import HEURISTIC, MANY, named_orders, one_by_one, orders_within
@@ -105,7 +105,7 @@ class Hunt:
 
     def __init__(self, problems: Sequence[Problem], budget: Budget, seed: int, noise: Noise | None) -> None:
         self.problems, self.budget, self.seed, self.noise = problems, budget, seed, noise
-        self.bounds = {problem: lower_bound(problem) for problem in problems}
+        self.bounds = {each: busiest_rank(each) if budget.late else lower_bound(each) for each in problems}
         self.draws = {problem: draws_of(problem, noise) for problem in problems}
         self.pool: list[Candidate] = []
         self.names: dict[tuple[str, str], float] = {}
@@ -114,6 +114,8 @@ class Hunt:
 
     def run(self) -> None:
         for problem in self.problems:
+            if self.pool and self.budget.late:
+                break
             lean = one_by_one(problem)
             self._take(problem, ONE_BY_ONE, lean)
             large = len(problem.time) > HUGE  # there names take seconds, and few fit into little memory
@@ -121,10 +123,8 @@ class Hunt:
                 self._turn_around(problem, lean)
                 if self.budget.late:
                     continue
-            for named in named_orders(problem, self.budget.seconds):
+            for named in named_orders(problem, self.budget):
                 self._take(problem, *named)
-                if self.budget.late:
-                    break
             if not large and not self.budget.late:
                 self._turn_around(problem, lean)
         largest = max(len(problem.time) for problem in self.problems)
@@ -161,6 +161,8 @@ class Hunt:
 
     def run_as_short(self) -> None:
         """Halve the memory of the shortest order again and again, as long as another one is as short."""
+        if self.budget.late:
+            return
         best = min(self._shortest(), key=_peak)
         whole, most = best.problem, _peak(best)
         least = max(peak_memory(whole.schedule(one_by_one(whole)), whole.costs))
@@ -169,7 +171,7 @@ class Hunt:
                 return
             count, level = len(self.pool), (most + least) / 2
             lean = _within(whole, level)
-            words = turned_around(lean, one_by_one(lean)) if lean.fits(one_by_one(lean)) else None
+            words = turned_around(lean, one_by_one(lean), self._is_late) if lean.fits(one_by_one(lean)) else None
             if words is not None:
                 self._take(whole, f"{ONE_BY_ONE}, turned around", words)
             for name, words in orders_within(lean):
@@ -181,8 +183,11 @@ class Hunt:
             else:
                 least = level
 
+    def _is_late(self) -> bool:
+        return self.budget.late
+
     def _turn_around(self, problem: Problem, lean: Words) -> None:
-        if problem in self._open() and (words := turned_around(problem, lean)) is not None:
+        if problem in self._open() and (words := turned_around(problem, lean, self._is_late)) is not None:
             self._take(problem, f"{ONE_BY_ONE}, turned around", words)
 
     def _open(self) -> list[Problem]:
@@ -198,7 +203,7 @@ class Hunt:
         """One more candidate; of a named schedule, which may have pairs, also what it is with these opened."""
         if self.pool:
             self.progress.show(min(c.value for c in self.pool), min(self.bounds.values()), self.budget.spent)
-        for schedule in (named, None):
+        for schedule in (named, None) if named is not None else (None,):
             if schedule is None or problem.costs.overlap or problem.costs.pairs:  # else a pair opened is no longer
                 timeline = simulate(schedule or problem.schedule(words), problem.costs, self.noise)
                 value = timeline.quantile(problem.barrier)

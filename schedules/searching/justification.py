@@ -23,12 +23,15 @@ STALE = 25  # turns without gain until another order is started from
 WORTH = 100  # moves that take as long as a pair of turns, whatever the size of the step
 
 
-def turned_around(problem: Problem, words: Words) -> Words | None:
-    """What one turn backward and one forward make of an order; None if memory admits no order."""
+def turned_around(problem: Problem, words: Words, late: Callable[[], bool] = bool) -> Words | None:
+    """The shorter of what a turn backward makes of an order and what one more forward does, which ends if it is
+    `late()`; None if memory admits no order."""
     clock = PassTimes(Order(problem, words), *draws_of(problem, None)[0])
     turned = Direction(problem, backward=True).dispatch([-end for end in clock.end], FIRST_PATIENCE)
-    again = turned and Direction(problem, backward=False).dispatch([-end for end in turned.end], FIRST_PATIENCE)
-    return again.words if again else None
+    if turned is None:
+        return None
+    again = Direction(problem, backward=False).dispatch([-end for end in turned.end], FIRST_PATIENCE, late)
+    return again.words if again and again.value <= turned.value else [word[::-1] for word in turned.words]
 
 
 class Justifier:

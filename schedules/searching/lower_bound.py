@@ -33,6 +33,14 @@ def lower_bound(problem: Problem) -> float:
     return max(machines, longest, areas)
 
 
+def busiest_rank(problem: Problem) -> float:
+    """What the passes of a rank take: a bound without work."""
+    busy = [0.0] * problem.placement.ranks
+    for rank, time in zip(problem.rank, problem.time, strict=True):
+        busy[rank] += time
+    return max(busy)
+
+
 class _Ways:
     """Heads and tails of all passes."""
 

@@ -51,8 +51,8 @@ def search(
         raise ScheduleError(f"seconds={seconds!r:.80}; expected a finite number that is not negative")
     if moves is not None and not (isinstance(moves, int) and is_amount(moves)):
         raise ScheduleError(f"moves={moves!r:.80}; expected a whole number from 0 on, or None")
-    problems = problems_of(costs, ranks, microbatches, memory_limit, placements, barrier, barriers)
     budget = Budget(seconds, moves)
+    problems = problems_of(costs, ranks, microbatches, memory_limit, placements, barrier, barriers)
     hunt = Hunt(problems, budget.part(0.5, 0.5) if frontier else budget, seed, as_noise(noise))
     try:
         hunt.run()

@@ -10,22 +10,30 @@ from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
 from zbcompile.schedules.ir.actions import Action, B, F, S, T, W
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.problem import Problem, Words
+from zbcompile.schedules.searching.search_budget import Budget
 
 HEURISTIC, HEURISTIC_SECONDS = ("zb-1p", "zb-2p"), 1.5e-4  # for each pass
 MANY = 1500  # passes from which on that is too long for a short search,
 LARGE = 10_000  # and from which on it is too long to be done for several limits
 
 
-def named_orders(problem: Problem, seconds: float = math.inf) -> Iterator[tuple[str, Words, Schedule]]:
+def named_orders(problem: Problem, budget: Budget | None = None) -> Iterator[tuple[str, Words, Schedule]]:
     """Every name of this placement that fits into the limits, in the order of the registry, with its words and as it
-    was built; without those whose own heuristics would take most of that many seconds."""
-    long = HEURISTIC_SECONDS * len(problem.time) > seconds / 2 and len(problem.time) > MANY
+    was built; without those whose own heuristics would take most of the seconds, and as long as another one that
+    takes as long as the longest so far ends within them."""
+    budget = budget or Budget(math.inf, None)
+    long = HEURISTIC_SECONDS * len(problem.time) > budget.seconds / 2 and len(problem.time) > MANY
+    longest = 0.0
     for family in FAMILIES:
+        begun = budget.spent
         if family.name in HEURISTIC and long:
             continue
+        if begun + longest >= budget.seconds:
+            return
         schedule = _built(family, problem)
         if schedule is not None and (words := problem.words(schedule)) is not None:
             yield family.name, words, schedule
+        longest = max(longest, budget.spent - begun)
 
 
 def orders_within(problem: Problem) -> Iterator[tuple[str, Words]]:

@@ -180,6 +180,23 @@ def test_seconds_are_a_cap_of_names_that_take_long_too() -> None:
     assert found.objective < 1.1 * found.bound
 
 
+@pytest.mark.slow
+def test_seconds_are_a_cap_of_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 64 x 256 in a V with a limit no name fits, and the two turns of the first order take most of the time."""
+    monkeypatch.setattr(time, "monotonic", time.process_time)
+    generator = random.Random(1)
+    costs = uneven(generator, 128, comm=0.05)
+    begun = time.process_time()
+    found = search(costs, 64, 256, 90 * sum(costs.activation) / 128, ["v"], seconds=4)
+    assert time.process_time() - begun < 5  # 4.3 on a machine that does nothing else
+    assert found.objective < 1.5 * found.bound
+
+
+def test_what_is_late_has_a_bound_and_an_order() -> None:
+    found = search(uneven(random.Random(3), 8), 4, 8, seconds=0)
+    assert found.objective >= found.bound > 0
+
+
 def test_bytes_times_seconds_beyond_a_float_bound_nothing() -> None:
     costs = Costs((1e300, 1), (1, 1), (1, 1), activation=(1e300, 1))
     found = search(costs, 2, 3, 2e300, ["linear"], moves=0)
