@@ -97,7 +97,8 @@ class _Waves:
         return self.done[F, rank] + self.done[F, self.up(rank)]
 
     def _backwards(self) -> None:
-        down, up = [], []
+        down: list[int] = []
+        up: list[int] = []
         for rank in range(self.ranks):
             self._make_room(rank, B, rank)
             first, second = self.done[B, self.up(rank)], self.done[B, rank]

@@ -8,6 +8,7 @@ import pytest
 
 from zbcompile.inspection.closed_form import with_equal_stages
 from zbcompile.schedules import Costs, Link, build, names, simulate
+from zbcompile.schedules.ir.schedule import Way
 
 
 @pytest.mark.mostly_slow(every=6)
@@ -35,6 +36,8 @@ def test_none_for_another_order_of_the_same_name_and_for_unequal_links() -> None
     other = replace(build("gpipe", 4, 8), name="1f1b")
     assert with_equal_stages(simulate(other)) is None
     assert with_equal_stages(simulate(replace(schedule, name="mine"))) is None
+    straight = replace(schedule, ways=(Way(0, 2, True),))
+    assert with_equal_stages(simulate(straight)) == with_equal_stages(simulate(schedule)) is not None
     linked = replace(Costs.uniform(4), links=(Link(0, 1, 0.5),))
     assert with_equal_stages(simulate(schedule, linked)) is None
     assert with_equal_stages(simulate(schedule, Costs.uniform(4, optimizer=1))) is None
