@@ -1,5 +1,9 @@
 """Check that tensors held by several ranks are equal: tied parameters, model copies, replicas. Otherwise a model that
-each rank seeds by itself would train on, with a loss that belongs to no model."""
+each rank seeds by itself would train on, with a loss that belongs to no model.
+
+Initial values are gathered once per program, not reduced as a digest (`zbcompile.distributed.agreement.agree`): each
+pair of ranks shares other tensors, and a digest compares what the same ranks have in common.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any

@@ -101,7 +101,11 @@ class StepAgreement:
 
 
 def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
-    """Raise PipelineError, on every rank, if another rank of this pipeline got another batch."""
+    """Raise PipelineError, on every rank, if another rank of this pipeline got another batch.
+
+    For callers that refuse such a batch before anything depends on it: the comparison of a step is read at its end, and
+    only warns, as a rank may pass anything for what its stages do not read. Evaluations have none.
+    """
     if ranks.group is None:
         return
     own = {name: _checksums(pytree.tree_leaves(inputs[name])) for name in sorted(inputs)}
