@@ -8,7 +8,7 @@ and the second half's values are asked for when it begins. The values are those 
 (`one_after_the_other` in `tests/support/plain_versions.py`).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -53,8 +53,9 @@ def merge(first: Piece, second: Piece) -> Merged:
     copies: dict[Node, Node] = {}
     one, arriving = _first_half(first, graph, copies)
     other, results = _second_half(second, graph, copies)
+    fill = [copies[node] for node in _products_for_weights(second)]
     done = graph.output([copies[node] for node in results])
-    for node in [*arriving, *interleave(one, other)]:
+    for node in [*arriving, *interleave(one, [node for node in other if node not in {*fill}], fill)]:
         done.prepend(node)
     module = LazyGraphModule(_Attributes(first.module, second.module), graph, class_name=first.name + second.name)
     return Merged(module, first, second)
@@ -67,15 +68,24 @@ def hide_exchanges(piece: Piece) -> Piece:
     calls = [node for node in graph.nodes if node.op == "call_function"]
     if not any(map(is_wait, calls)):
         return piece
-    results = zip(piece.outputs, output_values(graph), strict=True)
-    needed = [node for slot, node in results if slot.kind == "input_gradient"] + list(filter(is_collective, calls))
-    urgent = operations_behind(needed) if piece.name == "BW" else set(calls)
-    order = _fill_waits([node for node in calls if node in urgent], [node for node in calls if node not in urgent])
+    products = _products_for_weights(piece)
+    order = _fill_waits([node for node in calls if node not in {*products}], products)
     made, copies = Graph(), dict[Node, Node]()
     for node in [*(node for node in graph.nodes if node.op in ("placeholder", "get_attr")), *order]:
         copies[node] = made.node_copy(node, copies.__getitem__)
     made.output([copies[node] for node in output_values(graph)])
     return replace(piece, module=with_graph(piece.module, made))
+
+
+def _products_for_weights(piece: Piece) -> list[Node]:
+    """What no input gradient and no collective of BW needs, if it waits for some; nothing of other passes."""
+    calls = [node for node in piece.module.graph.nodes if node.op == "call_function"]
+    if piece.name != "BW" or not any(map(is_wait, calls)):
+        return []
+    results = zip(piece.outputs, output_values(piece.module.graph), strict=True)
+    needed = [node for slot, node in results if slot.kind == "input_gradient"] + list(filter(is_collective, calls))
+    urgent = operations_behind(needed)
+    return [node for node in calls if node not in urgent]
 
 
 def _fill_waits(urgent: Sequence[Node], others: Sequence[Node]) -> list[Node]:
@@ -141,33 +151,63 @@ def _copy(piece: Piece, graph: Graph, copies: dict[Node, Node], prefix: str) -> 
     return made
 
 
-def interleave(first: Sequence[Node], second: Sequence[Node]) -> list[Node]:
+LITTLE = 200  # of this many parts of both halves' work one is too little to switch before it
+
+
+def interleave(first: Sequence[Node], second: Sequence[Node], fill: Sequence[Node] = ()) -> list[Node]:
     """Both halves in one order that keeps the order of each, except that waits stand right before their first user.
 
     The half with less to do before its first collective begins. It runs up to a wait; then the other half runs, for its
     share of its remaining work (which has to cover all the waits to come) or up to its own next wait; then the first
-    half continues. Costs are the bytes that a node moves.
+    half continues. A wait that has been covered already stops nobody. If both halves stand at waits, what is ready of
+    `fill` runs, and then the wait of the collective that began earlier. Costs are the bytes that a node moves.
     """
-    halves = [_late_waits(first), _late_waits(second)]
+    halves, pending = [_late_waits(first), _late_waits(second)], list(fill)
     waits = [sum(map(is_wait, half)) for half in halves]
+    little = sum(map(_work, (*first, *second))) / LITTLE
     order: list[Node] = []
-    excused: set[Node] = set()
+    begun: dict[Node, tuple[float, float]] = {}  # collectives: the work done before, and how much covers one
+    placed, excused = set[Node](), set[Node]()
+    done = 0.0
     current, budget = int(_before_a_wait(halves[1]) < _before_a_wait(halves[0])), float("inf")
+
+    def place(node: Node) -> None:
+        nonlocal done
+        order.append(node)
+        placed.add(node)
+        done += _work(node)
+
+    def stops(half: Sequence[Node]) -> bool:
+        if not half or not is_wait(half[0]) or half[0] in excused:
+            return False
+        before, share = begun.get(half[0].all_input_nodes[0], (done, 1))
+        return done - before < share
+
     while any(halves):
         half, other = halves[current], halves[1 - current]
-        stop = not half or budget <= 0 or (is_wait(half[0]) and half[0] not in excused)
-        if stop and other:
-            budget = float("inf")
-            if half and is_wait(half[0]) and half[0] not in excused:
-                excused.add(half[0])
-                budget = sum(map(_work, other)) / max(waits[current], 1)
+        waiting = stops(half)
+        if waiting and (not other or stops(other)):
+            if pending and _is_ready(pending[0], placed):
+                place(pending.pop(0))
+            else:
+                current = 1 - current if other and _began(begun, other[0]) < _began(begun, half[0]) else current
+                excused.add(halves[current][0])
+            continue
+        if other and (not half or waiting or (budget <= 0 and _work(half[0]) > little)):
+            budget = max(sum(map(_work, other)) / max(waits[current], 1), 1) if waiting else float("inf")
             current = 1 - current
             continue
         node = half.pop(0)
+        if is_collective(node):
+            begun[node] = done, sum(map(_work, (*other, *pending))) / max(waits[current], 1)
         waits[current] -= is_wait(node)
         budget -= _work(node)
-        order.append(node)
-    return order
+        place(node)
+    return [*order, *pending]
+
+
+def _began(begun: Mapping[Node, tuple[float, float]], wait: Node) -> float:
+    return begun.get(wait.all_input_nodes[0], (0.0, 0.0))[0]
 
 
 def _work(node: Node) -> int:
