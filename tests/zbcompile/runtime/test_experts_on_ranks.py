@@ -1,6 +1,7 @@
 """Experts on several ranks, without dropped tokens: bit for bit what one process computes that has them all, whatever
 the router does."""
 
+import copy
 from contextlib import nullcontext
 from functools import reduce
 from typing import Any, NamedTuple
@@ -230,3 +231,25 @@ def test_bytes_and_evaluation(pool: Pool) -> None:
     for sent, predicted, far in pool.run(exchanges, ranks=2):
         assert sent == predicted
         assert far <= 1e-6
+
+
+def other_sizes() -> float:
+    """The capacity of an exchange that replaced another one, after a step that is done again; before it, a step in
+    which ranks pass batches of other sizes, both compiled already, is refused."""
+    pipe, model, rank = pipeline_of(Run(schedule="1f1b"))
+    x, bias, target = batch_of(Run(), rank, 0)
+    rows = (4 * MICROBATCHES, ROWS * MICROBATCHES)
+    for count in rows:
+        pipe.step(x[:count], bias[:count], target=target[:count])
+    with pytest.raises(zbcompile.PipelineError, match="pass batches of one size"):
+        pipe.step(*(each[: rows[rank]] for each in (x, bias)), target=target[: rows[rank]])
+    model.layers[1].exchange = copy.deepcopy(model.layers[1].exchange)
+    x, bias, target = batch_of(Run(routers=("one",)), rank, 0)
+    pipe.step(x, bias, target=target)
+    pipe.close()
+    return model.layers[1].exchange.factor
+
+
+@pytest.mark.slow
+def test_batches_of_other_sizes_and_an_exchange_that_is_replaced(pool: Pool) -> None:
+    assert pool.run(other_sizes, ranks=2) == [2.0, 2.0]
