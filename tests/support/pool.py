@@ -36,9 +36,10 @@ from zbcompile.passes.pass_list.stack_chunk import in_one_chunk
 
 DIED = "Died"
 START = 200.0  # seconds within which the nursery must have done its imports, or a rehearsal
-# Elsewhere torch does not survive it, and in builds with CUDA autograd's threads do not, which a capture starts: then
-# every worker imports for itself.
-FORKS = sys.platform == "linux" and version("torch").endswith("+cpu") and "PRETENDED_GPU" not in os.environ
+# Elsewhere torch does not survive it, and CUDA itself does not: then every worker imports for itself.
+FORKS = sys.platform == "linux" and version("torch").endswith("+cpu")
+# With a device beside the CPU autograd has threads from the first backward on, which a fork would not have.
+STAYS_SINGLE = "PRETENDED_GPU" in os.environ
 MUCH = 200  # modules; importing so many takes a second
 GRACE = 15.0  # seconds that the other ranks have once one has failed: an error must reach all of them
 
@@ -284,16 +285,39 @@ def nurse(orders: Connection, pipes: socket.socket) -> None:
     with prepared(), contextlib.suppress(EOFError):
         training = importlib.import_module("tests.support.training")
         if FORKS:
-            training.pipelined(training.Case("mlp", "1f1b", 1, 1, steps=1))  # torch imports much when it first compiles
+            first = training.Case("mlp", "1f1b", 1, 1, steps=1)
+            _rehearsed(Task("tests.support.training:pipelined", (first,), 0, 0, ""))  # torch then imports much
         while True:
             order: Task | Start = pickle.loads(orders.recv_bytes())
             if isinstance(order, Start):
                 orders.send_bytes(pickle.dumps(Outcome(_start_worker(order, orders, pipes))))
             else:
-                orders.send_bytes(pickle.dumps(_attempt(order, order.store)))
+                orders.send_bytes(pickle.dumps(_rehearsed(order)))
             with contextlib.suppress(ChildProcessError):
                 while os.waitpid(-1, os.WNOHANG)[0]:
                     pass
+
+
+def _rehearsed(task: Task) -> Outcome:
+    """The outcome of a task in the nursery, which then has imported what it imports. If the nursery must stay without
+    threads, a child does the task, and the nursery only imports the same modules."""
+    if not STAYS_SINGLE:
+        return _attempt(task, task.store)
+    ours, theirs = multiprocessing.Pipe(duplex=False)
+    if not os.fork():
+        before = set(sys.modules)
+        outcome = _attempt(task, task.store)
+        theirs.send_bytes(pickle.dumps((outcome, [name for name in sys.modules if name not in before])))
+        os._exit(0)
+    theirs.close()
+    try:
+        outcome, imported = pickle.loads(ours.recv_bytes())
+    except EOFError:
+        return Outcome(error=DIED, text="the process ended", trace="the process ended in the middle of the task")
+    for name in imported:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    return outcome
 
 
 @contextlib.contextmanager

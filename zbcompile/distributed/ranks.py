@@ -87,7 +87,13 @@ class Ranks:
         return numbers, None
 
     def transport(
-        self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int, max_ctas: int | None = None
+        self,
+        schedule: Schedule,
+        microbatches: int,
+        buffers: ReceiveBuffers,
+        number: int,
+        max_ctas: int | None = None,
+        max_receives: int | None = None,
     ) -> Transport:
         """The transport for the messages of one pass over `microbatches` microbatches, of program `number`."""
         return CopiedMessages(buffers=buffers) if buffers.placed else Transport()
@@ -181,9 +187,16 @@ class GroupRanks(Ranks):
         return found, outlives_its_step(work)
 
     def transport(
-        self, schedule: Schedule, microbatches: int, buffers: ReceiveBuffers, number: int, max_ctas: int | None = None
+        self,
+        schedule: Schedule,
+        microbatches: int,
+        buffers: ReceiveBuffers,
+        number: int,
+        max_ctas: int | None = None,
+        max_receives: int | None = None,
     ) -> Transport:
-        return PointToPoint(channels=self.channels(schedule, microbatches, number, max_ctas), buffers=buffers)
+        channels = self.channels(schedule, microbatches, number, max_ctas)
+        return PointToPoint(channels=channels, buffers=buffers, most_posted=max_receives)
 
     def channels(self, schedule: Schedule, microbatches: int, number: int, max_ctas: int | None) -> Channels:
         """What carries messages between the ranks of a schedule; the first call opens the rank-local channels, a later

@@ -17,12 +17,14 @@ BUFFERS = (4 << 20) + (512 << 10) + 640 * 120 * 8 * 8  # bytes per thread block,
 @dataclass(frozen=True)
 class Communicators:
     """Those of one rank. A link carries what a rank sends to another, or receives from it; `groups` are of all ranks
-    of the pipeline, of its replicas, and of a sharded vocabulary. `ctas` is the limit of a link's thread blocks."""
+    of the pipeline, of its replicas, and of a sharded vocabulary. `ctas` is the limit of a link's thread blocks,
+    `receives` that of receives that are posted ahead."""
 
     received: int = 0
     sent: int = 0
     groups: int = 0
     ctas: int = MOST_CTAS
+    receives: int | None = None
 
     @property
     def links(self) -> int:
@@ -32,7 +34,8 @@ class Communicators:
     def waiting(self) -> int:
         """Thread blocks that wait at a time, at most, however early receives are posted: a link has one stream, on
         which they come one after the other."""
-        return self.links * self.ctas
+        received = self.received if self.receives is None else min(self.received, self.receives + 1)
+        return (received + self.sent) * self.ctas
 
     @property
     def bytes(self) -> int:
@@ -50,4 +53,5 @@ def communicators_of(program: Program, rank: int, replicas: int = 1) -> Communic
         sent=sum(source == rank for source, _ in channels),
         groups=(schedule.ranks > 1) + (replicas > 1) + (program.vocabulary is not None),
         ctas=program.step.max_ctas or MOST_CTAS,
+        receives=program.step.max_receives,
     )

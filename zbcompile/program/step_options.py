@@ -74,6 +74,9 @@ class StepOptions(OptionFields):
         max_ctas: Thread blocks that NCCL may take for each link between two ranks (by default up to 32). One link per
             direction is at work at a time with one message; from the posting of its receive on its blocks wait on
             multiprocessors, each with 9 MiB of buffers on the receiver. Few blocks move large messages more slowly.
+        max_receives: Receives that a rank may post ahead of the passes that need them (by default as many as the
+            schedule does). Over NCCL the first one of each link takes thread blocks while it waits. With few, a message
+            may start later; what is computed stays the same.
         compare_batches: After how many steps the ranks of a pipeline compare their batches again, as they do in the
             first step: a checksum of each tensor. A difference warns, once for each input. 0: in the first step only.
     """
@@ -85,4 +88,5 @@ class StepOptions(OptionFields):
     backend: str | Callable[..., Any] = option("fx", BACKEND)
     cuda_graphs: bool | str = option(False, CUDA_GRAPHS)
     max_ctas: int | None = option(None, whole(" of thread blocks").or_none())
+    max_receives: int | None = option(None, whole(" of receives").or_none())
     compare_batches: int = option(100, whole(" of steps", least=0))

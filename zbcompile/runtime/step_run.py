@@ -84,7 +84,8 @@ class Engine:
                 return StepResult(memory.replay(), {})
         buffers, count = executable.first.buffers, program.schedule.microbatches
         opened, number = channels or program.schedule, executable.first.number
-        transport = ranks.transport(opened, count, buffers, number, program.step.max_ctas)
+        limits = program.step.max_ctas, program.step.max_receives
+        transport = ranks.transport(opened, count, buffers, number, *limits)
         step = StepRun(executable, given, ranks, self.equal, reductions)
         schedule, plans = executable.with_updates(step.kinds, any(each.reshard for each in given.gathers))
         step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import zbcompile
+from tests.support.on_gpus import waiting_forbidden
 from tests.support.oracle import Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.pretended_gpu.build import ROOT, built, environment, why_not
@@ -404,6 +406,30 @@ def test_ranks_whose_scripts_only_moved_the_model(pool: Pool) -> None:
         assert used == {rank}
         assert seeded == 0
         assert {"zbcompile 0>1", "zbcompile 1>0"} <= set(names)
+
+
+def losses_with(most: int | None) -> list[float]:
+    """Losses of three steps whose ranks post at most so many receives ahead."""
+    here = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(here)
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))).to(here)
+    pipe = zbcompile.pipeline(model, schedule="zb-v", microbatches=4, loss=squared, max_receives=most)
+    losses = []
+    for step in range(3):
+        given = torch.full((8, 8), 1.0 + step, device=here)
+        with waiting_forbidden() if step else nullcontext():
+            losses.append(pipe.step(given, target=torch.zeros_like(given)))
+    found = [float(loss) for loss in losses]
+    assert communicators_of(pipe.program, dist.get_rank()).waiting == 2 * 32
+    pipe.close()
+    return found
+
+
+@pretended
+def test_receives_that_are_posted_late_change_no_bit(pool: Pool) -> None:
+    """Over links whose messages wait for each other, as NCCL's do."""
+    assert pool.run(losses_with, 1, backend="nccl") == pool.run(losses_with, None, backend="nccl")
 
 
 def made_of_nccl(max_ctas: int | None) -> tuple[int, list[int | None], Communicators]:
