@@ -31,6 +31,7 @@ from zbcompile.schedules.lowering.edges import Message
 
 ENOUGH = 1.01  # of the least memory that a block can have
 SMALL, SHORT = 1000, 10  # of that memory, and of the step, for a value: a thousandth, a tenth
+FULL = 0.95  # of that memory, at a moment
 ALIGNMENT = 256  # of places: kernels choose by the alignment that they find, and torch's own memory has more
 
 
@@ -58,22 +59,31 @@ def _changes(interval: Interval) -> tuple[tuple[int, int], tuple[int, int]]:
 
 
 def lay_out(intervals: Sequence[Interval]) -> list[int]:
-    """An offset for each value: in turn, each into the first gap that it fits between those that are alive at the same
-    time. The turn matters: of several the one is taken that needs the least memory.
+    """An offset for each value. Several ways are tried, until one needs hardly more than the least memory that a block
+    can have; the best is taken.
 
+    In the first ones each value in turn gets the first gap that it fits between those that are alive at the same time.
     The largest first (Pisarchyk and Lee 2020, "greedy by size") is best if many values have few sizes, as those of a
     transformer's layers. Large values that live shortly then keep others out of a region that stands empty at the
-    fullest moment: so the second turn has the fullest moments first, the third one what lives long.
+    fullest moment: so other turns have the fullest moments first, or what lives long. The last way stacks values in
+    the order in which they are made.
     """
-    least, alive, found = most_alive(intervals), _alive_together(intervals), list[int]()
-    smallest = -1
-    for turn in _turns(intervals):
-        if smallest < 0 or smallest > least * ENOUGH:
-            offsets = _first_fit(intervals, alive, turn)
-            size = size_of(intervals, offsets)
-            if smallest < 0 or size < smallest:
-                smallest, found = size, offsets
+    least, found = most_alive(intervals), list[int]()
+    for offsets in _attempts(intervals):
+        if not found or size_of(intervals, offsets) < size_of(intervals, found):
+            found = offsets
+        if size_of(intervals, found) <= least * ENOUGH:
+            break
     return found
+
+
+def _attempts(intervals: Sequence[Interval]) -> Iterator[list[int]]:
+    alive, nowhere = _alive_together(intervals), [-1] * len(intervals)
+    for turn in _turns(intervals):
+        yield _first_fit(intervals, alive, turn, nowhere)
+    stacked = _stacked(intervals, most_alive(intervals))
+    rest = sorted((i for i, offset in enumerate(stacked) if offset < 0), key=lambda i: -intervals[i].size)
+    yield _first_fit(intervals, alive, rest, stacked)
 
 
 def size_of(intervals: Sequence[Interval], offsets: Sequence[int]) -> int:
@@ -96,6 +106,8 @@ def _turns(intervals: Sequence[Interval]) -> Iterator[list[int]]:
 
     yield sorted(numbers, key=by_size)
     yield sorted(numbers, key=lambda i: (is_small(i), -fullest[i], -intervals[i].last))
+    full = FULL * least
+    yield sorted(numbers, key=lambda i: (is_small(i), fullest[i] < full, -intervals[i].size, -intervals[i].last))
     yield sorted(numbers, key=lambda i: (is_small(i), is_short(i), *by_size(i)))
 
 
@@ -121,8 +133,11 @@ def _alive_together(intervals: Sequence[Interval]) -> list[list[int]]:
     return found
 
 
-def _first_fit(intervals: Sequence[Interval], alive: Sequence[Sequence[int]], turn: Iterable[int]) -> list[int]:
-    offsets = [-1] * len(intervals)
+def _first_fit(
+    intervals: Sequence[Interval], alive: Sequence[Sequence[int]], turn: Iterable[int], placed_before: Sequence[int]
+) -> list[int]:
+    """Places for those in `turn`, which have none in `placed_before`: there they are -1."""
+    offsets = list(placed_before)
     for index in turn:
         placed = sorted((offsets[i], offsets[i] + aligned(intervals[i].size)) for i in alive[index] if offsets[i] >= 0)
         offsets[index] = _first_gap(placed, aligned(intervals[index].size))
@@ -137,6 +152,43 @@ def _first_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
             break
         end = max(end, high)
     return end
+
+
+def _stacked(intervals: Sequence[Interval], least: int) -> list[int]:
+    """Offsets of all but the small values: on the lowest of the lines that bound what lies there, over time, the value
+    is placed next that is made first, of these the one that lives longest (a skyline; Sekiyama et al. 2018 take the
+    one that lives longest of all)."""
+    offsets = [-1] * len(intervals)
+    large = [i for i, each in enumerate(intervals) if each.size and each.size * SMALL >= least]
+    waiting = sorted(large, key=lambda i: (intervals[i].first, -intervals[i].last))
+    lines = [(0, max((intervals[i].last + 1 for i in large), default=0), 0)]  # from, to, at which height
+    while waiting:
+        at = min(range(len(lines)), key=lambda number: lines[number][2])
+        begin, end, height = lines[at]
+        fits = (n for n, i in enumerate(waiting) if begin <= intervals[i].first and intervals[i].last < end)
+        number = next(fits, -1)
+        if number < 0:
+            neighbours = [lines[n][2] for n in (at - 1, at + 1) if 0 <= n < len(lines)]
+            new = [(begin, end, min(neighbours))]
+        else:
+            index = waiting.pop(number)
+            offsets[index] = height
+            size, first, last = aligned(intervals[index].size), intervals[index].first, intervals[index].last + 1
+            new = [(begin, first, height), (first, last, height + size), (last, end, height)]
+        lines = _joined([*lines[:at], *new, *lines[at + 1 :]])
+    return offsets
+
+
+def _joined(lines: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]:
+    """Lines without empty ones, neighbours of one height as one."""
+    found: list[tuple[int, int, int]] = []
+    for begin, end, height in lines:
+        if begin == end:
+            continue
+        if found and found[-1][2] == height:
+            begin = found.pop()[0]
+        found.append((begin, end, height))
+    return found
 
 
 @dataclass(frozen=True)
