@@ -152,7 +152,7 @@ BUDGET = {
     "zbcompile/profiling": 620,
     "zbcompile/program": 1984,
     "zbcompile/program_cache": 1428,
-    "zbcompile/runtime": 3550,
+    "zbcompile/runtime": 3560,
     "zbcompile/torch_pipelining": 496,
 }
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 from tests.support.on_gpus import one_gpu, two_gpus, waiting_forbidden
@@ -121,3 +122,14 @@ def two_on_one_gpu() -> None:
 @two_gpus
 def test_two_ranks_on_one_gpu_are_refused(pool: Pool) -> None:
     pool.run(two_on_one_gpu, backend="nccl")
+
+
+def on_the_host_with_a_mesh_of_gpus() -> None:
+    mesh = init_device_mesh("cuda", (2,), mesh_dim_names=("pp",))
+    with pytest.raises(zbcompile.PipelineError, match="the model is on cpu, for which the process group has the back"):
+        zbcompile.pipeline(PROBLEMS["mlp"].model(), mesh=mesh, schedule="1f1b", microbatches=2)
+
+
+@two_gpus
+def test_a_model_on_the_host_with_a_mesh_of_gpus_is_refused(pool: Pool) -> None:
+    pool.run(on_the_host_with_a_mesh_of_gpus, backend="nccl")
