@@ -140,7 +140,7 @@ BUDGET = {
     "zbcompile/batches": 600,
     "zbcompile/cli": 1776,
     "zbcompile/compiler": 2585,
-    "zbcompile/distributed": 1876,
+    "zbcompile/distributed": 1912,
     "zbcompile/faults": 1024,
     "zbcompile/inspection": 2376,
     "zbcompile/integrations": 560,
@@ -152,7 +152,7 @@ BUDGET = {
     "zbcompile/profiling": 620,
     "zbcompile/program": 1984,
     "zbcompile/program_cache": 1428,
-    "zbcompile/runtime": 3560,
+    "zbcompile/runtime": 3600,
     "zbcompile/torch_pipelining": 496,
 }
 
