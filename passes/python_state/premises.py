@@ -11,10 +11,10 @@ import hashlib
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -51,24 +51,25 @@ def attribute(value: Any, name: str) -> Any:
     return raw.__get__(value) if isinstance(raw, types.MemberDescriptorType) else raw
 
 
-_JOINED: WeakSet[nn.Module] = (
-    WeakSet()
-)  # losses with parameters, each a submodule `loss` of the model that it trains with
+# Losses with parameters, each with the models that train with it as their submodule `loss`.
+_JOINED: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
 
 
 def join(model: nn.Module, loss: nn.Module) -> None:
     """Make a loss the submodule `loss` of a model, of which forward sees nothing: eager's model has none."""
     model.add_module("loss", loss)
-    _JOINED.add(loss)
+    _JOINED.setdefault(loss, WeakSet()).add(model)
 
 
 @contextlib.contextmanager
 def without_joined_loss(model: Any) -> Iterator[None]:
     """Inside, a model has no loss that it was joined with."""
-    modules = vars_of(model).get("_modules", {})
+    own = vars_of(model)  # shared by the proxies that torch's tracer may hand out
+    modules = own.get("_modules", {})
     before = dict(modules)
     loss = modules.get("loss")
-    if loss is None or loss not in _JOINED:
+    owners: Iterable[nn.Module] = () if loss is None else _JOINED.get(loss, ())
+    if not any(vars(each) is own for each in owners):
         yield
         return
     del modules["loss"]

@@ -179,6 +179,53 @@ def test_the_loss_changes_its_buffers(own: bool) -> None:
     pipe.close()
 
 
+class Counting(nn.Module):
+    """A loss without parameters, which changes a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        self.count += 1
+        return F.mse_loss(output, target)
+
+
+class Normalising(nn.Module):
+    """A loss without parameters, which has running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH, affine=False)
+
+    def forward(self, output: Tensor, target: Tensor) -> Tensor:
+        return F.mse_loss(self.norm(output), target)
+
+
+@pytest.mark.parametrize("kind", [Counting, Normalising])
+def test_buffers_that_a_loss_without_parameters_changes_are_refused(kind: type[nn.Module]) -> None:
+    pipe = zbcompile.pipeline(seeded(), schedule="1f1b", microbatches=2, loss=kind(), ranks=2)
+    with pytest.raises(zbcompile.CaptureError, match=r"loss module changes its buffer .* which belongs to no stage"):
+        pipe.step(ROWS, target=ROWS)
+
+
+class CallsItsLoss(nn.Module):
+    def __init__(self, loss: nn.Module) -> None:
+        super().__init__()
+        self.inner, self.loss = seeded(), loss
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.loss(self.inner(x), x)  # type: ignore[no-any-return]
+
+
+def test_a_loss_that_is_joined_with_one_model_is_seen_by_another_that_has_it() -> None:
+    loss = Temperature()
+    zbcompile.pipeline(seeded(), schedule="1f1b", microbatches=2, loss=loss, ranks=2).close()
+    pipe = zbcompile.pipeline(CallsItsLoss(loss), schedule="1f1b", microbatches=2, ranks=2, exact=True)
+    eager = sum(loss(seeded()(part), part).detach() / 2 for part in ROWS.chunk(2))
+    assert torch.equal(pipe.step(ROWS), eager)
+
+
 def test_a_sequence_that_would_run_the_loss_is_refused() -> None:
     with pytest.raises(zbcompile.CaptureError, match="runs all its submodules"):
         zbcompile.pipeline(nn.Sequential(seeded()), schedule="1f1b", ranks=2, loss=Temperature())
