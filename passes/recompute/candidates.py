@@ -67,10 +67,11 @@ class Forward:
 
 def has_hints(forward: Forward) -> bool:
     """Whether any operation of the forward is from a region that the user marked for recomputing."""
-    return any(map(_hinted, forward.made))
+    return any(map(is_hinted, forward.made))
 
 
-def _hinted(node: Node) -> bool:
+def is_hinted(node: Node) -> bool:
+    """Whether a node is from a region that the user marked for recomputing."""
     maker: Node = node.args[0] if is_getitem(node) else node  # type: ignore[assignment]
     return maker.meta.get("recompute") is not None
 
@@ -104,7 +105,7 @@ def _times(
     weights = _weights(forward.joint)
 
     def allowed(node: Node) -> bool:
-        if policy == "full" or _hinted(node) or is_view(node):
+        if policy == "full" or is_hinted(node) or is_view(node):
             return True
         return policy == "selective" and not (flops[node] and weights.intersection(node.all_input_nodes))
 

@@ -26,6 +26,7 @@ from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.node_costs import device_of
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, cut
+from zbcompile.passes.recompute.candidates import is_hinted
 from zbcompile.passes.split.joint_graph import gradients_before, tangents_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.deduplicate import Tangents, same_work
@@ -44,14 +45,16 @@ class Prices:
     """By operation of a block or line: seconds of its F, B and W, of F's and B's those in which they wait for exchanges
     that a W can hide, and of what B recomputes (`again`: as the last of a stage, `passing`: on the way to later ones);
     the storages that wait for B and for W; the most bytes alive beside these while its F and its B run (None: they run
-    nothing). `blocks` are the first operations of the blocks, each with
-    the bytes of what it received that wait for its B."""
+    nothing). `held` is what waits for B once all is remade that blocks receive from
+    others. `blocks` are the first operations of the blocks, each with the bytes of what it received that a stage keeps
+    if it begins there, and remakes otherwise."""
 
     seconds: tuple[list[float], ...]
     exchange: tuple[list[float], ...]
     again: list[float]
     passing: list[float]
     kept: list[Use]
+    held: list[Use]
     residue: list[Use]
     beside: tuple[list[int | None], ...]
     blocks: dict[int, int]
@@ -94,22 +97,35 @@ def price_line(
     with torch.autocast(device_of(line), enabled=False):
         for stage, (begin, end) in zip(stages[::-1], list(pairwise([*begins, len(line.nodes)]))[::-1], strict=True):
             tangents = tangents_of(stage, gradients)
-            key = f"{choices.recompute} {same_work(stage, trainable, tangents)}"
+            remade = _remade(stage, line, choices)
+            key = f"{choices.recompute} {sorted(remade)} {same_work(stage, trainable, tangents)}"
             if key not in made:
                 places = _mark(stage, line, begin)
                 program, leaving = compile_stage(trainable, choices, stage, tangents, labels=labels)
                 below = None if base is None else [u for u in base.kept if begin <= u[0] < end]
                 block = _Block(stage, program, places, end - begin, choices)
-                made[key] = block.priced(below, begin), [leaving.get(name) for name in _received(stage)]
+                made[key] = block.priced(remade, below, begin), [leaving.get(name) for name in _received(stage)]
             prices, order = made[key]
             leaving = {n: g for n, g in zip(_received(stage), order, strict=True) if g is not None}
             gradients = gradients_before(stage, gradients, leaving)
             found.append((stage, prices))
-    return _joined(canonical, found[::-1])
+    joined = _joined(canonical, found[::-1])
+    return joined if base is None else replace(joined, held=base.kept)
 
 
 def _received(stage: Stage) -> list[str]:
     return [slot.name for slot in stage.inputs if slot.kind == "activation"]
+
+
+def _remade(stage: Stage, line: Line, choices: Choices) -> frozenset[int]:
+    """Which of the values that a block receives are remade, unless a stage begins with it: with "full" all, with
+    "hints" those made in a marked region. A price of a byte is asked in every block for itself."""
+    made = {node.name: node for node in line.nodes}
+    found = frozenset(range(len(_received(stage))))
+    if choices.recompute == "full":
+        return found
+    marked = [name in made and is_hinted(made[name]) and can_remake(made[name]) for name in _received(stage)]
+    return frozenset(number for number in found if marked[number]) if choices.recompute == "hints" else frozenset()
 
 
 def _sent(stage: Stage) -> list[str]:
@@ -149,20 +165,21 @@ class _Block:
         self.resident = storages_behind(n for n in holders if n.meta["slot"].kind not in WAITING)
         self.names = dict(self._storages())
 
-    def priced(self, below: Sequence[Use] | None, first: int) -> Prices:
+    def priced(self, remade: frozenset[int], below: Sequence[Use] | None, first: int) -> Prices:
         before = self._uses("B", made_before=True) | self._uses("W", made_before=True)
-        kept = [(*use, size) for use, size in before.items()]
+        held = [(*use, size) for use, size in before.items()]
         residue = [(*use, size) for use, size in self._uses("W").items()]
-        received = sum({which: size for _, which, size in kept if which[0] == "received"}.values())
-        if below is not None:  # a later block recomputes what this one receives
-            kept = [use for use in kept if use[1][0] != "received"]
-        counted = kept if below is None else [(place - first, which, size) for place, which, size in below]
+        again = {("received", number) for number in remade}  # in later blocks of a stage
+        received = sum({which: size for _, which, size in held if which in again}.values())
+        kept = [use for use in held if use[1] not in again]
+        counted = held if below is None else [(place - first, which, size) for place, which, size in below]
         found = Prices(
             tuple([0.0] * self.length for _ in "FBW"),
             tuple([0.0] * self.length for _ in "FB"),
             [0.0] * self.length,
             [0.0] * self.length,
             kept,  # type: ignore[arg-type]
+            held,  # type: ignore[arg-type]
             residue,  # type: ignore[arg-type]
             (self._beside("F", kept, []), self._beside("B", counted, residue)),
             {0: received},
@@ -188,7 +205,7 @@ class _Block:
         for nodes, seconds in kernel_seconds(self.program.pieces[op].module, self.choices.hardware):
             place, again = at[nodes[0]], nodes[0].meta.get("pass") == "recompute"
             (found.again if again else times)[place] += seconds
-            if op == "F" and (remade := [node for node in nodes if can_remake(node)]):  # not the mask of a dropout
+            if op == "F" and (remade := [node for node in nodes if self._passes(node)]):
                 whole = len(remade) == len(nodes)
                 found.passing[place] += seconds if whole else joined_seconds(remade, self.choices.hardware)
         named = {node.name: place for node, place in at.items()}
@@ -198,6 +215,10 @@ class _Block:
                 times[place] += seconds
                 if each.hides and op in "FB":
                     found.exchange["FB".index(op)][place] += seconds
+
+    def _passes(self, node: Node) -> bool:
+        """Whether an operation runs again on the way to a later block: not the mask of a dropout."""
+        return can_remake(node) and (self.choices.recompute == "full" or is_hinted(node))
 
     def _storages(self) -> Iterator[tuple[int, tuple[str, int]]]:
         """The storages that other blocks may know as well: what this one computes for itself, and what it receives and
@@ -268,7 +289,7 @@ def within(uses: Iterable[Any], begin: int, end: int) -> int:
 def _joined(canonical: Canonical, blocks: Sequence[tuple[Stage, Prices]]) -> Prices:
     """The prices of blocks in a row, in which a storage that several of them know is one."""
     storages = {n.name: storages_behind([n]) for n in canonical.graph.nodes}
-    found = Prices(([], [], []), ([], []), [], [], [], [], ([], []), {})
+    found = Prices(([], [], []), ([], []), [], [], [], [], [], ([], []), {})
     for number, (stage, prices) in enumerate(blocks):
         first = len(found.again)
         names = {"received": _received(stage), "sent": _sent(stage), "own": [n.name for n in stage.module.graph.nodes]}
@@ -278,7 +299,8 @@ def _joined(canonical: Canonical, blocks: Sequence[tuple[Stage, Prices]]) -> Pri
             sizes += others
         found.again += prices.again
         found.passing += prices.passing
-        for uses, part in ((found.kept, prices.kept), (found.residue, prices.residue)):
+        parts = ((found.kept, prices.kept), (found.held, prices.held), (found.residue, prices.residue))
+        for uses, part in parts:
             uses += [(first + place, _known(which, number, names, storages), size) for place, which, size in part]
         found.blocks[first] = prices.blocks[0]
     return found

@@ -1,7 +1,7 @@
 """The price of a stage, wherever a captured step is cut: from the graphs of its distinct blocks, before any stage is
 compiled."""
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,10 +13,12 @@ from zbcompile.compiler.block_prices import Made, Prices, price_line
 from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices, Policy, Recompute, price_of_policy
+from zbcompile.passes.graph.storage import bytes_behind
 from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
 from zbcompile.passes.partition.node_costs import device_of, measured_seconds
+from zbcompile.passes.recompute.candidates import is_hinted
 from zbcompile.passes.stage.deduplicate import Tangents
 from zbcompile.schedules import Costs, Placement, Schedule, peak_memory
 from zbcompile.schedules.execution.memory import most_beside, with_messages
@@ -40,10 +42,11 @@ WHOLE = ShardPrice()  # of an output layer that is not sharded
 
 
 class Known(NamedTuple):
-    """The prices of a line for one policy, and what waits there for B and for W."""
+    """The prices of a line for one policy, what waits there for B and for W, and for B once it is remade."""
 
     prices: Prices
     kept: DistinctBytes
+    held: DistinctBytes
     residue: DistinctBytes
 
 
@@ -68,7 +71,12 @@ class LinePrices:
     def with_shard(self, shard: ShardPrice) -> "LinePrices":
         """The same stages, whose prices are known already, beside another shard of the output layer."""
         found = replace(self, shard=shard)
-        found.__dict__.update({name: getattr(self, name) for name in ("_by_policy", "_stages", "footprint", "_scales")})
+        found.__dict__.update(
+            {
+                name: getattr(self, name)
+                for name in ("_by_policy", "_corners", "_read", "_stages", "footprint", "_scales")
+            }
+        )
         return found
 
     @cached_property
@@ -106,15 +114,14 @@ class LinePrices:
             return self._with_share(begin, end, policy)
         if key not in self._stages:
             known = self._known(policy)
-            received = self._received(begin, policy)
-            waits = known.kept.within(begin, end) + received
+            waits = known.kept.within(begin, end) + self._received(begin, policy)[0]
             exchange = (self._sum(each, begin, end) for each in known.prices.exchange)
             self._stages[key] = StagePrice(
                 *self._seconds(begin, end, policy),
                 tuple(exchange),  # type: ignore[arg-type]
                 min(waits, policy) if isinstance(policy, int) else waits,
                 known.residue.within(begin, end),
-                dict(zip((F, B), self._running(begin, end, policy, received), strict=True)),
+                dict(zip((F, B), self._running(begin, end, policy), strict=True)),
                 self._crossing(end),
                 parameters=self.footprint.resident(begin, end),
                 gradients=self.footprint.gradients(begin, end),
@@ -127,7 +134,7 @@ class LinePrices:
 
     def _with_share(self, begin: int, end: int, share: float) -> StagePrice:
         """Between the corners around a share of what waits for B otherwise."""
-        prices = [self.stage(begin, end, policy) for policy in self.corners]
+        prices = [self.stage(begin, end, policy) for policy in self._corners_from("off")]
         aim = share * prices[0].kept
         for over, under in pairwise(prices):
             if under.kept <= aim < over.kept:
@@ -136,12 +143,21 @@ class LinePrices:
 
     @cached_property
     def corners(self) -> tuple[Policy, ...]:
-        """What stages may recompute, from nothing but what was hinted at to everything: prices of a byte, those on the
-        convex hull of what waits for B and of what B takes."""
+        """What stages may recompute, from nothing but what was hinted at to everything."""
+        return self._corners_from("hints")
+
+    def _corners_from(self, first: Policy) -> tuple[Policy, ...]:
+        """Prices of a byte between `first` and everything: those on the convex hull of what waits for B and of what B
+        takes."""
+        if first not in self._corners:
+            self._corners[first] = self._hull(first)
+        return self._corners[first]
+
+    def _hull(self, first: Policy) -> tuple[Policy, ...]:
         hardware = self._hardware
         unit = 1e3 * 2**30 / (hardware.bandwidth * hardware.bandwidth_efficiency)  # milliseconds to move a GiB
         prices = dict.fromkeys(f"{times * unit:.2g}ms/GiB" for times in PRICES)
-        ends: list[Policy] = ["hints", *(name for name in prices if price_of_policy(name)), "full"]
+        ends: list[Policy] = [first, *(name for name in prices if price_of_policy(name)), "full"]
         hull: list[tuple[float, float, Policy]] = []
         for policy in ends:
             found = [
@@ -155,21 +171,39 @@ class LinePrices:
                 hull.append(point)
         return tuple(policy for *_, policy in hull)
 
-    def _received(self, begin: int, policy: Policy) -> int:
-        """What a stage that recomputes everything keeps of what it received."""
+    def _received(self, begin: int, policy: Policy) -> tuple[int, int]:
+        """What a stage keeps of what it received, where other stages would remake it: or else, of what its first
+        operations make of that, if these leave nothing for B. With the operation that it is kept before."""
+        first = bisect_left(self._read, begin)
+        until = self._read[first] if first < len(self._read) else begin
+        later = ((self._remade_before(edge, policy), -edge) for edge in range(begin + 1, until + 1))
+        size, edge = min([(self._arriving(begin, policy), -begin), *later])
+        return size, -edge
+
+    def _arriving(self, begin: int, policy: Policy) -> int:
         found = self._known(policy).prices.blocks.get(begin)
-        return 0 if policy != "full" else self._crossing(begin) if found is None else found
+        return self._remade_before(begin, policy) if found is None else found
+
+    def _remade_before(self, edge: int, policy: Policy) -> int:
+        """Bytes of what crosses an edge and is remade where no stage begins."""
+        crossing = self.line.live[edge - 1] if edge and policy in ("full", "hints") else ()
+        return bytes_behind(node for node in crossing if policy == "full" or is_hinted(node))
+
+    @cached_property
+    def _read(self) -> list[int]:
+        """The operations whose B or W needs something of the forward."""
+        return sorted({place for place, *_ in self._known("off").prices.kept})
 
     def _crossing(self, edge: int) -> int:
         return self.line.boundary_bytes(edge - 1) if 0 < edge < len(self.line.nodes) else 0
 
     def _seconds(self, begin: int, end: int, policy: Policy) -> tuple[tuple[float, float, float], float]:
-        """Of F, B and W, and of B's those in which it recomputes. Full recomputation makes all but what only the last
-        block of the stage needs for its results."""
-        prices, last = self._known(policy).prices, begin
-        if policy == "full":
-            last = max(begin, max(block for block in prices.blocks if block < end))
-        again = self._sum(prices.passing, begin, last) + self._sum(prices.again, last, end)
+        """Of F, B and W, and of B's those in which it recomputes. Blocks before one that
+        receives what is remade run again for it, not only for themselves."""
+        prices = self._known(policy).prices
+        last = max((block for block, size in prices.blocks.items() if begin < block < end and size), default=begin)
+        first = min(last, self._received(begin, policy)[1])
+        again = self._sum(prices.passing, first, last) + self._sum(prices.again, last, end)
         forward, backward, weight = (self._sum(each, begin, end) for each in prices.seconds)
         backward += again
         return tuple(each + self._hardware.start * (each > 0) for each in (forward, backward, weight)), again  # type: ignore[return-value]
@@ -179,13 +213,12 @@ class LinePrices:
             return sum(seconds[begin:end])
         return sum(a * b for a, b in zip(seconds[begin:end], self._scales[begin:end], strict=True))
 
-    def _running(self, begin: int, end: int, policy: Policy, received: int) -> tuple[int, int]:
+    def _running(self, begin: int, end: int, policy: Policy) -> tuple[int, int]:
         """The most that is alive while F and while B run: at any operation what waits for those up to it, what those
         behind it have left, and what else is alive."""
-        prices, kept, residue = self._known(policy)
-        grown = waits = kept.growing(begin, end)
-        if policy == "full":  # recomputed, all of it is there
-            waits = self._known("off").kept.growing(begin, end)
+        prices, kept, held, residue = self._known(policy)
+        received = self._arriving(begin, policy)
+        grown, waits = kept.growing(begin, end), held.growing(begin, end)
         left, forward, backward = residue.shrinking(begin, end), 0, 0
         last = max(block for block in prices.blocks if block < end)  # it counts gradients that arrive for a whole block
         second = next((block for block in prices.blocks if block > begin), end)  # the first one counts what it receives
@@ -273,6 +306,10 @@ class LinePrices:
         return {}
 
     @cached_property
+    def _corners(self) -> dict[Policy, tuple[Policy, ...]]:
+        return {}
+
+    @cached_property
     def _by_policy(self) -> dict[Policy, Known]:
         return {}
 
@@ -284,9 +321,8 @@ class LinePrices:
             choices = replace(self.choices, recompute=policy)
             prices = price_line(self.canonical, self.line, choices, self.behind, self.made, base)
             count = len(self.line.nodes)
-            self._by_policy[policy] = Known(
-                prices, DistinctBytes(prices.kept, count), DistinctBytes(prices.residue, count)
-            )
+            waiting = (DistinctBytes(uses, count) for uses in (prices.kept, prices.held, prices.residue))
+            self._by_policy[policy] = Known(prices, *waiting)
         return self._by_policy[policy]
 
     @cached_property

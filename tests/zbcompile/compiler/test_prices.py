@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import zbcompile
 from targets import gpt, llama
@@ -84,6 +85,40 @@ def test_prices_of_a_byte_choose_alike_in_blocks_and_in_stages(times: float) -> 
     edges = edges_named(drawn.line, ["blocks.1", "blocks.2"], 3)
     program = compile_drawn(example.model, one_microbatch(example), drawn, schedule, prices.choices, {}, edges=edges)
     assert_priced(prices, program, edges, 0.01, 0.01)
+
+
+class Hinted(nn.Module):
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        self.up, self.down, self.whole = nn.Linear(64, 256), nn.Linear(256, 64), whole
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x)))
+
+    def outer(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.inner(x)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        if self.whole:
+            return checkpoint(self.outer, x, use_reentrant=False)
+        return x + checkpoint(self.inner, x, use_reentrant=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("whole", [True, False])
+def test_bytes_of_regions_that_the_model_marks(whole: bool) -> None:
+    """To the byte, also of a stage that is cut inside a block; what is marked is remade through several blocks."""
+    hidden = [Hinted(whole) for _ in range(4)]
+    model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), *hidden, nn.Linear(64, 64)), torch.ones(8, 32, 64)
+    example, hardware = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x), zbcompile.Hardware.find("h100-sxm")
+    drawn = draw_step(model, one_microbatch(example), example.loss, Choices(hardware=hardware))
+    for policy in ("hints", "full"):
+        choices = Choices(recompute=policy, hardware=hardware)
+        program = compile_drawn(model, one_microbatch(example), drawn, build("1f1b", 3, 4), choices, {})
+        found = LinePrices(drawn.canonical, drawn.line, choices).costs([after + 1 for after in program.cuts.after])
+        graphs = predicted_costs(program)
+        assert found.activation == graphs.activation
+        assert found.backward == pytest.approx(graphs.backward, rel=0.01)
 
 
 @pytest.mark.slow
