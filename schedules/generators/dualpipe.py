@@ -5,7 +5,7 @@ model copies that run in opposite directions (DualPipe), or the two chunks of a 
 without the second copy). `depth` is the distance from the near side's entrance, `turn` the number of ranks up to the
 turn.
 
-Fused and split backwards stand side by side; a W that runs alone is always the oldest pending one of its rank.
+An order has fused backwards and split ones. A W that runs alone is always the oldest pending W of its rank.
 """
 
 from zbcompile.schedules.generators.order_writer import Writer
@@ -76,7 +76,7 @@ def _phases(write: Writer, sides: tuple[int, int], microbatches: int, turn: int,
 
 
 def _main(write: Writer, near: int, far: int, count: int, at_turn: bool) -> None:
-    """Phase 4. At the turn the first backward needs the very forward it would be paired with."""
+    """Phase 4. On the rank at the turn, the first backward needs the forward that it would be paired with."""
     for index in range(count):
         if at_turn and index == 0:
             write.f(near)

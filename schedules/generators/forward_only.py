@@ -21,8 +21,8 @@ def forward_only(placement: Placement, microbatches: int, shards: bool = False, 
 
 
 def _order(placement: Placement, rank: int, microbatches: int, shards: bool) -> tuple[Action, ...]:
-    """S of a microbatch comes when the last stage has it, as many forwards of this rank's last stage later as there are
-    stages behind that."""
+    """S of a microbatch comes once the last stage of the model has run it: as many forwards later as there are stages
+    behind this rank's last one."""
     *before, last = stages = placement.stages_of(rank)
     order = [Action(F, stage, i) for stage in before for i in range(microbatches)]
     lag = placement.stages - 1 - last if shards else 0

@@ -20,8 +20,8 @@ def gpipe(task: Task) -> Orders:
 def looped_bfs(task: Task, rank: int) -> Order:
     """GPipe over v chunks a rank: stage after stage, all microbatches of each (Lamy-Poirier, arXiv 2211.05953).
 
-    Bubble (p-1)(T_F+T_B+T_W)/v if m >= p, peak memory m activations. torch begins the backwards of a stage with its
-    last microbatch. On 2 ranks, 2 chunks, 2 microbatches::
+    Bubble (p-1)(T_F+T_B+T_W)/v if m >= p, peak memory m activations. torch's order runs the backwards of a
+    stage from its last microbatch to its first. On 2 ranks, 2 chunks, 2 microbatches::
 
         F0.0  F0.1  F2.0  F2.1                       BW2.0  BW2.1  BW0.0  BW0.1
               F1.0  F1.1  F3.0  F3.1  BW3.0  BW3.1  BW1.0  BW1.1
@@ -59,7 +59,7 @@ def one_f_one_b(task: Task, rank: int) -> Order:
 def eager_one_f_one_b(task: Task) -> Orders:
     """1F1B with a warm-up twice as long, 2(p-1-r) forwards, so that messages travel while the ranks compute.
 
-    Bubble (p-1)(T_F+T_B+T_W) + 2(p-1) hops, independent of m, while that of 1F1B grows with it; peak 2(p-r)-1
+    Bubble (p-1)(T_F+T_B+T_W) + 2(p-1) hops, independent of m, while that of 1F1B grows with m; peak 2(p-r)-1
     activations on rank r (Megatron-LM's and AWS Neuron's "eager 1F1B"). On 2 ranks, 4 microbatches::
 
         F0.0  F0.1  F0.2   BW0.0         F0.3  BW0.1         BW0.2         BW0.3
@@ -69,7 +69,7 @@ def eager_one_f_one_b(task: Task) -> Orders:
 
 
 def overlapped_one_f_one_b(task: Task) -> Orders:
-    """1F1B in pairs (F|BW) that share the rank, for models whose own communication one half can hide from the other.
+    """1F1B in pairs (F|BW), for models that communicate themselves: one half computes while the other communicates.
 
     Warm-up of 2(p-1-r)+1 forwards: the extra one makes the two halves of a pair independent. Peak 2(p-r) activations on
     rank r (the steady state of Megatron-LM's 1F1B with expert-parallel overlap). On 2 ranks, 4 microbatches::

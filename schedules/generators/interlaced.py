@@ -6,12 +6,12 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 
 def interlaced(ranks: int, microbatches: int) -> Schedule:
-    """1F1B whose vocabulary layers all ranks run at the same time, S and T back to back.
+    """1F1B in which all ranks run the vocabulary layers at the same time, T right after S.
 
-    Between two such slots a rank runs one forward and one backward. Seen from the last rank back to the first, F comes
-    half a slot earlier and B a whole slot later per rank: the first rank holds 1.5p microbatches, where
-    `with_vocabulary` needs p + 1 or p + 2, and every slot stands still for the collectives (arXiv 2411.05288,
-    section 6.1). The step takes as long as that of 1F1B if collectives are free.
+    Between two such slots a rank runs one forward and one backward. With each rank from the last one towards the first,
+    F comes half a slot earlier and B a whole slot later. So the first rank holds 1.5p microbatches, where
+    `with_vocabulary` needs p + 1 or p + 2, and in every slot all ranks wait for the collectives (arXiv 2411.05288,
+    section 6.1). If collectives are free, the step takes as long as that of 1F1B.
 
     >>> from zbcompile.schedules import check
     >>> check(interlaced(ranks=4, microbatches=8)).peak_memory

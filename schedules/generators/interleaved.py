@@ -2,7 +2,7 @@
 
 All of them run the forwards of a rank in the same order: microbatches in groups, a whole group on the first chunk, then
 on the second, and so on; backwards the same with the chunks reversed. With one chunk they are eager 1F1B, 1F1B in pairs
-and ZB-H1. `group=` makes groups of that many microbatches, the last one of what is left, so it takes any number.
+and ZB-H1. `group=` sets the size of the groups; the last group is what is left, so any number of microbatches works.
 """
 
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ def interleaved_one_f_one_b(task: Task, rank: int, group: int | None = None) -> 
 
 @each_rank
 def overlapped_interleaved(task: Task, rank: int, group: int | None = None) -> Order:
-    """Interleaved 1F1B in pairs (F|BW), with one more chunk forward in the warm-up so that no half needs the other.
+    """Interleaved 1F1B in pairs (F|BW), with one more chunk forward in the warm-up: no half of a pair needs the other.
 
     The order of Megatron-LM's combined 1F1B with expert-parallel overlap. On 2 ranks, 2 chunks, 2 microbatches::
 
@@ -61,7 +61,7 @@ def overlapped_interleaved(task: Task, rank: int, group: int | None = None) -> O
 
 @each_rank
 def interleaved_zero_bubble(task: Task, rank: int, group: int | None = None) -> Order:
-    """Interleaved with every backward split and the warm-up cut to what that needs (torch's InterleavedZeroBubble).
+    """Interleaved 1F1B with every backward split and a shorter warm-up (torch's InterleavedZeroBubble).
 
     Warm-up of (v-1)g + p-1-r chunk forwards; the oldest pending W follows each B once r backwards are done. Bubble
     (p-1)(T_F+T_B-T_W)/v, peak vp chunk activations on every rank: the memory of 1F1B. On 2 ranks, 2 chunks, 2
@@ -83,7 +83,7 @@ def interleaved_zero_bubble(task: Task, rank: int, group: int | None = None) -> 
 
 
 def _warm_up(task: Task, rank: int, extra: int, group: int | None) -> tuple[Writer, Iterator[int], Iterator[int]]:
-    """Write the warm-up; return the pen, the stages of the remaining forwards, and of all backwards."""
+    """Write the warm-up; return the writer, the stages of the remaining forwards, and those of all backwards."""
     stages = task.placement.stages_of(rank)
     usual = task.microbatches // rounds(task.ranks, task.microbatches)
     group = min(group or usual, task.microbatches) if task.chunks > 1 else 1
@@ -95,7 +95,7 @@ def _warm_up(task: Task, rank: int, extra: int, group: int | None) -> tuple[Writ
 
 
 def _in_groups(stages: tuple[int, ...], group: int, microbatches: int) -> Iterator[int]:
-    """The last group is as long as what is left."""
+    """The stage of each pass of a rank, group by group; the last group is what is left."""
     for done in range(0, microbatches, group):
         for stage in stages:
             yield from [stage] * min(group, microbatches - done)

@@ -19,7 +19,7 @@ Dependent = tuple[str, int, int, float]  # what waits for an operation, its stag
 
 
 class Floor:
-    """What the ranks see: the clock, the ready actions and since when, the started actions, memory in use."""
+    """What the ranks see: the clock, which actions are ready and since when, which have started, the memory in use."""
 
     def __init__(self, task: Task) -> None:
         self.placement = placement = task.placement
@@ -42,7 +42,7 @@ class Floor:
         return self.ready_at.get(action, math.inf) <= self.now
 
     def ready(self, rank: int) -> list[Action]:
-        """Per operation and stage of `rank` the next action, if it could begin now."""
+        """The actions of `rank` that could begin now, at most one of each operation on each stage."""
         now, started, ready_at = self.now, self.started, self.ready_at
         heads = [(op, stage, started[op, stage]) for op, stage in self._passes[rank]]
         return [Action(*head) for head in heads if ready_at.get(head, math.inf) <= now]
@@ -56,7 +56,8 @@ class Floor:
 
     def has_room(self, rank: int, forward: Action, limit: float) -> bool:
         """Whether `forward` fits into the limit of its rank and leaves room for the oldest microbatch to finish its
-        forwards there, which can therefore always proceed: no limit ends in a deadlock (banker's algorithm)."""
+        forwards there. So the oldest microbatch can always go on, and no limit ends in a deadlock (banker's
+        algorithm)."""
         stages = self.placement.stages_of(rank)
         oldest = min(self.started[B, stage] for stage in stages)
         owed = [Action(F, stage, oldest) for stage in stages if self.started[F, stage] <= oldest]
@@ -89,7 +90,7 @@ class Floor:
 
 
 def oldest(actions: Iterable[Action]) -> Action | None:
-    """The one of the earliest microbatch, of several the one of the latest stage; None without any."""
+    """The action of the earliest microbatch; if it has several, that of the latest stage. None if there are none."""
     return min(actions, key=lambda action: (action.microbatch, -action.stage), default=None)
 
 
@@ -116,7 +117,7 @@ def dispatch(floor: AnyFloor, choose: Callable[[AnyFloor, int], Step | None]) ->
 
 
 def begins(task: Task, orders: Orders) -> dict[Action, float]:
-    """When every action of `orders` (no pairs) begins, each as early as it can."""
+    """The begin of every action of `orders` (which have no pairs), if each begins as early as it can."""
     times = run(task.schedule(orders), task.costs_or_equal).begin
     actions = (action for order in orders for action in flatten(order))
     return dict(zip(actions, chain.from_iterable(times), strict=True))

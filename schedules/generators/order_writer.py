@@ -9,7 +9,7 @@ from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, Step, W
 class Writer:
     """Writes the order of one rank. Each call adds the next microbatch of that operation on that stage.
 
-    `microbatches` is how many each stage runs, `first` the number of the first one if that is not 0 (by stage).
+    `microbatches` is how many each stage runs, `first` the number of a stage's first one, where that is not 0.
 
     >>> write = Writer(2)
     >>> write.f(0), write.f(0), write.b(0), write.bw(0), write.w(0)

@@ -1,6 +1,6 @@
 """Every schedule by name, with its placement, the counts that it admits, and its generator.
 
-`zbcompile.schedules.searching.by_name` builds them: "auto", the one name without a generator, is a search over others.
+`zbcompile.schedules.searching.by_name` builds them. Every name has a generator, except "auto", whose order is searched.
 """
 
 import difflib

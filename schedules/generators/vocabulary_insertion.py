@@ -1,8 +1,8 @@
 """Insertion of the vocabulary passes S and T into an existing schedule (arXiv 2411.05288, section 5, and beyond it).
 
-Every barrier between the last stage's forward and backward costs one interval, so forwards run one microbatch further
-ahead of the backwards per barrier. S and T are then placed by the clock: S as soon as it can run, because all shards
-wait for the slowest; T in idle time, at the latest after the next S.
+Every barrier between the last stage's forward and backward costs one interval, so with each barrier the forwards run
+one microbatch further ahead of the backwards. S and T are then placed by the clock: S as soon as it can run, because
+all shards wait for the slowest; T in idle time, at the latest after the next S.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 
 class VocabularyClock(Floor):
-    """Beside what `Floor` shows: S without its T (`states`), by rank. B stands for BW in what is next or ready."""
+    """What `Floor` shows, and by rank how many S have run without their T (`states`). BW is shown as B."""
 
     def __init__(self, task: Task, barriers: int) -> None:
         super().__init__(task)
@@ -86,7 +86,7 @@ def _half(action: Action) -> Action:
     return action._replace(op=B) if action.op == BW else action
 
 
-STATES = 2  # S without its T that a rank may hold: one waits for the collective while the next is computed
+STATES = 2  # how many S a rank may have run without their T: one waits for its collective while the next is computed
 FLOATING = ("zb-v",)  # need no extra memory for the barrier: W fills the time that the wait leaves idle
 
 
@@ -154,7 +154,7 @@ def _shifted(schedule: Schedule, barriers: int, extra: int) -> list[Orders]:
 
 
 def forwards_ahead(order: Sequence[Step], count: int) -> tuple[Step, ...]:
-    """`order` with `count` forwards more in front of every backward; pairs keep their backward and take a later one."""
+    """`order` with `count` forwards more in front of every backward; a pair takes a later forward."""
     forwards = iter([action for action in flatten(order) if action.op == F])
     moved: list[Step] = list(islice(forwards, count))
     for step in order:
@@ -189,7 +189,7 @@ def _inserted(schedule: Schedule, orders: Orders, costs: Costs, barriers: int) -
 def _dispatched(
     schedule: Schedule, costs: Costs, barriers: int, choose: Callable[[VocabularyClock, int], Step | None]
 ) -> Orders | None:
-    """What the ranks choose; None if they do not get to the end of the step."""
+    """The orders that the ranks choose; None if these do not come to the end of the step."""
     clock = VocabularyClock(Task(schedule.placement, schedule.microbatches, costs), barriers)
     orders = dispatch(clock, choose)
     passes = [len(flatten(order)) - 2 * schedule.microbatches for order in orders]
@@ -210,7 +210,8 @@ def _vocabulary_pass(clock: VocabularyClock, rank: int) -> Action | None:
 
 
 def _greedy(schedule: Schedule, costs: Costs, barriers: int, limits: Sequence[float]) -> Orders | None:
-    """Every rank runs the best that is ready: S, B, late forwards, early ones inside the memory limit, T, W."""
+    """Every rank runs the first of these that is ready: the vocabulary pass that must not wait, F of the last stage, B,
+    other forwards, T, W. Forwards stay inside the memory limit."""
 
     def choose(clock: VocabularyClock, rank: int) -> Step | None:
         ready = clock.ready(rank)

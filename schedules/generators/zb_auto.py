@@ -1,6 +1,6 @@
 """ZB-1p and ZB-2p: the automatic heuristic under a memory limit (Qi et al., arXiv 2401.10241, section 3.1).
 
-Fed with the times, hops and memory of every single stage, while the published runtime feeds it with medians.
+It reads the times, hops and memory of each stage; the published runtime gives it medians.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ ROUNDING = 1e-9  # share up to which sums of measured times and sizes count as e
 def zb_1p(task: Task, objective: str = "cost") -> Orders:
     """The shortest order found in the memory of 1F1B: p activations of its own stage on every rank.
 
-    Equals ZB-H1, which is optimal there, where all stages are alike. `objective="makespan"` minimises the step with an
-    optimizer barrier instead of the longest own span of a rank. On 2 ranks, 3 microbatches at equal times::
+    If all stages are alike it is ZB-H1, which is optimal in that memory. `objective="makespan"` minimises the step with
+    an optimizer barrier instead of the longest own span of a rank. On 2 ranks, 3 microbatches at equal times::
 
         F0.0  F0.1        B0.0  W0.0  F0.2  B0.1  W0.1  B0.2  W0.2
               F1.0  B1.0  F1.1  B1.1  W1.0  F1.2  B1.2  W1.1  W1.2
@@ -75,7 +75,7 @@ class Switches(NamedTuple):
 
     * `spare_first_backward`: a forward that would delay the first B is not issued before it (else it is, rather than
       leaving a gap);
-    * `prioritise_backward`: skip a forward that would delay a B if its successor has work enough;
+    * `prioritise_backward`: skip a forward that would delay a B if the next rank has enough work;
     * `fill_every_gap`: run W in gaps too small for it even on ranks that can afford the gap.
     """
 
@@ -213,7 +213,7 @@ class Heuristic:
         self._worst_bubble = max(self._worst_bubble, rank.bubble)
 
     def _fill(self, rank: _Rank, arrival: float) -> None:
-        """Run the W that fit before `arrival`, and one that does not if idling would make the worst rank worse."""
+        """Run the W that fit before `arrival`, and one that does not fit if waiting would raise the largest bubble."""
         while rank.pending and rank.clock + rank.time[W] <= arrival:
             rank.run(W)
         wait = arrival - rank.clock
@@ -222,7 +222,7 @@ class Heuristic:
             rank.run(W)
 
     def _grants(self, microbatch: int) -> list[bool]:
-        """The ranks that issue a forward before B of `microbatch`; a rank does so only if its successor does."""
+        """The ranks that issue a forward before B of `microbatch`; a rank does so only if the next rank does."""
         grants = [False] * len(self.ranks)
         estimate: float = 0  # of the end of that B on the successor
         for index, rank in reversed(list(enumerate(self.ranks))):

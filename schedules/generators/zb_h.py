@@ -8,8 +8,8 @@ from zbcompile.schedules.generators.task import Order, Orders, Task, each_rank
 def zb_h1(task: Task) -> Orders:
     """1F1B with every backward split and W running r microbatches behind B on rank r (figure 3, top).
 
-    Bubble (p-1)(T_F+T_B-T_W) for T_W <= min(T_F, T_B), peak (p-r) activations + r residues: no more than 1F1B. With one
-    stage a rank and that memory no order was found to be shorter. On 2 ranks, 3 microbatches::
+    Bubble (p-1)(T_F+T_B-T_W) for T_W <= min(T_F, T_B), peak (p-r) activations + r residues: no more than 1F1B. No
+    shorter order with one stage a rank and that memory was found. On 2 ranks, 3 microbatches::
 
         F0.0  F0.1        B0.0  W0.0  F0.2  B0.1  W0.1  B0.2  W0.2
               F1.0  B1.0  F1.1  B1.1  W1.0  F1.2  B1.2  W1.1  W1.2
@@ -21,11 +21,11 @@ def zb_h1(task: Task) -> Orders:
 def zb_h1_lazy(task: Task, rank: int, exact: bool = False) -> Order:
     """ZB-H1 that splits a backward only if that shortens the step (the default of sail-sg's and DeepSpeed's ZB-H1).
 
-    Rank 0 never splits. Rank r runs its first r backwards as B alone, the steady ones fused, and from the one that goes
-    with the last forward on each B is followed by the oldest pending W. That W is not the one of its B: the default
-    therefore accumulates weight gradients in another order than 1F1B does. `exact=True` runs B and the oldest pending W
-    in the place of the fused backward, which restores the order of microbatches. Time and memory are those of ZB-H1
-    without communication; with it the bubble grows with m as 1F1B's does. On 2 ranks, 4 microbatches::
+    Rank 0 never splits. Rank r runs B alone for its first r backwards, then fused backwards. From the backward that
+    goes with the last forward on, each B is followed by the oldest pending W, which belongs to an earlier microbatch.
+    So weight gradients do not add up in the order of microbatches, as they do under 1F1B. With `exact=True` they do: a
+    B and the oldest pending W run in place of each fused backward. If messages take no time, time and memory are those
+    of ZB-H1; otherwise the bubble grows with m, as that of 1F1B does. On 2 ranks, 4 microbatches::
 
         F0.0  F0.1        BW0.0         F0.2  BW0.1         F0.3  BW0.2        BW0.3
               F1.0  B1.0  F1.1   BW1.1        F1.2   BW1.2        F1.3   B1.3  W1.0   W1.3

@@ -23,10 +23,11 @@ def zb_v(task: Task) -> Orders:
         F0.0  F0.1  F0.2  F3.0  B3.0  W3.0  F3.1  B3.1  W3.1  B0.0  W0.0  F3.2  B3.2  W3.2  B0.1  W0.1  B0.2  W0.2
               F1.0  F2.0  F1.1  F2.1  B2.0  W2.0  F1.2  B1.0  W1.0  F2.2  B2.1  W2.1  B1.1  B2.2  B1.2  W1.1  W2.2  W1.2
 
-    For fewer microbatches the published rule deletes actions from the order for 2p-1, which leaves their gaps. Here
-    that order competes with two dispatched ones inside p microbatches' memory, under the given costs or equal times,
-    and the shortest wins: at m = p the step is 10 to 12% shorter, and never longer in either objective. Under given
-    costs the authors' greedy orders compete, too, for any number of microbatches in steps of up to 4,000 passes.
+    For fewer microbatches the published rule deletes actions from the order for 2p-1 and leaves gaps in their place.
+    Here that order competes with two dispatched orders in the memory of p microbatches, under the given costs or equal
+    times. The shortest wins: at m = p the step is 10 to 12% shorter, and it is never longer in either objective. Under
+    given costs the authors' greedy orders compete as well, for any number of microbatches in steps of up to 4,000
+    passes.
     """
     handcrafted = _handcrafted(task.ranks, max(task.microbatches, 2 * task.ranks - 1))
     found = [_deleted(handcrafted, task.microbatches)]
@@ -89,7 +90,8 @@ def _deleted(orders: Orders, microbatches: int) -> Orders:
 
 
 def _dispatched(task: Task, handcrafted: Orders) -> list[Orders]:
-    """Two orders of ranks that never wait: by the clock of the handcrafted order, and backwards first."""
+    """Two orders in which no rank waits while it has work: one follows the clock of the handcrafted order, the other
+    prefers backwards."""
     p = task.ranks
     clock = begins(replace(task, microbatches=2 * p - 1), handcrafted)
     classes = {(B, False): 0, (B, True): 1, (F, True): 2, (F, False): 3}

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-GRACE = 0.25  # seconds for one that has not answered before
+GRACE = 0.25  # seconds for a store that did not answer in time before
 UNUSED_TAG = 1 << 30  # no message uses it
 
 
@@ -33,8 +33,8 @@ Group = dist.ProcessGroup | LinkGroup
 def cut_connections(group: Group, backend: str) -> None:
     """Make everything that waits in `group` raise, on this rank; its peers see a closed connection.
 
-    Gloo's `abort` does nothing (2.11-2.13), but a gloo receive that times out closes the connections of the group, if
-    its own is still open.
+    Gloo's `abort` does nothing (torch 2.11-2.13). But a gloo receive that times out closes all connections of the group
+    if the one that it uses is still open, so this tries a receive from each peer.
     """
     if backend != "gloo":
         group.abort()
@@ -53,7 +53,7 @@ def port_of(store: Any) -> int | None:
 
 @contextlib.contextmanager
 def cut_after(seconds: float, port: int | None) -> Iterator[None]:
-    """Around calls that may wait for a store's server: then they raise RuntimeError, unless they connect anew."""
+    """Around calls that may wait for a store's server: after `seconds` they raise RuntimeError, or connect anew."""
     done = threading.Event()
 
     def cut() -> None:

@@ -1,8 +1,8 @@
 """Out-of-band rank status and faults, kept in the process group's store.
 
 It works when messages do not: a rank that failed, or one whose peer is gone, can still write to it and read from it.
-Its calls end: torch bounds how long it waits for a key, but not for the answer of the server, which may be frozen or
-cut off (2.11-2.13).
+Every call ends in bounded time. torch itself bounds only the wait for a key, not that for the answer of the server,
+which may be frozen or cut off (2.11-2.13).
 """
 
 import os
@@ -28,7 +28,7 @@ class SilentStoreError(RuntimeError):
 
 
 class BoundedStore:
-    """A store that a thread of its own asks, so that no other thread waits longer than it wants to."""
+    """A store that only one thread asks, so that no other thread waits longer than it wants to."""
 
     def __init__(self, store: Any) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
@@ -38,7 +38,8 @@ class BoundedStore:
         threading.Thread(target=_answer, args=(store, self._calls), name="zbcompile-store", daemon=True).start()
 
     def ask(self, what: Callable[[Any], Value], within: float = ANSWER) -> Value:
-        """The value of `what(store)`. Raises SilentStoreError after `within` seconds, RuntimeError if it is gone."""
+        """The value of `what(store)`. Raises SilentStoreError after `within` seconds, RuntimeError if the store
+        is gone."""
         if self._closed:
             raise RuntimeError("the store of the process group is closed")
         answer: Future[Any] = Future()

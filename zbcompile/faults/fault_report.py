@@ -12,7 +12,7 @@ from zbcompile.schedules.ir.actions import Action
 
 
 class Told:
-    """A dataclass as other ranks get it: as text."""
+    """A dataclass that travels to other ranks as text."""
 
     def text(self) -> str:
         return json.dumps(vars(self))
@@ -39,7 +39,7 @@ class Position:
     """Where this process is. The running thread writes it, plain assignments only; the watchdog reads it.
 
     `region` counts the calls in which ranks depend on each other, `doing` names the present one, `action` is what runs
-    in it, `waits` says whether that waits for another rank, `waited` counts the waits outside of the action loop.
+    in it, `waits` says whether the action waits for another rank, `waited` counts the waits outside of the action loop.
     """
 
     rank: int = 0
@@ -61,7 +61,7 @@ class Position:
 
     @contextmanager
     def turn_to(self, doing: str) -> Iterator[None]:
-        """Enter a part of a call that, by mistake, some ranks may take and others not."""
+        """Around a part of a call that some ranks may take by mistake while others do not."""
         before, self.doing = self.doing, doing
         yield
         self.doing = before
@@ -76,7 +76,7 @@ class Position:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Around what this process does alone within such a wait, for as long as it takes."""
+        """Around work of this process alone inside of such a wait; the time for it does not count as waiting."""
         self.waits = False
         try:
             yield
@@ -139,8 +139,8 @@ def find_gone(own: int, statuses: Mapping[int, Status], heartbeats: Heartbeats, 
 
 
 def find_stray(own: int, statuses: Mapping[int, Status], beats: Mapping[int, int]) -> Fault | None:
-    """A rank that came to another call than this one and waits there, while this one waits here. What it said up to
-    `beats` does not count: a busy process may be late with the news that it has gone on."""
+    """A rank that waits in another call, while this rank waits here. A status of a beat up to `beats` does not count: a
+    busy process may publish late that it has gone on."""
     here = statuses[own]
     for rank, status in statuses.items():
         strays = status.region == here.region and status.waits and status.doing != here.doing
@@ -156,8 +156,8 @@ def find_stray(own: int, statuses: Mapping[int, Status], beats: Mapping[int, int
 
 
 def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_device: bool = False) -> Fault:
-    """Identify which rank a timed-out rank was waiting for: one that never came, one that is busy, or none. If its
-    device waits and not its host, hosts at the same position prove nothing."""
+    """Identify which rank a timed-out rank was waiting for: one that never came, one that is busy, or none. With
+    `on_device` the device waits and not the host: then a host that does not wait proves nothing."""
     here = statuses[own]
     waited = f"rank {own} waited {seconds:g} s for it at {here.where}"
     for rank, status in statuses.items():

@@ -22,8 +22,8 @@ class Terminated(BaseException):
 
 
 def say_at_end(what: object) -> None:
-    """Print to standard error from a handler of signals, also while torch formats the error that ends the process:
-    then `sys.stderr` is a buffer (torch.distributed's excepthook, 2.11-2.13), which a signal leaves unprinted."""
+    """Print to standard error from a signal handler. While torch formats the error that ends the process, `sys.stderr`
+    is a buffer that a signal leaves unprinted (torch.distributed's excepthook, 2.11-2.13)."""
     file = sys.__stderr__ if isinstance(sys.stderr, io.StringIO) else sys.stderr
     print(f"zbcompile: {what}", file=file, flush=True)
 
@@ -37,8 +37,8 @@ class Watched(Protocol):
 class Termination:
     """The handler of SIGTERM for the pipelines of this process.
 
-    Python runs it in the main thread between two bytecodes, but not while that waits inside torch. So the signal also
-    writes a byte into a pipe, which a pipeline's watching thread reads by `since`.
+    Python runs a handler in the main thread between two bytecodes, and so not while that thread waits inside torch.
+    Therefore the signal also writes a byte into a pipe, which the watching thread of a pipeline reads by `since`.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Termination:
         os.kill(os.getpid(), signal.SIGTERM)
 
     def install(self) -> bool:
-        """Take SIGTERM; False if the process handles it, or the pipe for signals, in its own way."""
+        """Take SIGTERM; False if the process has a pipe for signals of its own."""
         before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if before != -1:
             signal.set_wakeup_fd(before)
@@ -96,13 +96,13 @@ class Termination:
 
 @functools.cache
 def _handler() -> Termination:
-    """The one of this process: its pipe and its hook at a fork stay for ever."""
+    """The handler of this process, made once: its pipe and its hook at a fork stay until the process ends."""
     return Termination()
 
 
 def watch_termination(pipeline: Watched) -> Termination | None:
-    """Tell `pipeline` of SIGTERM as long as it lives. None if a handler of the user's does that, or on a thread other
-    than the main one, which alone can set handlers."""
+    """Tell `pipeline` of SIGTERM as long as it lives. Does nothing and returns None if the user has a handler, or a
+    pipe for signals, and on any thread but the main one, which alone can set handlers."""
     found = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread():
         return None
@@ -114,7 +114,7 @@ def watch_termination(pipeline: Watched) -> Termination | None:
 
 
 def stop_watching(termination: Termination | None, pipeline: Watched) -> None:
-    """Tell `pipeline` no more; the last one gives SIGTERM back."""
+    """Tell `pipeline` no longer; with the last pipeline SIGTERM is given back."""
     if termination is not None:
         termination.pipelines.discard(pipeline)
         if not termination.pipelines and threading.current_thread() is threading.main_thread():

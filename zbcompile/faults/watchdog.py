@@ -34,9 +34,9 @@ from zbcompile.schedules.ir.actions import Action
 from zbcompile.tracebacks import UserTraceback, print_in_one_line
 
 INTERVAL = 0.5  # seconds between two signs of life
-SILENCE = 4 * INTERVAL  # a process that shows none for this long, while a connection is lost, is gone
+SILENCE = 4 * INTERVAL  # a process that shows none for this long counts as gone once a connection is lost
 LEAVING = 3 * INTERVAL  # how long a rank that knows of a fault stays until the other ranks know of it too
-STRAY = 3.0  # seconds after which ranks that wait in different calls are not just on their way
+STRAY = 3.0  # seconds after which ranks that wait in different calls are at fault, not just late
 
 
 @dataclass
@@ -83,10 +83,10 @@ def own_fault(position: Position, error: BaseException) -> Fault:
 
 @dataclass(eq=False)
 class Watch:
-    """This process is one rank of several. `groups` are all those that its pipeline uses, by way of `backend`,
-    `inner` those that its graphs use, with ranks of other pipelines; `timeout` is how many seconds it waits for another
-    rank, and `progress` says how far its device is. `inside` says whether it runs a call now; `heard` is a fault that
-    was posted."""
+    """This process is one rank of several. `groups` are the process groups of its pipeline, all of `backend`; `inner`
+    are those that its graphs use together with ranks of other pipelines. `timeout` is how many seconds it waits for
+    another rank, and `progress` says how far its device is. `inside` says whether it runs a call now; `heard` is a
+    fault that was posted."""
 
     position: Position
     board: Board
@@ -138,7 +138,7 @@ class Watch:
 
     @contextlib.contextmanager
     def apart(self, what: str) -> Iterator[None]:
-        """Wrap a wait for what ranks have begun together, which each of them may come to anywhere."""
+        """Wrap a wait for something that all ranks have begun together, but each may wait for at another place."""
         if self.inside:
             yield
             return
@@ -232,8 +232,8 @@ class Watch:
         return find_gone(self.position.rank, statuses, self.heartbeats, SILENCE)
 
     def say_before_end(self) -> bool:
-        """This process is asked to end, and the main thread says so. Inside of a call that makes the call raise, and
-        this returns True; outside of one the reason goes to standard error."""
+        """Called on the main thread when this process is asked to end. Inside of a call of the pipeline, make the call
+        raise; True if it already has a fault to raise. Outside, print the reason to standard error and return False."""
         if self.inside:
             if self.fault is None:
                 if not self.position.waits:  # torch may be in C++ that ends the process where an exception passes
@@ -241,7 +241,7 @@ class Watch:
                     say_at_end(self.fault.error())
                 raise Terminated
             return True
-        say_at_end((self.fault or self._reason_to_end()).error())  # that a call has raised it may not be printed yet
+        say_at_end((self.fault or self._reason_to_end()).error())  # raised by a call, it may not be printed yet
         return False
 
     def _reason_to_end(self) -> Fault:
@@ -305,8 +305,8 @@ class Watch:
         return time.monotonic() - self._since if self.position.waits or self.progress.behind() else 0.0
 
     def _look(self) -> None:
-        """Look at the store once; end this rank's wait if there is a reason to. With NCCL not the host waits but the
-        device: a posted fault then concerns this rank wherever it is."""
+        """Look at the store once; end this rank's wait if there is a reason to. With NCCL the device waits, not the
+        host: then a posted fault concerns this rank wherever its host is."""
         waited = self._waited()
         self.board.beat(self.position.status(next(self._beats), self.timeout))
         self.heard = self.board.posted(self.position.region)
@@ -335,7 +335,7 @@ class Watch:
         return None if fault is None else self.board.post(self.position.region, fault)
 
     def _cut(self, fault: Fault) -> None:
-        """End this rank's wait. If its device waits, and no call that could raise, report the fault at once."""
+        """End this rank's wait. If its device waits, no call may be there to raise the fault, so report it at once."""
         self.fault = fault
         if self.progress.behind():
             say_at_end(fault.error())
