@@ -1,8 +1,8 @@
 """ZB-V for passes that take unequal times: waves of backwards and forwards, as the paper's authors schedule them.
 
 After a warm-up, every rank takes in turn one backward and one forward. A weight gradient is put before one of them if
-it fits into the time that the rank would wait, or if the rank would be idle for longer in all than the idlest one. A
-second attempt knows how long each rank was idle in the first, and so on as long as the idlest rank gains.
+it fits into the time that the rank would wait, or if waiting would make the rank the idlest of all. Further attempts
+know how long every rank was idle in the last one. They end when the idlest rank is not idle for less time.
 """
 
 from collections import deque
