@@ -4,9 +4,9 @@ exchanges around their programs.
 VALIDATE and GATHER wait for the previous training step, before the first forward of their stage. Where parameters live
 divided among replicas, FETCH begins to gather those of a stage one pass before their first use, GATHER waits for them
 and FREE lets them go behind their last use; with `reshard`, behind the last one before other stages run several passes,
-after which they are gathered again. REDUCE starts the sum
-of the stage's gradients right after its last W. OPT comes after everything that another rank waits for and, where
-there are sums, one place behind REDUCE, so that a sum has that long.
+after which they are gathered again. REDUCE starts the sum of the stage's gradients right after its last W. OPT comes
+after everything that another rank waits for and, where there are sums, one place behind REDUCE, so that a sum has that
+long.
 
 An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank if the table has it
 before F, otherwise behind everything, in the order of the table. So two ranks can never wait for each other in

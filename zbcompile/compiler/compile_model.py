@@ -77,7 +77,8 @@ def draw_step(
     """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`; without
     one it shards what can be sharded, and a search decides (`whole_of`).
 
-    `observe` sees each pass over the model; `dimensions` are those of `Captured`, `given` and `outputs` of `capture`.
+    `observe` sees each pass over the model; `dimensions` are those of `Captured`, `given` and `keep` those of
+    `capture`.
     """
     manager = make_manager(observe)
     args, kwargs, target = microbatch.example

@@ -207,8 +207,8 @@ def gathers_of(program: Program, sharding: ReplicaSharding) -> tuple[int, ...]:
 
 class _Divided:
     """What a rank holds of parameters that live divided: those that are gathered, less the slices that are in them, and
-    gradients, which a replica has as
-    a whole from a stage's first W until the next stage's sum has begun, and then its part of."""
+    gradients. From a stage's first W until the sum of the next stage begins a replica has whole gradients, then its
+    part of their sums."""
 
     def __init__(self, program: Program, model: Mapping[str, torch.Tensor], rank: int, replicas: int) -> None:
         self.replicas = replicas

@@ -1,7 +1,7 @@
 """The cache of a pipeline: graphs by what a capture freezes into them, and the plans of the steps that run these.
 
 A capture freezes the shapes and modes (the key), the answers to what forward asks about its inputs, and the Python
-state that it reads. A step asks all of its microbatches before its first action, and names for each the graphs that are
+state that it reads. A step asks all of its microbatches before its first action, and finds for each the graphs that are
 right. The ranks tell each other which these are: a rank that met a new answer cannot compile alone.
 """
 

@@ -28,11 +28,14 @@ from zbcompile.schedules import Lowered, Schedule, lower, with_updates
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step: the tensors of each microbatch by input path, which step it is, how losses combine, what records it,
-    how a GradScaler scales the loss, what each optimizer updates, what the optimizers do for a stage by kind of action
-    (VALIDATE, GATHER, OPT), the parameters that live divided and are gathered for a stage, whether the rank goes on
-    before all have ended the step, and which ranks get the model's outputs: "all", "last" (that of the last stage) or
-    none (""); `agreement` says what the ranks differ in."""
+    """One step.
+
+    `microbatches` are the tensors of each by input path, `index` is the number of the step, `reduction` says how losses
+    combine, `scale` how a GradScaler scales the loss; `recorder` records the step. `slices` are what each optimizer
+    updates, `actions` what the optimizers do for a stage by kind (VALIDATE, GATHER, OPT), `gathers` the parameters that
+    live divided. With `ahead` a rank goes on before all have ended the step. `outputs`: which ranks get the model's
+    outputs, "all", "last" (that of the last stage) or "" (none). `agreement` says what the ranks differ in.
+    """
 
     microbatches: list[dict[str, torch.Tensor]]
     index: int
@@ -66,10 +69,10 @@ class BoundGraphs:
 
 @dataclass(frozen=True)
 class Executable:
-    """What a step runs: microbatch i the graphs `graphs[i]`, and in the same step some microbatch of some replica each
-    of `everywhere`. `program` is that of the first, in the order of the step, with the parameters that any of them
-    trains; `plans` are those of this process's ranks, `gradients` their sums, which its steps share. `memory` is where
-    the values of a step are, if all steps have them at the same addresses."""
+    """What a step runs: `graphs[i]` for microbatch i. `everywhere` are all graphs that microbatches of the step run, on
+    any replica. `program` is that of the first graphs, in the order of the step, with the parameters that any of them
+    trains. `plans` are those of this process's ranks, `gradients` their sums, which all steps of the executable share.
+    `memory` is where the values of a step are, if all steps have them at the same addresses."""
 
     program: Program
     graphs: tuple[BoundGraphs, ...]
@@ -133,9 +136,10 @@ class StepResult(NamedTuple):
 def plan_step(
     graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], lowered: Lowered, ranks: Sequence[int]
 ) -> Executable:
-    """The executable of a step in which microbatch i runs `graphs[i]`, and those of all replicas any of `everywhere`
-    (in one order on all ranks), in the order `lowered`: programs with every parameter in the same place. If values go
-    other ways in some microbatches, the messages are placed anew for the ways of all, and are empty in the others.
+    """The executable of a step in the order `lowered`, in which microbatch i runs `graphs[i]`. Microbatches of other
+    replicas run any of `everywhere` (listed in one order on all ranks). All of them are programs with every parameter
+    in the same place. If the values of some microbatches go ways that those of others do not, messages are placed for
+    all ways, and are empty where a microbatch has no value.
 
     Raises PipelineError if what runs at the end of the step cannot serve all of them.
     """

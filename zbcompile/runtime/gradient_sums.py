@@ -1,10 +1,10 @@
 """The home of a weight gradient during a step. W's own graph adds to it (`zbcompile.passes.stage.accumulate`), with
 `exact=True` the home does. A `GradientSum` is in one of three states:
 
-* own: one stage of this rank trains the parameter. Its passes add straight into `.grad` if that has the dtype of the
-  sum and the parameter's strides, otherwise into `running`, which is rounded and added to `.grad` once, by `settle`;
-* shared: several stages train it. What each adds up waits in `parts`, until they are summed in the order in which eager
-  autograd adds them and folded into the own sum;
+* own: of all stages, one trains the parameter. Its passes add straight into `.grad` if that has the dtype of the sum
+  and the parameter's strides, otherwise into `running`, which is rounded and added to `.grad` once, by `settle`;
+* shared: several stages train it, on this rank or on others. What each of them adds up waits in `parts`, until the
+  exchange TIE sums the parts in the order in which eager autograd adds them and folds the total into the own sum;
 * reduced: the sum has left for the replicas, each of which keeps a part of it elsewhere; `.grad` is None.
 """
 
@@ -26,9 +26,9 @@ class GradientSum:
     """One parameter's gradient on one rank. `dtype` is that of running sums.
 
     `parts[stage][microbatch]` has, in exact mode, one gradient per use of a shared parameter on the stage, in the order
-    in which eager adds them; otherwise `parts[stage][WHOLE]` is the stage's running sum. `whole` is the parameter of
-    which this rank trains rows, but looks up all as an embedding: `parts[WHOLE]` has those gradients. `staying` keeps
-    the memory of sums for the next step, by stage.
+    in which eager adds them; otherwise `parts[stage][WHOLE]` is the stage's running sum. `whole` is the full parameter,
+    if this rank trains only rows of it but looks up any as an embedding: `parts[WHOLE]` has those gradients. `staying`
+    keeps the memory of sums for the next step, by stage.
     """
 
     parameter: nn.Parameter

@@ -30,8 +30,8 @@ class MadeMessage(NamedTuple):
 class Instruction(NamedTuple):
     """An action with its messages.
 
-    A compute action runs once `needs` have arrived, which tells that the sends in `completes` are over, and `makes`
-    messages. A SEND sends `carries` to `peer`; a RECV posts it, into `buffers`.
+    A compute action runs once the messages in `needs` have arrived; their arrival proves that the sends in `completes`
+    are over. It `makes` messages. A SEND sends the message `carries` to `peer`, a RECV posts it, into `buffers`.
     """
 
     action: Action
@@ -45,9 +45,9 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The instructions of a rank; a pair that runs together is two, and the send of what its first makes. `merged` runs
-    these, `stages` are those that the rank has, and `sums` says which of their gradients are summed over other ranks,
-    and when."""
+    """The steps of a rank, each of one instruction. A pair that runs as one graph is a step of both its instructions
+    and the SENDs of what the first makes; `merged` has its graph. `stages` are those of the rank, and `sums` says which
+    of their gradients are summed over other ranks, and when."""
 
     rank: int
     instructions: tuple[tuple[Instruction, ...], ...]
@@ -56,7 +56,7 @@ class RankPlan:
     sums: SumPlan
 
     def with_updates(self, order: Sequence[Step]) -> "RankPlan":
-        """The plan with the actions that a step has once where `order`, which has all others as well, has them."""
+        """The plan with the actions that a step has once, placed as in `order`, which has all other actions too."""
         own, placed = iter(self.instructions), set[Action]()
         steps: list[tuple[Instruction, ...]] = []
         for action in flatten(order):
@@ -110,7 +110,7 @@ def instructions_of(
 
 
 def _parcels(stage: StageProgram, makes: Sequence[tuple[Message, int]], rank: int) -> tuple[MadeMessage, ...]:
-    """What a pass makes for other stages, of which the next one gets what is left."""
+    """The messages of a pass: first those straight to farther stages; the next stage gets all values that are left."""
     if len(makes) == 1:
         return tuple(MadeMessage(message, peer == rank) for message, peer in makes)
     found, begin = [], 0
@@ -129,8 +129,8 @@ def _steps(program: Program, rank: int) -> list[Sequence[Action]]:
 def _send_within_pairs(
     steps: Sequence[Sequence[Action]], merged: Container[Sequence[Action]]
 ) -> Iterator[tuple[Action, ...]]:
-    """What the first of a pair made is sent in the middle of the pair: its SENDs become further parts of a pair in
-    `merged`, others are opened."""
+    """The steps, in which what the first of a pair makes is sent in the middle of the pair. In a pair in `merged` these
+    SENDs become further parts; any other pair becomes steps of its own, with the SENDs between its two actions."""
     placed = [step[0] for step in steps if step[0].op in SENDS]
     sends: dict[tuple[str, int, int], list[Action]] = defaultdict(list)
     for send in placed:

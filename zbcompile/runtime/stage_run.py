@@ -47,8 +47,8 @@ class StageRun:
 
     def run(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
         """A pass: `arrived` and the result are the boundary tensors, of F in the order of the stage's `receives` and
-        `sends`. B makes the gradients of the stage's inputs from those of its outputs and leaves to W, to which nothing
-        arrives, what that needs; BW makes the weight gradients in the same graph, and nothing stays behind."""
+        `sends`. B makes the gradients of the stage's inputs from those of its outputs, and leaves in the frame what W
+        needs; no message arrives for W. BW makes the weight gradients in the same graph, and leaves nothing."""
         run = self.stages[microbatch].calls[name].run
         return self.end(name, microbatch, run(self.begin(name, microbatch, arrived)))
 
