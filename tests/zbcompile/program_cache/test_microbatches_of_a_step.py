@@ -151,7 +151,7 @@ def test_what_a_step_cannot_take() -> None:
         pipe.step(microbatches=4)  # type: ignore[arg-type]
     with pytest.raises(PipelineError, match=r"microbatches\[1\] is a list"):
         pipe.step(microbatches=[parts[0], [parts[1][0]]])  # type: ignore[list-item]
-    with pytest.raises(PipelineError, match="other inputs stand beside"):
+    with pytest.raises(PipelineError, match="other inputs were passed as well"):
         pipe.step(*EIGHT.args, microbatches=parts)
     with pytest.raises(PipelineError, match="a batch of 6 samples cannot be split into 4 equal"):
         pipe.step(*rows(6).args, target=rows(6).target)  # nothing is usual yet
