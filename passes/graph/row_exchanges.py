@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from zbcompile.passes.torch_private import FakeTensor, group_called, replaced
@@ -29,7 +28,7 @@ def exchange_rows(rows: Tensor, sent: Tensor, arriving: Tensor, count: int, grou
     the first `count` of these, in the order of the ranks. Rows that are missing are zeros."""
     to, come = sent.tolist(), arriving.tolist()
     given, made = _first(rows, sum(to)), rows.new_empty(sum(come), *rows.shape[1:])
-    dist.all_to_all_single(made, given, come, to, group=group_called(group_name))
+    torch.distributed.all_to_all_single(made, given, come, to, group=group_called(group_name))
     return _first(made, count)
 
 
@@ -91,7 +90,12 @@ class RoutedExchanges:
 
         def tolist(counts: FakeTensor) -> Any:
             numbers = counts.ndim == 1 and not counts.is_floating_point() and not counts.is_complex()
-            if numbers and dist.is_available() and dist.is_initialized() and self.is_open(counts):
+            if (
+                numbers
+                and torch.distributed.is_available()
+                and torch.distributed.is_initialized()
+                and self.is_open(counts)
+            ):
                 return [RoutedCount(counts, place) for place in range(counts.shape[0])]
             return truth(counts)
 

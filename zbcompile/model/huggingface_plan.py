@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.experts import ExpertExchange
+from zbcompile.torch_private import gated
 
 Model = TypeVar("Model", bound=nn.Module)
 EXCHANGED = "zbcompile_exchange"  # the experts of `divide_experts` among transformers' ways to run experts
@@ -182,6 +183,6 @@ def _computed(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
         made = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
         return (made + getattr(module, f"{name}_bias")[numbers] if module.has_bias else made).masked_fill(padding, 0.0)
 
-    inner = module._apply_gate(product("gate_up_proj", rows)) if module.has_gate else None
+    inner = gated(module, product("gate_up_proj", rows)) if module.has_gate else None
     made = product("down_proj", module.act_fn(product("up_proj", rows)) if inner is None else inner)
     return module.post_expert_norm(made) if module.has_post_expert_norm else made  # type: ignore[no-any-return]
