@@ -130,7 +130,7 @@ _KINDS = (
     _exchange("ROWS", "the rows of a tied embedding", before=("F",)),
     _exchange("DRAIN", "the last sends"),
     _exchange("TIE", "the sum of tied gradients"),
-    _exchange("SYNC", "the sum over replicas"),
+    _exchange("SYNC", "the end of the sums of gradients"),
     _exchange("BUFFERS", "the buffers of the first replica"),
     _exchange("FINAL", "the update of what the end completes"),
     _exchange("LOSS", "the end"),

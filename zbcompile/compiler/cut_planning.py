@@ -154,7 +154,7 @@ def explain_overweight(
     advice = "; ".join(remedies) or "fewer ranks or chunks, or a deeper model"
     return (
         f"{'rank' if row.folded else 'stage'} {index} carries {ratio:.2f} times the mean load, and a step is as slow "
-        f"as its heaviest rank: {node.name}{place} alone is {share:.0%} of it. To change that: {advice}."
+        f"as its heaviest rank: {node.name}{place} alone is {share:.0%} of its load. To change that: {advice}."
     )
 
 

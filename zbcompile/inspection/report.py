@@ -43,7 +43,7 @@ _BASES = {
     "names": "names (loads from FLOPs and bytes)",
 }
 _SPEED = (
-    "Times are in FLOPs of a nominal core, on which to move a byte takes as long as five: this machine is not known. "
+    "Times are in FLOPs of a nominal core, which moves a byte in the time of five: this machine is not known. "
     "For seconds: --hardware FILE, which python -m zbcompile.calibrate writes; --costs measured; or the record "
     "of a step as --costs."
 )

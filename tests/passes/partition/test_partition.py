@@ -279,7 +279,7 @@ def test_measured_times_decide(drawn: dict[str, Drawn]) -> None:
 
 def test_a_heavy_head_is_said(drawn: dict[str, Drawn]) -> None:
     said = _problem(drawn, "head", ("zb-h1", 4, None)).plan().overweight
-    assert re.match(r"stage 2 carries 1\.\d\d times the mean load, .* linear_12 in head alone is 100% of it", said)
+    assert re.match(r"stage 2 carries 1\.\d\d times the mean load, .* linear_12 in head alone is 100% of its load", said)
     assert "2 ranks (then 1." in said
     assert "vocab=1, which shards an output layer" in said
     assert _problem(drawn, "gpt", ("zb-h1", 2, None)).plan().overweight == ""
