@@ -26,7 +26,7 @@ _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
 
 
-class Unexpected(ValueError):
+class UnexpectedValue(ValueError):
     """A value that an option cannot have, with what was expected instead, where that is more than `Kind.expected`."""
 
 

@@ -371,7 +371,7 @@ _FUNCTIONAL = {
 }
 
 
-class _Finished:
+class _FinishedWork:
     """What a call with `async_op=True` returns: the graph waits where it exchanges."""
 
     def wait(self) -> bool:
@@ -390,10 +390,10 @@ def functional_instead(func: Any) -> Any:
     def in_words(given: Any) -> Any:
         return given if isinstance(given, torch.Tensor | list) else words.get(str(given), given)
 
-    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> _Finished | None:
+    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> _FinishedWork | None:
         named_args = {name: in_words(given) for name, given in kwargs.items()}
         getattr(functional, named)(*map(in_words, args), **named_args)
-        return _Finished() if async_op else None
+        return _FinishedWork() if async_op else None
 
     return call
 

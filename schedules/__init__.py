@@ -11,7 +11,7 @@ if __name__ != "zbcompile.schedules":  # a folder called "schedules" on sys.path
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from zbcompile.schedules.ir.schedule import Shown
+from zbcompile.schedules.ir.schedule import Picturable
 
 if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers; a test keeps the lists equal
     from zbcompile.schedules.checking.schedule_rules import Report as Report, check as check
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.lowering.lower import lower as lower
     from zbcompile.schedules.lowering.updates import with_updates as with_updates
     from zbcompile.schedules.searching.by_name import build as build
-    from zbcompile.schedules.searching.hunt import Found as Found
+    from zbcompile.schedules.searching.hunt import SearchResult as SearchResult
     from zbcompile.schedules.searching.order_search import bound as bound, search as search
     from zbcompile.schedules.simulation.closed_forms import ClosedForm as ClosedForm, closed_form as closed_form
     from zbcompile.schedules.simulation.critical_path import Leg as Leg, chain as chain, critical_path as critical_path
@@ -81,7 +81,7 @@ _HOME = {
     "lowering.lower": "lower",
     "lowering.updates": "with_updates",
     "searching.by_name": "build",
-    "searching.hunt": "Found",
+    "searching.hunt": "SearchResult",
     "searching.order_search": "bound search",
     "simulation.closed_forms": "ClosedForm closed_form",
     "simulation.critical_path": "Leg chain critical_path",
@@ -117,4 +117,4 @@ def _draw(shown: object) -> str:
     return figure([timeline_of(shown)])
 
 
-Shown.draw = _draw
+Picturable.draw = _draw

@@ -20,7 +20,7 @@ from zbcompile.schedules.ir.files import load, save
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, parts
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build
-from zbcompile.schedules.searching.hunt import Found
+from zbcompile.schedules.searching.hunt import SearchResult
 from zbcompile.schedules.searching.order_search import search
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 from zbcompile.schedules.visualization.step_tables import rank_table, slack_table, step_table
@@ -260,7 +260,7 @@ def _search(options: argparse.Namespace) -> None:
     _write(replace(found.simulation, memory_limits=drawn), found.schedule, options)
 
 
-def _placement_table(found: Found) -> str:
+def _placement_table(found: SearchResult) -> str:
     rows = []
     for placement, (least, value) in found.placements.items():
         names = {name: takes for (name, where), takes in found.names.items() if where == placement}

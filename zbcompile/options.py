@@ -22,7 +22,7 @@ from zbcompile.passes.option import (
     SWITCH,
     OptionKind,
     Reads,
-    Unexpected,
+    UnexpectedValue,
     accept,
     number,
     option,
@@ -157,7 +157,7 @@ def checked(name: str, given: Any, written: str = "") -> Any:
         return kind.read(given)
     except (ValueError, TypeError, OverflowError) as error:
         shown = repr(given) if len(repr(given)) <= 80 else f"<{type(given).__name__}>"
-        expected = error if isinstance(error, Unexpected) else f"expected {kind.expected}"
+        expected = error if isinstance(error, UnexpectedValue) else f"expected {kind.expected}"
         raise PipelineError(f"{written or name}={shown}; {expected}.") from None
     except CompileError as error:  # of a profile, which says what is wrong in it
         raise PipelineError(f"{written or name}: {error}") from None

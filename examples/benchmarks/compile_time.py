@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 import zbcompile
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import compile_drawn, draw_step
+from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.program.program import Program
@@ -50,11 +50,11 @@ def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
     """One line of the table."""
     given, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), Choices()
     microbatch = one_microbatch(given)
-    capture, drawn = timed(lambda: draw_step(given.model, microbatch, given.loss))
-    cuts, _ = timed(lambda: plan_cuts(drawn.canonical, drawn.line, schedule, choices, {}))
+    capture, laid_out = timed(lambda: lay_out_step(given.model, microbatch, given.loss))
+    cuts, _ = timed(lambda: plan_cuts(laid_out.canonical, laid_out.line, schedule, choices, {}))
 
     def compiled() -> Program:
-        return compile_drawn(given.model, microbatch, drawn, schedule, choices, {})
+        return compile_laid_out(given.model, microbatch, laid_out, schedule, choices, {})
 
     whole, program = timed(compiled)
     with mock.patch("zbcompile.passes.stage.deduplicate.same_work", side_effect=itertools.count()):

@@ -27,13 +27,13 @@ from tabulate import tabulate
 import zbcompile
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import draw_step
+from zbcompile.compiler.compile_model import lay_out_step
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.planning.layouts import LayoutSearch
-from zbcompile.planning.planner import Priced
+from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
 from zbcompile.schedules import ScheduleError
 
@@ -50,8 +50,8 @@ def captured(layers: int, head: int) -> LinePrices:
     with fake_models():
         model, tokens = LlamaForCausalLM(config).bfloat16(), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     example = zbcompile.Example(model, (), {"input_ids": tokens, "labels": tokens})
-    drawn = draw_step(model, one_microbatch(example), example.loss, CHOICES)
-    return Priced(drawn, CHOICES, {}).costs(1)["off"]
+    laid_out = lay_out_step(model, one_microbatch(example), example.loss, CHOICES)
+    return PricedStep(laid_out, CHOICES, {}).costs(1)["off"]
 
 
 def between_layers(costs: LinePrices, layers: int) -> LinePrices:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from zbcompile.distributed.transport import Tagged
+from zbcompile.distributed.transport import TaggedLinks
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import train_gpt
@@ -53,12 +53,12 @@ def staged(call: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def staged_send(channels: Tagged, tensor: Tensor, message: Any, index: int, peer: int) -> Staged:
+def staged_send(channels: TaggedLinks, tensor: Tensor, message: Any, index: int, peer: int) -> Staged:
     host = tensor.cpu()
     return Staged(channels.group.send([host], peer, channels._tag(message, index)), host)
 
 
-def staged_receive(channels: Tagged, tensor: Tensor, message: Any, index: int, peer: int) -> Staged:
+def staged_receive(channels: TaggedLinks, tensor: Tensor, message: Any, index: int, peer: int) -> Staged:
     host = torch.empty_like(tensor, device="cpu")
     return Staged(channels.group.recv([host], peer, channels._tag(message, index)), host, tensor)
 
@@ -70,7 +70,7 @@ def main() -> None:
     ranks = "zbcompile.distributed.process_group"
     with (
         mock.patch.multiple("torch.distributed", **calls),
-        mock.patch.multiple(Tagged, send=staged_send, receive=staged_receive),
+        mock.patch.multiple(TaggedLinks, send=staged_send, receive=staged_receive),
         mock.patch(f"{ranks}.backend_of", return_value="gloo"),
         mock.patch(f"{ranks}.require_own_gpus", return_value=None),
     ):

@@ -20,7 +20,7 @@ from tqdm import tqdm
 import zbcompile
 from zbcompile.amounts import format_bytes
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import Drawn, draw_step
+from zbcompile.compiler.compile_model import LaidOut, lay_out_step
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.passes.compile_options import Choices
@@ -50,10 +50,10 @@ def of_zoo(name: str) -> zbcompile.Example:
     return zbcompile.Example(problem.model(), batch.args, dict(batch.kwargs), problem.loss, batch.target)
 
 
-def line_of(name: str, drawn: Drawn, seconds: dict[str, float], schedule: Schedule) -> list[object]:
+def line_of(name: str, laid_out: LaidOut, seconds: dict[str, float], schedule: Schedule) -> list[object]:
     """One line of the table."""
-    line = drawn.line
-    cuts = plan_cuts(drawn.canonical, line, schedule, Choices(), {})
+    line = laid_out.line
+    cuts = plan_cuts(laid_out.canonical, line, schedule, Choices(), {})
     edges = [index + 1 for index in cuts.after]
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
     totals = [0.0, *accumulate(loads_of(line, "flops", {})[0])]
@@ -89,11 +89,11 @@ def main() -> None:
     rows = []
     for name in tqdm(chosen or makers, unit="model"):
         example = makers[name]()
-        drawn = draw_step(example.model, one_microbatch(example), example.loss)
-        seconds = measure_line(drawn.line)
+        laid_out = lay_out_step(example.model, one_microbatch(example), example.loss)
+        seconds = measure_line(laid_out.line)
         for plan, ranks in PLANS:
             try:
-                rows.append(line_of(name, drawn, seconds, build(plan, ranks, 2 * ranks)))
+                rows.append(line_of(name, laid_out, seconds, build(plan, ranks, 2 * ranks)))
             except zbcompile.CompileError as error:
                 tqdm.write(f"{name} {plan} {ranks}: {error}")
     print(tabulate(rows, HEADERS, tablefmt="github", floatfmt=".2f"))

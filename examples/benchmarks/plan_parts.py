@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from targets import byte_llama
 from zbcompile import Example
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import compile_drawn, draw_step
+from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.passes.compile_options import Choices, Recompute
@@ -48,9 +48,9 @@ def compare(tensor: int, placement: str, recompute: Recompute) -> None:
     with part_of(tensor) as (example, labels):
         step, choices = (example.model, one_microbatch(example)), Choices(recompute=recompute)
         order = search(Costs.uniform(2 * RANKS if placement == "v" else RANKS), RANKS, 4, None, [placement], moves=0)
-        drawn = draw_step(*step, example.loss, dimensions=labels)
-        program = compile_drawn(*step, drawn, order.schedule, choices, {})
-        line = LinePrices(drawn.canonical, drawn.line, choices)
+        laid_out = lay_out_step(*step, example.loss, dimensions=labels)
+        program = compile_laid_out(*step, laid_out, order.schedule, choices, {})
+        line = LinePrices(laid_out.canonical, laid_out.line, choices)
         edges = [after + 1 for after in program.cuts.after]
         costs, graphs = line.costs(edges), predicted_costs(program)
         tensors = dict(example.model.named_parameters()) | dict(example.model.named_buffers())

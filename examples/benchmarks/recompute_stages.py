@@ -19,11 +19,11 @@ import zbcompile
 from benchmarks.published_gpts import PUBLISHED, Published, example_of
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import draw_step
+from zbcompile.compiler.compile_model import lay_out_step
 from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.layouts import LayoutSearch
-from zbcompile.planning.planner import Priced
+from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
 from zbcompile.schedules import build
 
@@ -34,8 +34,8 @@ def search_of(published: Published, hardware: str, chunks: int | None) -> Layout
     choices = Choices(accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware))
     with fake_models():
         example = example_of(*published[:3], 1024, published.rows)
-    drawn = draw_step(example.model, one_microbatch(example), example.loss, choices)
-    lines = Priced(drawn, choices, {}).costs(published.ranks)
+    laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, choices)
+    lines = PricedStep(laid_out, choices, {}).costs(published.ranks)
     return LayoutSearch(lines, published.ranks, published.microbatches, choices, chunks=chunks)
 
 

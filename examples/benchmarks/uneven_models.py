@@ -31,12 +31,12 @@ from torch import Tensor, nn
 import zbcompile
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import Drawn, draw_step
+from zbcompile.compiler.compile_model import LaidOut, lay_out_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.option import read_bytes
 from zbcompile.planning.layouts import LayoutSearch
-from zbcompile.planning.planner import Priced
+from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
 from zbcompile.schedules import ScheduleError, build, peak_memory, simulate
 
@@ -275,11 +275,11 @@ def auto(search: LayoutSearch, seconds: float) -> tuple[Step, Choice]:
     return Step(choice.seconds, max(choice.peak), str(choice.layout)), choice
 
 
-def drawn_of(name: str, length: int, choices: Choices) -> Drawn:
+def drawn_of(name: str, length: int, choices: Choices) -> LaidOut:
     with fake_models():
         model, tokens = MODELS[name]().bfloat16(), torch.zeros(1, length, dtype=torch.int64)
     example = zbcompile.Example(model, (tokens,), loss=loss, target=tokens)
-    return draw_step(model, one_microbatch(example), loss, choices)
+    return lay_out_step(model, one_microbatch(example), loss, choices)
 
 
 def compare(name: str, options: argparse.Namespace) -> list[object]:
@@ -287,7 +287,7 @@ def compare(name: str, options: argparse.Namespace) -> list[object]:
     choices = Choices(
         vocab="auto", hardware=zbcompile.Hardware.find(options.hardware), memory=read_bytes(options.memory)
     )
-    priced = Priced(drawn_of(name, options.length, choices), choices, {})
+    priced = PricedStep(drawn_of(name, options.length, choices), choices, {})
     captured = time.process_time() - begun
     search = LayoutSearch(priced.costs(options.ranks), options.ranks, options.microbatches, choices)
     even, named = even_layers(search, LAYERS[name]), best_name(search)

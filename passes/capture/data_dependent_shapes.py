@@ -14,7 +14,7 @@ Count = Callable[[Tensor], int | None]  # the elements that are not zero; None i
 OTHERWISE = object()
 
 
-class _Unknown(Exception):
+class _UnknownNumber(Exception):
     """The number depends on more than inputs."""
 
 
@@ -27,12 +27,12 @@ def with_known_size(function: Any, args: Any, kwargs: Mapping[str, Any], count: 
     def known(tensor: Tensor) -> int:
         number = count(tensor)
         if number is None:
-            raise _Unknown
+            raise _UnknownNumber
         return number
 
     try:
         return make(known, *args, **kwargs)
-    except _Unknown:
+    except _UnknownNumber:
         return OTHERWISE
 
 

@@ -44,8 +44,8 @@ class _Region:
         count = sum(leaf is A_TENSOR for leaf in self.leaves)
         given, end = iter(tensors[:count]), count + len(self.names)
         earlier = self._earlier(tensors[end:])
-        kinds = {A_TENSOR: given, Pending: earlier}
-        leaves = [next(kinds[leaf]) if leaf is A_TENSOR or leaf is Pending else leaf for leaf in self.leaves]
+        kinds = {A_TENSOR: given, PendingCall: earlier}
+        leaves = [next(kinds[leaf]) if leaf is A_TENSOR or leaf is PendingCall else leaf for leaf in self.leaves]
         args, kwargs, rest = pytree.tree_unflatten(leaves, self.structure)
         pairs = zip(self.names, self.parts, tensors[count:end], strict=True)
         state = {name: tensor if part is None else part.wrap(tensor) for name, part, tensor in pairs}
@@ -190,7 +190,7 @@ def modules_as_operators(found: OpaqueCalls, regions: Regions) -> Iterator[None]
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCall:
     """A DTensor that leaves a module: the call becomes one operator with what reads it. `again` emits the call."""
 
     again: Callable[..., Any]
@@ -214,7 +214,7 @@ def _as_operator(
     """The operator of a module's call; `parts` says what its parameters are parts of."""
     leaves, structure = pytree.tree_flatten((args, kwargs, rest))
     held = dict(module.named_parameters())
-    before = [leaf for leaf in leaves if isinstance(leaf, Pending)]
+    before = [leaf for leaf in leaves if isinstance(leaf, PendingCall)]
     own = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *held.values()]
     tensors = [*own, *(tensor for each in before for tensor in each.tensors)]
     others = tuple(_stands_for(leaf) for leaf in leaves)
@@ -225,10 +225,10 @@ def _as_operator(
     call, result = region.call(tensors)
     if not _distributed_in(result):
         return emitted(found, call, tensors, result)
-    return Pending(partial(_as_operator, found, module, parts, args, kwargs), call, tensors)
+    return PendingCall(partial(_as_operator, found, module, parts, args, kwargs), call, tensors)
 
 
 def _stands_for(leaf: Any) -> Any:
-    if isinstance(leaf, Pending):
-        return Pending
+    if isinstance(leaf, PendingCall):
+        return PendingCall
     return A_TENSOR if isinstance(leaf, torch.Tensor) else leaf

@@ -59,7 +59,7 @@ def calls_as_operators(found: OpaqueCalls, model: nn.Module, ignored: Callable[[
     `ignored`."""
 
     def apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if function is _Replayed:
+        if function is _TrialReplay:
             return original(*args, **kwargs)
         if not (is_traced() and torch.is_grad_enabled()) or ignored(function):
             with FunctionBody(lambda tensor: tensor) if is_traced() else contextlib.nullcontext():
@@ -193,7 +193,7 @@ class _Trial:
     def again(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
         """What the call returns for other tensors."""
         with torch.autocast(self.fakes[0].device.type, enabled=False):  # the casts are on the tape
-            found: Any = _Replayed.apply(self, *tensors)  # type: ignore[no-untyped-call]
+            found: Any = _TrialReplay.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return found  # type: ignore[no-any-return]
 
     def _forward(self) -> Any:
@@ -292,7 +292,7 @@ class _Trial:
         return self.fakes[count + at]
 
 
-class _Replayed(torch.autograd.Function):
+class _TrialReplay(torch.autograd.Function):
     """What a trial has on its tapes, on other tensors."""
 
     @staticmethod

@@ -73,11 +73,11 @@ def separate_written(program: ExportedProgram) -> None:
     targets = {node.target for each in modules for node in each.graph.nodes if node.op == "call_function"}
     if not targets & {DETACH, GRAD_MODE_REGION} or not any(map(is_in_place, targets)):
         return
-    seen = _Seen()
+    seen = _LiveTensors()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
         for child in modules[1:]:
-            child.forward = _AsEager(child, seen).run  # type: ignore[method-assign]
-        _AsEager(program.graph_module, seen).run(*_inputs(program))
+            child.forward = _EagerInterpreter(child, seen).run  # type: ignore[method-assign]
+        _EagerInterpreter(program.graph_module, seen).run(*_inputs(program))
     for node in seen.becoming_differentiable:
         _insert_after(node.graph, node, aten.clone.default)
     program.graph_module.recompile()
@@ -101,7 +101,7 @@ def _insert_after(graph: Graph, node: Node, operation: Any) -> None:
         node.replace_all_uses_with(result, delete_user_cb=lambda user: user is not result)
 
 
-class _Seen:
+class _LiveTensors:
     """The live tensors over each memory, and the last writes, to be judged once unreachable tensors are gone."""
 
     def __init__(self) -> None:
@@ -135,10 +135,10 @@ class _Seen:
         self.becoming_differentiable.update(dict.fromkeys(grown))
 
 
-class _AsEager(Interpreter):
+class _EagerInterpreter(Interpreter):
     """Runs an exported graph with eager's autograd, on fake tensors, its regions included."""
 
-    def __init__(self, module: GraphModule, seen: _Seen) -> None:
+    def __init__(self, module: GraphModule, seen: _LiveTensors) -> None:
         super().__init__(module)
         self.extra_traceback = False
         self.seen = seen

@@ -19,10 +19,10 @@ import torch
 from torch import nn
 
 from zbcompile.passes.python_state.executed_code import FunctionWatch, is_users_name, names_in
-from zbcompile.passes.python_state.premises import Premises, Read
+from zbcompile.passes.python_state.premises import Premises, ValueRead
 from zbcompile.passes.python_state.python_changes import PythonChanges
-from zbcompile.passes.python_state.reached_values import TABLES, Reach, Reached, tensors_of
-from zbcompile.passes.python_state.tokens import Missing, token
+from zbcompile.passes.python_state.reached_values import TABLES, Reach, ReachedValue, tensors_of
+from zbcompile.passes.python_state.tokens import Absence, token
 from zbcompile.passes.torch_private import replaced, replaced_attribute
 
 
@@ -37,7 +37,7 @@ class Roots:
 
     @classmethod
     def of(cls, model: nn.Module, loss: Any) -> "Roots":
-        loss = None if isinstance(loss, Missing) else loss
+        loss = None if isinstance(loss, Absence) else loss
         modules = loss.modules() if isinstance(loss, nn.Module) else ()
         return cls(model, loss, {id(vars(each)): tensors_of(each) for each in modules})
 
@@ -91,7 +91,7 @@ class PythonReads:
             self._note_untold()
         self._reach.note_special_methods(self.functions.codes)
         kept: dict[int, int] = {}
-        reads: list[Read] = []
+        reads: list[ValueRead] = []
         for each in self._reach.found:
             runs = each.code is None or id(each.code) in self.functions.codes
             if not runs or (each.parent is not None and id(each.parent) not in kept):
@@ -99,7 +99,7 @@ class PythonReads:
             kept[id(each)] = len(reads)
             parent = -1 if each.parent is None else kept[id(each.parent)]
             saw = token(each.now) if each.step == "library" else each.saw
-            reads.append(Read(each.path, parent, each.step, each.key, saw))
+            reads.append(ValueRead(each.path, parent, each.step, each.key, saw))
         return Premises(tuple(reads), self._reach.globals)
 
     def _compile(self, original: Callable[..., Any], function: Any, *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ class PythonReads:
     def _note_untold(self) -> None:
         """Code was traced in another way, by its bytes (torch.cond): nothing has told what it reads, so that all
         attributes of modules count, and what functions inside of the others name."""
-        modules: list[Reached] = [each for each in self._reach.known.values() if isinstance(each.value, nn.Module)]
+        modules: list[ReachedValue] = [each for each in self._reach.known.values() if isinstance(each.value, nn.Module)]
         for each in modules:
             for name in each.stored.keys() - TABLES:
                 self._reach.read(each.value, name)

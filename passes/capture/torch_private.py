@@ -118,7 +118,7 @@ def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
     if isinstance(vars(torch.autograd.Function).get("apply"), classmethod):
         place, name, value = between, "apply", classmethod(replacement)
     else:
-        looks_up = _LooksUp(apply)
+        looks_up = _FunctionAttributes(apply)
         place, name = torch.autograd.function.FunctionMeta, "__getattribute__"
         value = lambda cls, name: looks_up(cls, name)  # noqa: E731  a method
     setattr(place, name, value)
@@ -128,7 +128,7 @@ def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
         delattr(place, name)
 
 
-class _LooksUp:
+class _FunctionAttributes:
     """What the C function behind `Function.apply` gets for the attributes of a Function (2.14 on): `_backward_cls`
     first, where gradients are still enabled as they are around the call; then without gradients `forward`, which here
     calls `apply`, and `setup_context` if the Function has one."""

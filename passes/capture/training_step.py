@@ -8,7 +8,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import nn
 
-from zbcompile.passes.capture.distributed_regions import Pending
+from zbcompile.passes.capture.distributed_regions import PendingCall
 from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.python_state.premises import join
@@ -79,9 +79,9 @@ class TrainingStep(nn.Module):
             output = self.model(*args, **kwargs)
             judge: Any = loss_in if self.loss is None else partial(with_arguments, self.loss)
             given = () if self.loss is None else (target,)
-            if isinstance(output, Pending) and self.keep == "outputs":
+            if isinstance(output, PendingCall) and self.keep == "outputs":
                 raise Refusal.DTENSOR_OUTPUT.error()
-            found = output.finish(judge, *given) if isinstance(output, Pending) else judge(output, *given)
+            found = output.finish(judge, *given) if isinstance(output, PendingCall) else judge(output, *given)
             loss, *metrics = with_metrics(found)
             loss = check_loss(loss)
         if not self.keep:
@@ -117,7 +117,7 @@ class Inference(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):
             output = self.model(*args, **kwargs)
-            if isinstance(output, Pending):
+            if isinstance(output, PendingCall):
                 output = output.finish(lambda whole: whole.full_tensor())
             if self.read is not None:
                 output = self.read(output, target)

@@ -96,7 +96,7 @@ def cuts_within(row: LoadRow, edges: Sequence[int], limit: float) -> list[int] |
     """Cuts at inner `edges` that leave nothing heavier than `limit`; None if there are none."""
     if len(edges) <= row.stages:
         return None
-    return (_Vee if row.folded else _Straight)(row, edges, limit).cuts()
+    return (_Vee if row.folded else _StraightCuts)(row, edges, limit).cuts()
 
 
 def heaviest_piece(totals: Sequence[float], edges: Sequence[int]) -> float:
@@ -104,7 +104,7 @@ def heaviest_piece(totals: Sequence[float], edges: Sequence[int]) -> float:
     return max(totals[b] - totals[a] for a, b in pairwise(edges))
 
 
-class _Straight:
+class _StraightCuts:
     """One stage after the other, each as long as fits, which leaves the least to those that follow."""
 
     def __init__(self, row: LoadRow, edges: Sequence[int], limit: float) -> None:

@@ -24,7 +24,7 @@ class Pass:
 
 
 @dataclass(frozen=True)
-class Ran:
+class PassRun:
     """A pass that was run over the model (`stage` is None) or over one stage, and the `seconds` that it took."""
 
     name: str
@@ -34,7 +34,7 @@ class Ran:
     seconds: float
 
 
-Observer = Callable[[Ran], None]
+Observer = Callable[[PassRun], None]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class PassManager:
         if self.check:
             verify(step.name, step.holds, made, before)
         if self.observe is not None:
-            self.observe(Ran(step.name, stage, before, made, seconds))
+            self.observe(PassRun(step.name, stage, before, made, seconds))
         return made
 
     def run_all(self, steps: Sequence[Pass], first: Any, *given: Any, stage: int | None = None) -> list[Any]:

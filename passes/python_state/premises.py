@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import nn
 
-from zbcompile.passes.python_state.tokens import MISSING, Identity, Missing, has_contents, is_followed, is_users, token
+from zbcompile.passes.python_state.tokens import MISSING, Absence, Identity, has_contents, is_followed, is_users, token
 from zbcompile.passes.torch_private import children_of, forward_hook_functions, module_tables, storage_key
 
 MOST = 64  # items of a container that are told apart, if the others are plain
@@ -27,7 +27,7 @@ _ERRORS = (LookupError, AttributeError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
-class Read:
+class ValueRead:
     """One value that was read: `step` by `key` from the value of the read numbered `parent` (-1: from a root). `saw`
     stands for the value: equal for values that make the same graph."""
 
@@ -151,7 +151,7 @@ class Premises:
     """What one capture read, each value after the one that it was read from. `globals` are those of code that is in no
     imported module, by its name."""
 
-    reads: tuple[Read, ...] = ()
+    reads: tuple[ValueRead, ...] = ()
     globals: Mapping[str, dict[str, Any]] = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -192,7 +192,7 @@ def _text(saw: Any) -> str:
 Look = tuple[Callable[[Any], Any], Any, Any]
 
 
-class Standing:
+class StandingPremises:
     """Premises of a process's own model and loss. A step asks only whether each place still has the same object, which
     takes 50 nanoseconds; where one has not, the values are compared."""
 
@@ -238,7 +238,7 @@ class Standing:
         return list(found.values())
 
 
-def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
+def _looks(parent: Any, read: ValueRead, value: Any) -> Iterator[Look]:
     """What to look at in a step to see the same value."""
     key = read.key
     if isinstance(value, torch.Tensor) and isinstance(read.saw, Identity):
@@ -283,9 +283,9 @@ def _looks(parent: Any, read: Read, value: Any) -> Iterator[Look]:
 
 def _at_key(table: Any, key: Any, value: Any) -> Iterator[Look]:
     """To see the same value, or still none, at a key of a mapping."""
-    if value is None or isinstance(value, Missing):
+    if value is None or isinstance(value, Absence):
         yield table.__contains__, key, value is None
-    if not isinstance(value, Missing):
+    if not isinstance(value, Absence):
         is_subclass = isinstance(table, dict) and type(table) is not dict
         yield (functools.partial(dict.get, table) if is_subclass else table.get), key, value
 
@@ -306,7 +306,7 @@ def _at_attribute(parent: Any, name: str, value: Any) -> Iterator[Look]:
         return
     yield own.__contains__, name, False
     for table in module_tables(parent):
-        if name in table or isinstance(value, Missing):
+        if name in table or isinstance(value, Absence):
             yield from _at_key(table, name, table.get(name, MISSING))
     owner = owner_of(type(parent), name)
     for kind in type(parent).__mro__[: None if owner is None else type(parent).__mro__.index(owner)]:

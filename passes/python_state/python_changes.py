@@ -12,7 +12,7 @@ from torch import nn
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.python_state.executed_code import line_that_writes, only_updates
 from zbcompile.passes.python_state.premises import attribute, vars_of
-from zbcompile.passes.python_state.reached_values import RECORDED_BY, Reached, slots_of
+from zbcompile.passes.python_state.reached_values import RECORDED_BY, ReachedValue, slots_of
 from zbcompile.passes.python_state.tokens import MISSING, NAMESPACES, PLAIN, token
 
 _OPEN = (type, types.FunctionType, types.SimpleNamespace)  # namespaces to which code adds names
@@ -29,11 +29,11 @@ class PythonChanges:
     ) -> None:
         self._codes, self._problem, self._warning = codes, problem, warning
         self._kept: set[Any] = set()
-        self._undo: list[tuple[Reached, Any]] = []
-        self._known: list[Reached] = []
+        self._undo: list[tuple[ReachedValue, Any]] = []
+        self._known: list[ReachedValue] = []
         self.unsettled: list[str] = []
 
-    def restore(self, found: Collection[Reached], known: Collection[Reached]) -> None:
+    def restore(self, found: Collection[ReachedValue], known: Collection[ReachedValue]) -> None:
         """Judge what forward has changed of what was `found`, and put back what it wrote into what is `known`."""
         for each in found:
             runs = each.code is None or id(each.code) in self._codes
@@ -46,7 +46,7 @@ class PythonChanges:
         if not self.unsettled:  # a hook is often installed together with a flag that says so
             self._put_back_hooks()
 
-    def put_back(self, known: Collection[Reached]) -> None:
+    def put_back(self, known: Collection[ReachedValue]) -> None:
         """As `restore` without a judgement: the trace has failed, and forward may be traced in another way."""
         self._known = _owned(known)
         for each in self._known:
@@ -73,20 +73,22 @@ class PythonChanges:
                 table.clear()
                 table.update(before)
 
-    def _judge_new(self, found: Reached) -> None:
+    def _judge_new(self, found: ReachedValue) -> None:
         """Judge what was never noted as read: the mode of a module, and what a namespace did not have before."""
         value, stored = found.value, found.stored
         if isinstance(value, nn.Module) and value.training is not stored["training"]:
-            self._judge(Reached(f"{found.path}.training", found, "attribute", "training", stored["training"], None))
+            self._judge(
+                ReachedValue(f"{found.path}.training", found, "attribute", "training", stored["training"], None)
+            )
         elif isinstance(value, _OPEN):
             for name in filter(self._is_named, vars(value).keys() - stored.keys()):
-                self._judge(Reached(f"{found.path}.{name}", found, "own", name, MISSING, MISSING))
+                self._judge(ReachedValue(f"{found.path}.{name}", found, "own", name, MISSING, MISSING))
 
     def _is_named(self, name: str) -> bool:
         """Whether code that ran has this name."""
         return name != RECORDED_BY and any(name in code.co_names for code in self._codes.values())
 
-    def _judge(self, found: Reached) -> None:
+    def _judge(self, found: ReachedValue) -> None:
         parent, named = found.parent, _named(found)
         name, codes = _name_of(named), list(self._codes.values())
         if name and name != "training" and only_updates(codes, name):
@@ -102,7 +104,7 @@ class PythonChanges:
         else:
             self._problem(problem)
 
-    def _put_back(self, found: Reached) -> None:
+    def _put_back(self, found: ReachedValue) -> None:
         """Undo what was written into an object."""
         value, stored = found.value, found.stored
         if id(found) in self._kept:
@@ -123,7 +125,7 @@ class PythonChanges:
             if (id(found), str(name)) not in self._kept and (not part or self._is_named(name)):
                 _store(value, own, name, MISSING)
 
-    def _note_write(self, found: Reached, name: str, old: Any) -> None:
+    def _note_write(self, found: ReachedValue, name: str, old: Any) -> None:
         if name not in found.asked and type(old) in PLAIN and isinstance(found.value, nn.Module):
             self._warn_of_change(f"{found.path}.{name}", name)
 
@@ -134,12 +136,12 @@ class PythonChanges:
         )
 
 
-def _owned(known: Collection[Reached]) -> list[Reached]:
+def _owned(known: Collection[ReachedValue]) -> list[ReachedValue]:
     """What has something written in it that can be put back: not what belongs to libraries."""
     return [each for each in known if each.stored is not None and each.step != "module"]
 
 
-def _remembers(found: Reached) -> bool:
+def _remembers(found: ReachedValue) -> bool:
     """Whether a mapping has got more entries, none of them a tensor: results that are looked up next time."""
     value, before = found.value, found.stored
     if not isinstance(value, dict) or any(value.get(key, MISSING) is not each for key, each in before.items()):
@@ -152,14 +154,14 @@ def _has_tensor(value: Any) -> bool:
     return any(isinstance(each, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) for each in items)
 
 
-def _named(found: Reached) -> Reached:
+def _named(found: ReachedValue) -> ReachedValue:
     """The nearest value around this one that code can have a name for."""
     while found.step in ("item", "size", "rest") and found.parent is not None and found.parent.step != "globals":
         found = found.parent
     return found
 
 
-def _name_of(found: Reached) -> str:
+def _name_of(found: ReachedValue) -> str:
     """The name by which code knows a value; "" if it has none, as the default of an argument."""
     if found.step == "cell" and found.parent is not None:
         return str(found.parent.value.__code__.co_freevars[found.key])

@@ -29,7 +29,7 @@ from zbcompile.passes.python_state.tokens import (
     MISSING,
     NAMESPACES,
     PLAIN,
-    Missing,
+    Absence,
     is_followed,
     is_generator,
     is_users,
@@ -60,13 +60,13 @@ _PARTS: Mapping[Any, tuple[str, ...]] = {
 
 
 @dataclass(eq=False)
-class Reached:
+class ReachedValue:
     """A value that forward can reach. `stored` is what it held when it was found, of a module beside it `hooks`, each
     table with what was in it; `asked` are the names read since, `code` is that of the function whose closure it is in.
     """
 
     path: str
-    parent: "Reached | None"
+    parent: "ReachedValue | None"
     step: str
     key: Any
     value: Any
@@ -90,18 +90,24 @@ class Reach:
         self, own: frozenset[int], tensors: Mapping[int, Mapping[str, Any]], patch: Callable[[type], None]
     ) -> None:
         self._own, self._tensors, self._patch = own, tensors, patch
-        self.found: list[Reached] = []
-        self.known: dict[int, Reached] = {}
+        self.found: list[ReachedValue] = []
+        self.known: dict[int, ReachedValue] = {}
         self.globals: dict[str, dict[str, Any]] = {}
         self.generators: dict[str, tuple[Any, Any]] = {}  # with their states when they were found
-        self._namespaces: list[Reached] = []
+        self._namespaces: list[ReachedValue] = []
         self._names: set[str] = set()
         self._asks_classes = self._asks_names = False
 
     def add(
-        self, path: str, parent: Reached | None, step: str, key: Any, value: Any, code: types.CodeType | None = None
-    ) -> Reached:
-        found = Reached(path, parent, step, key, value, token(value), code)
+        self,
+        path: str,
+        parent: ReachedValue | None,
+        step: str,
+        key: Any,
+        value: Any,
+        code: types.CodeType | None = None,
+    ) -> ReachedValue:
+        found = ReachedValue(path, parent, step, key, value, token(value), code)
         self.found.append(found)
         self._follow(found)
         return found
@@ -216,7 +222,7 @@ class Reach:
         if root is None:
             if vars(sys.modules.get(key, types)) is not space:
                 self.globals[key] = space
-            root = self.known[id(space)] = Reached(key, None, "globals", key, space, None, stored={})
+            root = self.known[id(space)] = ReachedValue(key, None, "globals", key, space, None, stored={})
             self.found.append(root)
         for name in names - root.asked:
             root.asked.add(name)
@@ -231,13 +237,13 @@ class Reach:
         """A Python module that is not the user's: what he names of it may be replaced by something else."""
         name = vars(module).get("__name__")
         if id(module) not in self.known and sys.modules.get(str(name)) is module:
-            found = Reached(path, None, "module", name, module, None, stored=vars(module))
+            found = ReachedValue(path, None, "module", name, module, None, stored=vars(module))
             self.known[id(module)] = found
             self.found.append(found)
             self._namespaces.append(found)
             self._name(found, self._names)
 
-    def _name(self, space: Reached, names: set[str]) -> None:
+    def _name(self, space: ReachedValue, names: set[str]) -> None:
         """Code that runs has these names: those of the namespace among them may be read."""
         library = space.step == "module"
         for name in names & (space.stored.keys() - space.asked):
@@ -249,17 +255,17 @@ class Reach:
                 elif isinstance(value, list) and all(type(each) in PLAIN for each in value):
                     self.add(f"{space.path}.{name}", space, "own", name, value)
                 else:
-                    self.found.append(Reached(f"{space.path}.{name}", space, "library", name, value, None))
+                    self.found.append(ReachedValue(f"{space.path}.{name}", space, "library", name, value, None))
             elif not isinstance(value, types.ModuleType) or is_users(value):
                 self.add(f"{space.path}.{name}", space, "own", name, value)
         for name in names & _inherited(space.value) - space.asked:
             space.asked.add(name)
             self.add(f"{space.path}.{name}", space, "own", name, MISSING)  # until a class defines it for itself
 
-    def _follow(self, found: Reached) -> None:
+    def _follow(self, found: ReachedValue) -> None:
         """Look into a value that forward can reach."""
         value = found.value
-        if type(value) in PLAIN or isinstance(value, torch.Tensor | Missing):
+        if type(value) in PLAIN or isinstance(value, torch.Tensor | Absence):
             return
         place = id(vars_of(value)) if isinstance(value, nn.Module) else id(value)
         if place in self.known:
@@ -296,29 +302,29 @@ class Reach:
         if self._asks_names:
             self._note_names(found)
 
-    def _follow_class(self, found: Reached) -> None:
+    def _follow_class(self, found: ReachedValue) -> None:
         if _is_of_users_class(found.value) and id(type(found.value)) not in self.known:
             kind = type(found.value)
             self.add(f"{kind.__module__}.{kind.__qualname__}", found, "class", None, kind)
 
-    def _note_names(self, found: Reached) -> None:
+    def _note_names(self, found: ReachedValue) -> None:
         if _is_of_users_class(found.value) or (isinstance(found.value, type) and is_users(found.value)):
             self.add(f"the names of {found.path}", found, "names", None, step_from(found.value, "names", None))
 
-    def _follow_wrapper(self, found: Reached) -> None:
+    def _follow_wrapper(self, found: ReachedValue) -> None:
         """A function of an extension, and one that keeps its results: it may have computed them before."""
         self._follow_parts(found, "__self__", "__wrapped__")
         inner = getattr(found.value, "__wrapped__", None)
         if isinstance(inner, types.FunctionType) and is_users(inner):
             self.enter(inner.__code__, inner.__globals__)
 
-    def _follow_parts(self, found: Reached, *names: str) -> None:
+    def _follow_parts(self, found: ReachedValue, *names: str) -> None:
         for name in names:
             part = getattr(found.value, name, None)
             if part is not None and not isinstance(part, types.ModuleType):
                 self.add(f"{found.path}.{name}", found, "part", name, part)
 
-    def _follow_module(self, found: Reached) -> None:
+    def _follow_module(self, found: ReachedValue) -> None:
         module: nn.Module = found.value
         found.stored = dict(vars(module))
         found.hooks = [(table, dict(table)) for table in forward_hook_tables(module)]
@@ -333,14 +339,14 @@ class Reach:
         for name, child in children_of(module).items():
             self.add(f"{found.path}.{name}", found, "child", name, child)
 
-    def _follow_state(self, found: Reached) -> None:
+    def _follow_state(self, found: ReachedValue) -> None:
         """The mode and the tensors of a module outside of the model, which are compared nowhere else."""
         self.add(f"{found.path}.training", found, "attribute", "training", found.value.training)
         tensors = self._tensors.get(id(vars(found.value))) or tensors_of(found.value)
         for name, tensor in tensors.items():
             self.add(f"{found.path}.{name}", found, "tensor", name, tensor)
 
-    def _follow_items(self, found: Reached) -> None:
+    def _follow_items(self, found: ReachedValue) -> None:
         value = found.value
         if is_users(type(value)) and type(value).__dictoffset__:
             self._note_names(found)
@@ -356,7 +362,7 @@ class Reach:
         if is_plain:
             self.add(f"{found.path}[{MOST}:]", found, "rest", None, step_from(value, "rest", None))
 
-    def _follow_namespace(self, found: Reached) -> None:
+    def _follow_namespace(self, found: ReachedValue) -> None:
         value = found.value
         if not (isinstance(value, types.SimpleNamespace | threading.local) or is_users(value)):
             return
@@ -369,7 +375,7 @@ class Reach:
             self._follow_parts(found, "__mro__")
             self._follow_class(found)
 
-    def _follow_function(self, found: Reached) -> None:
+    def _follow_function(self, found: ReachedValue) -> None:
         function: types.FunctionType = found.value
         if "registry" in vars(function):  # of functools.singledispatch
             self.add(f"{found.path}.registry", found, "own", "registry", vars(function)["registry"])

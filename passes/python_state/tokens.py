@@ -36,20 +36,20 @@ HOLDERS = (argparse.Namespace, UserDict, UserList, ChainMap, RawConfigParser, *_
 NAMESPACES = (types.ModuleType, type, types.SimpleNamespace, types.FunctionType, threading.local)
 
 
-class Missing:
+class Absence:
     """What is not there."""
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Missing)
+        return isinstance(other, Absence)
 
     def __hash__(self) -> int:
-        return hash(Missing)
+        return hash(Absence)
 
     def __repr__(self) -> str:
         return "nothing"
 
 
-MISSING = Missing()
+MISSING = Absence()
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _constant(value: Any) -> Any:
 
 def token(value: Any) -> Any:
     """What stands for a value in a record."""
-    if isinstance(value, Missing):
+    if isinstance(value, Absence):
         return value
     if type(value) in PLAIN:
         return type(value).__name__, repr(value)  # 1, 1.0 and True are equal, as 0.0 and -0.0 are, but not their graphs

@@ -21,7 +21,7 @@ from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.recompute.budget import Saving, Values, fit, smallest, worth
 from zbcompile.passes.recompute.candidates import ATTOSECONDS, Forward, has_hints, list_values
-from zbcompile.passes.split.joint_graph import Joint, Recomputed
+from zbcompile.passes.split.joint_graph import Joint, Recomputation
 from zbcompile.passes.torch_private import FakeTensorMode
 
 
@@ -47,7 +47,7 @@ def recompute(joint: Joint, policy: Policy = "hints", hardware: Hardware | None 
     if (price := price_of_policy(policy)) is not None:
         saving = worth(values, price * ATTOSECONDS)
     rewritten, again = _Rewriter(forward, saving or _choose(values, policy, joint.stage.index)).run()
-    report = Recomputed(
+    report = Recomputation(
         operations=sum(not is_view(node) for node in again),
         flops=sum(flops[node] for node in again),
         kept_before=forward.kept_bytes,

@@ -33,7 +33,7 @@ from zbcompile.passes.torch_private import FakeTensorMode, functional, make_fx, 
 
 
 @dataclass(frozen=True)
-class Recomputed:
+class Recomputation:
     """What the backward of a stage recomputes, per microbatch: the number of operations of the forward, their FLOPs,
     and the bytes that wait between F and B without and with it."""
 
@@ -57,7 +57,7 @@ class Joint:
     inputs: tuple[tuple[Slot, Node], ...]
     outputs: tuple[tuple[Slot, Node], ...]
     gradient_of_input: Mapping[str, torch.Tensor]
-    recomputed: Recomputed | None = None
+    recomputed: Recomputation | None = None
     deferred: Mapping[str, str] = field(default_factory=dict)
     flow: GradientFlow | None = None
 

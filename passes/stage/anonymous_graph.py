@@ -38,7 +38,7 @@ class BareGraph:
 
 def bare(module: GraphModule) -> BareGraph:
     """The bare form of a piece's graph."""
-    graph, held = Graph(), _Held(module)
+    graph, held = Graph(), _HeldAttributes(module)
     copies: dict[Node, Node] = {}
     for number, node in enumerate([*module.graph.find_nodes(op="placeholder"), *held.tensor_nodes]):
         copies[node] = graph.placeholder(f"arg_{number}")
@@ -60,7 +60,7 @@ def text_of(module: GraphModule) -> str:
     return "\n".join(f"{number} {node.op} {_described(node, numbers, module)}" for node, number in numbers.items())
 
 
-class _Held:
+class _HeldAttributes:
     """The attributes that a graph refers to by name: tensors, and the graphs of branches."""
 
     def __init__(self, module: GraphModule) -> None:

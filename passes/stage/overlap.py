@@ -22,7 +22,7 @@ from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergedPieces:
     """Two pieces as one graph. Its inputs are the first one's, then a function that takes the first one's results, then
     one that returns the second one's inputs; it returns the second one's results."""
 
@@ -47,7 +47,7 @@ def pick(values: list[Any], index: int) -> Any:
     return value
 
 
-def merge(first: Piece, second: Piece) -> Merged:
+def merge(first: Piece, second: Piece) -> MergedPieces:
     """Merge F or B of one stage with B, BW or W of one (the same or another) into one graph."""
     graph = Graph()
     copies: dict[Node, Node] = {}
@@ -58,7 +58,7 @@ def merge(first: Piece, second: Piece) -> Merged:
     for node in [*arriving, *interleave(one, [node for node in other if node not in {*fill}], fill)]:
         done.prepend(node)
     module = LazyGraphModule(_Attributes(first.module, second.module), graph, class_name=first.name + second.name)
-    return Merged(module, first, second)
+    return MergedPieces(module, first, second)
 
 
 def hide_exchanges(piece: Piece) -> Piece:

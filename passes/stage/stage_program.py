@@ -41,7 +41,7 @@ from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter
 from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.split.in_place import replace_writes_into_fresh
-from zbcompile.passes.split.joint_graph import Recomputed
+from zbcompile.passes.split.joint_graph import Recomputation
 from zbcompile.passes.split.saved_bytes import Crossing
 from zbcompile.passes.split.split import Improvement, Split
 from zbcompile.passes.split.subgraphs import Piece
@@ -78,7 +78,7 @@ class StageProgram:
     trained: tuple[str, ...] = ()
     crossing: Crossing = field(default_factory=lambda: Crossing(0, 0, 0, 0, 0))
     improvements: tuple[Improvement, ...] = ()
-    recomputed: Recomputed | None = None
+    recomputed: Recomputation | None = None
     deferred: Mapping[str, str] = field(default_factory=dict)
     flow: GradientFlow | None = field(default=None, repr=False, compare=False)
 

@@ -26,7 +26,7 @@ MANY = 16  # exchanges inside of one step: more are not counted
 Share = Literal["whole", "part", "own", "alike", "loose", "mixed", "unknown"]
 
 
-class Arriving(NamedTuple):
+class IncomingGradient(NamedTuple):
     """A gradient inside of a step: `crossed` is the number of the last exchange that it comes from."""
 
     share: Share
@@ -93,11 +93,11 @@ class GradientKinds:
         return self.of[number]
 
     def _run(self, step: BackwardStep) -> None:
-        gets: dict[Node, Arriving] = {}
+        gets: dict[Node, IncomingGradient] = {}
         origins = frozenset[int]()
         for number, node in step.results:
             behind, crossed, times = self.hidden.get(number, (frozenset({number}), None, 0))
-            gets[node] = Arriving(self._settle(number), crossed, times)
+            gets[node] = IncomingGradient(self._settle(number), crossed, times)
             origins |= behind
         for number, node, replicated in step.arguments:
             before = len(self.faults)
@@ -108,7 +108,9 @@ class GradientKinds:
                 share = "whole"  # DTensor lets one rank alone add what is replicated to a part
             self.added.setdefault(number, []).append((share, node))
 
-    def _through(self, node: Node, gets: Mapping[Node, Arriving], known: dict[Node, Arriving | None]) -> Arriving:
+    def _through(
+        self, node: Node, gets: Mapping[Node, IncomingGradient], known: dict[Node, IncomingGradient | None]
+    ) -> IncomingGradient:
         """What a step makes of the gradients that it `gets`."""
         pending = [node]
         while pending:
@@ -126,9 +128,9 @@ class GradientKinds:
                 pending.pop()
                 if top not in known:
                     known[top] = self._made_by(top, known)
-        return known[node] or Arriving("unknown")
+        return known[node] or IncomingGradient("unknown")
 
-    def _made_by(self, node: Node, known: Mapping[Node, Arriving | None]) -> Arriving | None:
+    def _made_by(self, node: Node, known: Mapping[Node, IncomingGradient | None]) -> IncomingGradient | None:
         copies = getattr(node.target, "overloadpacket", None) is aten.copy
         read = operands_of(node) if copies else node.all_input_nodes
         found = [(each, known[each]) for each in read]
@@ -143,7 +145,7 @@ class GradientKinds:
         group = group_of(node)
         if group == self.forward.dimension:
             local = (exchange := self.forward.exchange(node)) is not None and exchange.what == "none"
-            return crossed if local else Arriving(self._exchanged(node, share), node, crossed.times + 1)
+            return crossed if local else IncomingGradient(self._exchanged(node, share), node, crossed.times + 1)
         if share == "unknown" or (group is not None and is_numbered(group)) or "unknown" in beside:
             return crossed._replace(share="unknown")
         if share in ("whole", "alike") and not is_wait(node):
@@ -173,7 +175,7 @@ class GradientKinds:
         moved: dict[str, Share] = {"gather": "unknown" if share == "whole" else "whole", "permute": "own"}
         return moved.get(exchange.what, "whole" if share == "whole" else "unknown")
 
-    def _arrive(self, number: int, node: Node, found: Arriving, origins: frozenset[int]) -> Share:
+    def _arrive(self, number: int, node: Node, found: IncomingGradient, origins: frozenset[int]) -> Share:
         kind = self.kind(number)
         if kind == "hidden":
             self.hidden[number] = (
@@ -192,7 +194,7 @@ class GradientKinds:
             self.faults.append(PlacementFault(what, found.crossed or node, number))
         return "alike" if found.share in ("whole", "alike") else "own"
 
-    def _unlike(self, found: Arriving, ways: set[ForwardPath], origins: frozenset[int]) -> str:
+    def _unlike(self, found: IncomingGradient, ways: set[ForwardPath], origins: frozenset[int]) -> str:
         """What is wrong with the gradient of a value that differs; "" if nothing is."""
         if found.share == "part":
             return "makes a part of a gradient, which nothing sums before it reaches a value that differs between ranks"

@@ -15,7 +15,7 @@ from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.split import Split
 from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.passes.stage.overlap import Merged
+from zbcompile.passes.stage.overlap import MergedPieces
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 
@@ -67,7 +67,7 @@ def graphs_of(made: Any) -> Iterator[GraphView]:
         inputs = tuple(slot for slot, _ in made.inputs)
         title = f"the joint graph of stage {made.stage.index}"
         yield GraphView("joint", title, made.module, inputs, _outputs_of(made))
-    elif isinstance(made, Merged):
+    elif isinstance(made, MergedPieces):
         inputs = (*made.first.inputs, *(Slot("input", name) for name in ("take", "give")))
         title = f"the pair of {made.first.name} and {made.second.name}"
         yield GraphView("pair", title, made.module, inputs, made.second.outputs)

@@ -16,7 +16,7 @@ from zbcompile.passes.split.saved_bytes import LOSS, Crossing, is_resident
 from zbcompile.passes.split.split import Split
 from zbcompile.passes.split.subgraphs import LATER
 from zbcompile.passes.split.weight_cut import is_cheap
-from zbcompile.passes.stage.overlap import Merged, ask, hand_over, pick
+from zbcompile.passes.stage.overlap import MergedPieces, ask, hand_over, pick
 from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
 from zbcompile.passes.torch_private import is_in_place, storage_key
 from zbcompile.passes.verification.graph_rules import form_of
@@ -204,7 +204,7 @@ def words_covered(made: VocabularyProgram, before: Any) -> Iterator[Break]:
 
 
 @rule("a pair does what its forward and its backward do, each operation once, and nothing else")
-def halves_complete(made: Merged, before: Any) -> Iterator[Break]:
+def halves_complete(made: MergedPieces, before: Any) -> Iterator[Break]:
     (view,) = graphs_of(made)
     halves = (made.first.module.graph, made.second.module.graph)
     wanted = Counter(n.target for graph in halves for n in graph.nodes if n.op == "call_function")

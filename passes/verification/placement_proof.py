@@ -37,7 +37,7 @@ class Axis:
 
 
 @dataclass(frozen=True)
-class Wrong:
+class FaultText:
     """A fault with the parameter, or the other result of the step, that it spoils, and what to do. In the texts {name}
     and {line} stand for what it spoils and for the line of the model, {dimension} for that of the mesh."""
 
@@ -77,7 +77,7 @@ class PlacementProof:
     values: list[ValueKinds] = field(default_factory=list)
     gradients: dict[int, GradientKinds] = field(default_factory=dict)
     shares: dict[str, set[Share]] = field(default_factory=dict)  # of the uses of a parameter
-    wrong: list[Wrong] = field(default_factory=list)
+    wrong: list[FaultText] = field(default_factory=list)
     unknown: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -165,13 +165,13 @@ class PlacementProof:
 
     def _refuse_fault(self, index: int, fault: PlacementFault) -> None:
         remedy = _REMEDIES.get(fault.what.partition(" ")[0], _SUM)
-        self.wrong.append(Wrong(_AT_LINE + fault.what, self._spoiled(index, fault), fault.node, remedy))
+        self.wrong.append(FaultText(_AT_LINE + fault.what, self._spoiled(index, fault), fault.node, remedy))
 
     def _judge_result(self, values: ValueKinds, slot: Slot, node: Node) -> None:
         name = slot.name or LOSS
         if self.axis.means and slot.kind == "loss" and (count := _count_behind(values, node)) is not None:
             what = "{name} is a mean over a count of its own on every rank, and their mean is not that of all: {line}"
-            self.wrong.append(Wrong(what, name, count, _COUNT))
+            self.wrong.append(FaultText(what, name, count, _COUNT))
         expected = not self.axis.averaged if slot.kind == "loss" else self.axis.placement(name) != "shard"
         if expected and not self.axis.own_inputs:
             self._require_equal(values, node, values.of[node], name)
@@ -182,7 +182,7 @@ class PlacementProof:
             self.unknown.add("loss" if name == LOSS else name)
         elif kind == "differing":
             what = "{name} must be the same on all ranks, and is not, because of {line}"
-            self.wrong.append(Wrong(what, name, _first_differing(values, node), _EQUAL))
+            self.wrong.append(FaultText(what, name, _first_differing(values, node), _EQUAL))
 
     def _judge_gradient(self, name: str, shares: set[Share]) -> None:
         word = self.axis.placement(name)
@@ -193,13 +193,13 @@ class PlacementProof:
             self.unknown.add(name)
         elif len(shares) > 1:
             what = "{name} is used where its gradient is whole on every rank, and where it is a part of a sum: {line}"
-            self.wrong.append(Wrong(what, name, node, _SUM))
+            self.wrong.append(FaultText(what, name, node, _SUM))
         elif shares == {"whole"} and word == "partial":
             what = "the gradient of {name} is whole on every rank, and would be summed once more: {line}"
-            self.wrong.append(Wrong(what, name, node, _WHOLE))
+            self.wrong.append(FaultText(what, name, node, _WHOLE))
         elif shares != {"whole"} and word == "replicate":
             what = "every rank computes a part of the gradient of {name}, and nothing sums the parts: {line}"
-            self.wrong.append(Wrong(what, name, node, _PARTIAL))
+            self.wrong.append(FaultText(what, name, node, _PARTIAL))
 
     def _reader(self, name: str) -> Node | None:
         """The first operation, of those whose line is known, that depends on a parameter."""

@@ -13,7 +13,7 @@ import torch
 
 from zbcompile.passes.vocabulary.loss import Values
 from zbcompile.passes.vocabulary.s_t_exponentials import scan_exponentials
-from zbcompile.passes.vocabulary.shard import Parameters, Scanned, Shard, finite, mean_over, without_label
+from zbcompile.passes.vocabulary.shard import Parameters, ScanResults, Shard, finite, mean_over, without_label
 
 Tensor = torch.Tensor
 Label = tuple[Tensor, Tensor]  # see `Shard.local`
@@ -35,7 +35,7 @@ class Scan(NamedTuple):
     mean: Tensor | None = None
 
 
-def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scanned:
+def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> ScanResults:
     """S: `hidden` [tokens, width] is the output layer's input."""
     labels = shard.head.loss.label_of(values)
     label_rows = _label_rows(shard, hidden, own, labels) if shard.barriers == 1 else None
@@ -51,7 +51,7 @@ def scan(shard: Shard, hidden: Tensor, own: Parameters, values: Values) -> Scann
     found = found or _nothing(shard, hidden)
     means = [] if found.mean is None else [found.mean]
     statistics = torch.stack([found.maximum, found.z, found.target, found.total, *means])
-    return Scanned(statistics, found.others, label_rows, found.total_rows, tuple(kept))
+    return ScanResults(statistics, found.others, label_rows, found.total_rows, tuple(kept))
 
 
 def _nothing(shard: Shard, hidden: Tensor) -> Scan:

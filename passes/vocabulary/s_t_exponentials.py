@@ -16,14 +16,14 @@ from collections.abc import Sequence
 
 import torch
 
-from zbcompile.passes.vocabulary.shard import Parameters, Scanned, Shard, Updates, finite, joined, without_label
+from zbcompile.passes.vocabulary.shard import Parameters, ScanResults, Shard, Updates, finite, joined, without_label
 
 Tensor = torch.Tensor
 
 
 def scan_exponentials(
     shard: Shard, hidden: Tensor, own: Parameters, labels: Tensor, label_rows: Tensor | None
-) -> Scanned:
+) -> ScanResults:
     """S: `hidden` [tokens, width] is the output layer's input."""
     logits = [shard.raw_logits(hidden, own, words) for words in shard.tiles()]
     maximum = torch.stack([tile.amax(1) for tile in logits]).amax(0)
@@ -42,7 +42,7 @@ def scan_exponentials(
     if others is not None:
         others = others / torch.where(z > 0, z, 1.0)[:, None]
     statistics = torch.stack([maximum, z, target, torch.zeros_like(z)])
-    return Scanned(statistics, others, label_rows, None, tuple(kept), maximum)
+    return ScanResults(statistics, others, label_rows, None, tuple(kept), maximum)
 
 
 def update_exponentials(

@@ -20,7 +20,7 @@ from zbcompile.passes.vocabulary.output_layer import VocabularyHead
 Tensor = torch.Tensor
 
 
-class Scanned(NamedTuple):
+class ScanResults(NamedTuple):
     """What leaves S.
 
     * `statistics`: [4, tokens], or [5, tokens] with entropies;

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 Kept = tuple[Sequence[Tensor], Tensor | None]  # `raw` and `maximum` of what leaves S
 
 
-class Combined(NamedTuple):
+class ShardResults(NamedTuple):
     """The results of every shard from all statistics: the loss, `coefficients` [5, tokens] for T (the maximum, log z,
     the factor of softmax, the gradient by the label's logit, the factor of the weights), with one barrier its part of
     the input gradient [tokens, width], and the gradients by the loss's `terms` that are no logits."""
@@ -48,19 +48,19 @@ def combine(
     kept: Mapping[str, Tensor],
     values: Values,
     terms: Sequence[Tensor] = (),
-) -> Combined:
+) -> ShardResults:
     """The end of the barrier: `gathered` [shards, 4, tokens], `tangent` the factor of this microbatch's loss."""
     statistics, shares = gather_statistics(shard, gathered, values)
     loss, (a, b, c), of_terms = _differentiate(shard, statistics, tangent, values, terms)
     at_label = a * torch.expm1(statistics.target - statistics.log_z) + (a + b)
     coefficients = torch.stack([statistics.maximum, statistics.log_z, a, at_label, c])
     if shard.barriers == 2:
-        return Combined(loss, coefficients, None, of_terms)
+        return ShardResults(loss, coefficients, None, of_terms)
     share = a * shares[shard.rank] / shares.sum(0)
     part = share[:, None] * kept["others"] + at_label[:, None] * kept["label_rows"]
     if "total_rows" in kept:
         part = part + c[:, None] * kept["total_rows"]
-    return Combined(loss, coefficients, part, of_terms)
+    return ShardResults(loss, coefficients, part, of_terms)
 
 
 def _weight_sums(shard: Shard, values: Values, like: Tensor) -> Tensor:

@@ -141,7 +141,7 @@ def _shortest_cool_down(task: Task, block: Callable[[int, int], Block]) -> Order
     return made[best] if small == task else _reordered(task, _squeezed(task, block), best)
 
 
-class _Squeezed(NamedTuple):
+class _SqueezedBlock(NamedTuple):
     """The repeated block, when its actions begin if each rank runs them as early as it can, and its peak."""
 
     orders: Actions
@@ -149,12 +149,12 @@ class _Squeezed(NamedTuple):
     peak: float
 
 
-def _squeezed(task: Task, block: Callable[[int, int], Block]) -> _Squeezed:
+def _squeezed(task: Task, block: Callable[[int, int], Block]) -> _SqueezedBlock:
     orders = _repeated(task.placement, task.microbatches, block)
-    return _Squeezed(orders, begins(task, orders), max(task.peaks(orders)))
+    return _SqueezedBlock(orders, begins(task, orders), max(task.peaks(orders)))
 
 
-def _reordered(task: Task, squeezed: _Squeezed, cool_down: int) -> Orders:
+def _reordered(task: Task, squeezed: _SqueezedBlock, cool_down: int) -> Orders:
     """The squeezed orders with their idle gaps filled and a cool-down of the last `cool_down` microbatches."""
     reorder = _Reorder(squeezed, task.microbatches - cool_down)
     return dispatch(Floor(task), reorder.choose)
@@ -182,7 +182,7 @@ class _Reorder:
     microbatch `free_from` on, a rank is in its cool-down: backwards as soon as they can, W in the time that is left.
     """
 
-    def __init__(self, squeezed: _Squeezed, free_from: int) -> None:
+    def __init__(self, squeezed: _SqueezedBlock, free_from: int) -> None:
         self._orders, self._begins, self._limit = squeezed
         self._free_from = free_from
         self._reached = [0] * len(self._orders)

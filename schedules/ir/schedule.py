@@ -18,7 +18,7 @@ from zbcompile.schedules.ir.kinds import FARTHEST, KINDS
 from zbcompile.schedules.ir.placement import Placement, require_count
 
 
-class Shown:
+class Picturable:
     """In notebooks it is a picture of its steps; those of a schedule take the times of `Costs`' defaults. The package
     says how to `draw`, because the room that draws imports this one."""
 
@@ -52,7 +52,7 @@ def require_ways(ways: Iterable[Iterable[Any]], stages: int) -> tuple[Way, ...]:
 
 
 @dataclass(frozen=True)
-class Schedule(Shown):
+class Schedule(Picturable):
     """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only.
 
     If there are vocabulary passes, `barriers` says what the backward of the last stage waits for: S of every shard (1)
@@ -119,7 +119,7 @@ class Schedule(Shown):
 
 
 @dataclass(frozen=True)
-class Lowered(Shown):
+class Lowered(Picturable):
     """A schedule with its communication: `programs[rank]` is the order with SEND and RECV actions placed in it.
 
     Execution semantics, which `check` proves safe and every runtime must keep: a RECV posts a receive and returns; a

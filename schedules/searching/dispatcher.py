@@ -12,7 +12,7 @@ from zbcompile.schedules.searching.problem import ROUNDING, Problem, Words
 BETWEEN_LOOKS = 2048  # passes that are begun between two looks at the time
 
 
-class Dispatched(NamedTuple):
+class DispatchedOrder(NamedTuple):
     """By rank the passes as they were begun, when each pass ended, and the objective."""
 
     words: Words
@@ -53,7 +53,7 @@ class Direction:
 
     def dispatch(
         self, priority: Sequence[float], patience: float, late: Callable[[], bool] = bool
-    ) -> Dispatched | None:
+    ) -> DispatchedOrder | None:
         """Every rank runs, of what it may begin soon, the pass of least priority. It waits for one that arrives up to
         `patience` times the time in which the first of the others could end. None if memory admits no order, or if
         `late()` before the end."""
@@ -107,7 +107,7 @@ class _Dispatch:
         self.wakes = [(time, rank) for rank, time in enumerate(self.free)]
         heapify(self.wakes)
 
-    def result(self, late: Callable[[], bool]) -> Dispatched | None:
+    def result(self, late: Callable[[], bool]) -> DispatchedOrder | None:
         words: Words = [[] for _ in self.free]
         begun = 0
         wakes, free, priority = self.wakes, self.free, self.priority
@@ -129,7 +129,7 @@ class _Dispatch:
                 return None
         if sum(map(len, words)) < len(self.time):
             return None
-        return Dispatched(words, self.end, max(map(sum, zip(free, self.way.offset, strict=True))))
+        return DispatchedOrder(words, self.end, max(map(sum, zip(free, self.way.offset, strict=True))))
 
     def _choice(self, now: float, rank: int, priority: Sequence[float]) -> tuple[float, int, int] | None:
         """When to begin which head of the rank."""

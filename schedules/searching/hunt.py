@@ -51,7 +51,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchResult:
     """What a search has found.
 
     * `schedule`, called "auto", and its `simulation`; `bound`: no order of any admitted placement is shorter under the
@@ -278,7 +278,7 @@ class Hunt:
                 least, simulation = peak, simulate(_schedule_of(each), each.problem.costs, self.noise)
                 yield simulation, simulation.schedule
 
-    def found(self, frontier: bool = False) -> Found:
+    def found(self, frontier: bool = False) -> SearchResult:
         best = min(self._shortest(), key=_fullest)
         problem = best.problem
         simulation = simulate(_schedule_of(best), problem.costs, self.noise)
@@ -291,7 +291,9 @@ class Hunt:
         made = best.origin, self.budget.made, self.budget.spent
         named = tuple(sorted(self.named.get(problem, ()), key=lambda each: each[0]))
         curve = tuple(self._frontier()) if frontier else ()
-        return Found(simulation.schedule, simulation, bound, objective, *made, self.names, placements, named, curve)
+        return SearchResult(
+            simulation.schedule, simulation, bound, objective, *made, self.names, placements, named, curve
+        )
 
 
 def _schedule_of(candidate: Candidate) -> Schedule:

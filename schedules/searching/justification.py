@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from zbcompile.schedules.searching.annealing import draws_of
 from zbcompile.schedules.searching.clock import Order, PassTimes
-from zbcompile.schedules.searching.dispatcher import Direction, Dispatched
+from zbcompile.schedules.searching.dispatcher import Direction, DispatchedOrder
 from zbcompile.schedules.searching.problem import Problem, Words
 
 PATIENCE = (0, 0.3, 0.5, 0.8, 1)
@@ -80,7 +80,7 @@ class Justifier:
             if each and each.value <= self.value + self.generator.expovariate(1) * FORGIVEN * self.unit:
                 self._go_on_from(each, ahead)
 
-    def _dispatched(self, forward: bool, priority: Sequence[float]) -> Dispatched | None:
+    def _dispatched(self, forward: bool, priority: Sequence[float]) -> DispatchedOrder | None:
         way = self.forward if forward else self.backward
         found = way.dispatch(priority, self.generator.choice(PATIENCE))
         if found and found.value < self.best:
@@ -88,7 +88,7 @@ class Justifier:
             self.best_words = found.words if forward else [word[::-1] for word in found.words]
         return found
 
-    def _go_on_from(self, found: Dispatched, forward: bool) -> None:
+    def _go_on_from(self, found: DispatchedOrder, forward: bool) -> None:
         self.value, begin = found.value, self._begins(found.end)
         self.begin, self.end = begin, found.end
         if not forward:  # its ends are begins

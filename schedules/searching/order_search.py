@@ -7,7 +7,7 @@ from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.noise import Noise, as_noise
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
-from zbcompile.schedules.searching.hunt import Found, Hunt
+from zbcompile.schedules.searching.hunt import Hunt, SearchResult
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.question import problems_of
 from zbcompile.schedules.searching.search_budget import Budget
@@ -26,7 +26,7 @@ def search(
     noise: Noise | float | None = None,
     barriers: int = 1,
     frontier: bool = False,
-) -> Found:
+) -> SearchResult:
     """Search the shortest order of `microbatches` on `ranks`, and say how far from the best it can be.
 
     `costs` are those of the whole model cut into the largest number of stages that may be used, merged for fewer, or a

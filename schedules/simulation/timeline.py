@@ -14,7 +14,7 @@ from zbcompile.schedules.execution.noise import Draw, Noise, as_noise
 from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.schedule import Lowered, Schedule, Shown, parts
+from zbcompile.schedules.ir.schedule import Lowered, Picturable, Schedule, parts
 from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Waits
 
 
@@ -28,7 +28,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Timeline(Shown):
+class Timeline(Picturable):
     """What `simulate` predicts. Times count from the first start, in the unit of the costs.
 
     * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on any rank, then

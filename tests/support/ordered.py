@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from zbcompile.distributed.packing import Buffer
-from zbcompile.distributed.transport import Ordered, Tensors, Transport
+from zbcompile.distributed.transport import OrderedLinks, Tensors, Transport
 from zbcompile.faults.abort import LinkGroup
 from zbcompile.schedules.lowering.edges import Message
 
@@ -71,7 +71,7 @@ class InTurn:
         return Job(self.stream.submit(lambda: self.link.recv(tensors, rank, tag).wait()))
 
 
-def in_turn(channels: Ordered) -> Ordered:
+def in_turn(channels: OrderedLinks) -> OrderedLinks:
     """The same channels, each a stream."""
     outward = {peer: InTurn(link) for peer, link in channels.outward.items()}
-    return Ordered(outward, {peer: InTurn(link) for peer, link in channels.inward.items()})  # type: ignore[arg-type]
+    return OrderedLinks(outward, {peer: InTurn(link) for peer, link in channels.inward.items()})  # type: ignore[arg-type]

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.support.meshes import mesh_of
 from zbcompile.batches.batch import whole_batch
-from zbcompile.compiler.compile_model import draw_step, labels_of, make_manager
+from zbcompile.compiler.compile_model import labels_of, lay_out_step, make_manager
 from zbcompile.distributed.mesh import BATCHES, PARTS
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.placements import placement_of
@@ -64,9 +64,9 @@ def captured(case: Case) -> Captured:
     model, loss, x, y = case.make(mesh)
     labels = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names or ()}
     rules = Parts(model, labels).placements
-    drawn = draw_step(model, whole_batch((x,), {}, y).whole, loss, Choices(), dimensions=labels)
-    canonical, nodes = drawn.canonical, drawn.line.nodes
-    stages = make_manager().run(CUT, canonical, drawn.line, _assigned(nodes, case.stages), case.stages, False)
+    laid_out = lay_out_step(model, whole_batch((x,), {}, y).whole, loss, Choices(), dimensions=labels)
+    canonical, nodes = laid_out.canonical, laid_out.line.nodes
+    stages = make_manager().run(CUT, canonical, laid_out.line, _assigned(nodes, case.stages), case.stages, False)
     flows: list[GradientFlow] = []
     gradients = None
     for stage in reversed(stages):

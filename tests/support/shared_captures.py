@@ -25,7 +25,7 @@ from torch import nn
 
 from tests.support.stored_captures import program_to_bytes, read_or_make
 from zbcompile.batches.batch import Microbatch, whole_batch
-from zbcompile.compiler.compile_model import Drawn, compile_drawn
+from zbcompile.compiler.compile_model import LaidOut, compile_laid_out
 from zbcompile.compiler.inference import Frame, compile_forward
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, choose_sharding
 from zbcompile.model.model_info import facts_of
@@ -186,33 +186,35 @@ def _sharding_once() -> Callable[..., VocabularySharding | None]:
 
 
 def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
-    """As `compile_drawn`, for a line that was drawn before, the same schedule and the same choices."""
+    """As `compile_laid_out`, for a line that was drawn before, the same schedule and the same choices."""
     found = Recent()
 
-    def compiled(model: Any, microbatch: Any, drawn: Drawn, *plan: Any, **more: Any) -> Program:
+    def compiled(model: Any, microbatch: Any, laid_out: LaidOut, *plan: Any, **more: Any) -> Program:
         schedule, choices, seconds, *rest = plan
-        if any(rest) or more.get("observe") or drawn.canonical.captured.groups:
-            return compile_(model, microbatch, drawn, *plan, **more)
-        mesh = tuple(sorted(set(drawn.captured.dimensions.values())))
+        if any(rest) or more.get("observe") or laid_out.canonical.captured.groups:
+            return compile_(model, microbatch, laid_out, *plan, **more)
+        mesh = tuple(sorted(set(laid_out.captured.dimensions.values())))
         decided = schedule, repr(choices), tuple(seconds.items()), more.get("edges"), mesh
 
         def make() -> Program:
             with _warnings() as seen:
-                return _stored(drawn, decided, lambda: (compile_(model, microbatch, drawn, *plan, **more), not seen))
+                return _stored(
+                    laid_out, decided, lambda: (compile_(model, microbatch, laid_out, *plan, **more), not seen)
+                )
 
-        made = found.get_or_make((id(drawn.line), id(drawn.sharding), *decided), lambda: (drawn, make()))
-        return replace(made[1], model=facts_of(model, drawn.captured.constants))
+        made = found.get_or_make((id(laid_out.line), id(laid_out.sharding), *decided), lambda: (laid_out, make()))
+        return replace(made[1], model=facts_of(model, laid_out.captured.constants))
 
     return compiled
 
 
-def _stored(drawn: Drawn, decided: tuple[Any, ...], make: Callable[[], tuple[Program, bool]]) -> Program:
+def _stored(laid_out: LaidOut, decided: tuple[Any, ...], make: Callable[[], tuple[Program, bool]]) -> Program:
     """The program from the folder of captures, if what was captured can be told. Other ranks read it: for tests in one
     process writing costs more than the few that another process reads."""
-    if drawn.captured.module not in KEYS or not _is_local(drawn.captured) or not dist.is_initialized():
+    if laid_out.captured.module not in KEYS or not _is_local(laid_out.captured) or not dist.is_initialized():
         return make()[0]
-    shards = drawn.sharding and (drawn.sharding.head.weight, drawn.sharding.lookup is None)
-    key = KEYS[drawn.captured.module] + repr(("program", torch.get_num_threads(), decided, shards)).encode()
+    shards = laid_out.sharding and (laid_out.sharding.head.weight, laid_out.sharding.lookup is None)
+    key = KEYS[laid_out.captured.module] + repr(("program", torch.get_num_threads(), decided, shards)).encode()
     return read_or_make(key, lambda _: True, make, program_to_bytes)  # type: ignore[no-any-return]
 
 
@@ -251,7 +253,7 @@ def shared_captures() -> Iterator[None]:
         (canonicalise, _canonical_once()),
         (choose_sharding, _sharding_once()),
         (draw_line, _once_per_object(draw_line)),
-        (compile_drawn, _once_per_plan(compile_drawn)),
+        (compile_laid_out, _once_per_plan(compile_laid_out)),
         (compile_forward, _forward_once(compile_forward)),
     ]
     with contextlib.ExitStack() as stack:

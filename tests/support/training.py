@@ -16,7 +16,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
 from tests.support.pool import Pool
 from tests.support.zoo import ZOO
-from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step
+from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.program.program import Program
 from zbcompile.schedules import build
@@ -83,23 +83,23 @@ def compiled_once(problem: str, exact: bool) -> Iterator[None]:
     """Pipelines of a problem that are made inside: it is captured once per set of answers, and schedules with equal
     stages on equal ranks share one compilation."""
 
-    def draw_once(model: Any, microbatch: Any, *given: Any, **more: Any) -> Drawn:
+    def draw_once(model: Any, microbatch: Any, *given: Any, **more: Any) -> LaidOut:
         known = _DRAWN.setdefault(problem, [])
-        for drawn in known:
-            guards = drawn.captured.guards
+        for laid_out in known:
+            guards = laid_out.captured.guards
             if guards is None or not guards.different(microbatch.tensors):
-                return drawn
-        known.append(draw_step(model, microbatch, *given, **more))
+                return laid_out
+        known.append(lay_out_step(model, microbatch, *given, **more))
         return known[-1]
 
-    def compile_once(model: Any, microbatch: Any, drawn: Any, schedule: Any, *rest: Any, **more: Any) -> Program:
-        guards = drawn.captured.guards
+    def compile_once(model: Any, microbatch: Any, laid_out: Any, schedule: Any, *rest: Any, **more: Any) -> Program:
+        guards = laid_out.captured.guards
         key = (problem, exact, schedule.placement, guards and guards.given.answers)
         if key not in _COMPILED:
-            _COMPILED[key] = compile_drawn(model, microbatch, drawn, schedule, *rest, **more)
+            _COMPILED[key] = compile_laid_out(model, microbatch, laid_out, schedule, *rest, **more)
         return in_order(_COMPILED[key], schedule)
 
-    with mock.patch.multiple("zbcompile.program_cache.programs", draw_step=draw_once, compile_drawn=compile_once):
+    with mock.patch.multiple("zbcompile.program_cache.programs", lay_out_step=draw_once, compile_laid_out=compile_once):
         yield
 
 
@@ -114,7 +114,7 @@ def compiled_for(case: Case) -> Program:
     return next(program for key, program in _COMPILED.items() if key[:3] == wanted)
 
 
-_DRAWN: dict[str, list[Drawn]] = {}
+_DRAWN: dict[str, list[LaidOut]] = {}
 _COMPILED: dict[Any, Program] = {}
 
 

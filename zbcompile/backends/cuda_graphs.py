@@ -41,7 +41,7 @@ class Recording:
 
 
 @dataclass
-class Recorded:
+class RecordedPass:
     """A pass that records itself at its first call, called `title` in messages.
 
     `staying` are the positions of inputs that keep their addresses, `written` those of them that it adds into; `pool`
@@ -129,7 +129,7 @@ def record(title: str, run: Run, piece: Piece, pool: Any) -> Run:
         return run
     kinds = [slot.kind for slot in piece.inputs]
     staying = tuple(i for i, kind in enumerate(kinds) if kind in STAYING)
-    return Recorded(title, run, staying, frozenset(i for i in staying if kinds[i] == "accumulator"), pool)
+    return RecordedPass(title, run, staying, frozenset(i for i in staying if kinds[i] == "accumulator"), pool)
 
 
 def check_cuda_graphs(wanted: bool | str, device: torch.device, backend: str, debug_nan: bool) -> None:

@@ -12,8 +12,8 @@ from zbcompile.batches.example import Example
 from zbcompile.cli.command_line import add_flags, flag_of
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.cli.target import example_from, load_object
-from zbcompile.compiler.compile_example import Inspected, compile_example
-from zbcompile.compiler.compile_model import Drawn
+from zbcompile.compiler.compile_example import CompiledExample, compile_example
+from zbcompile.compiler.compile_model import LaidOut
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
 from zbcompile.options import OPTIONS, Options, is_searched
@@ -22,7 +22,7 @@ from zbcompile.passes.gpu import KIND
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.option import options_of
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
-from zbcompile.passes.pass_list.run_passes import Observer, Ran
+from zbcompile.passes.pass_list.run_passes import Observer, PassRun
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.planning.planner import decide, order_by_graphs, reordered
 from zbcompile.program.program import Program
@@ -96,11 +96,13 @@ def example_of(plan: Plan, mesh: Any = None) -> Example:
         return example_from(plan.maker, plan.target, mesh)
 
 
-def compiled(example: Example, schedule: Schedule, plan: Plan, say: Say, observe: Observer | None = None) -> Inspected:
+def compiled(
+    example: Example, schedule: Schedule, plan: Plan, say: Say, observe: Observer | None = None
+) -> CompiledExample:
     """Compile and `say` which stage is ready (stages with equal graphs are compiled once); `observe` sees what each
     pass makes. If it fails torch prints whole graphs, which only `--debug` shows."""
 
-    def watch(ran: Ran) -> None:
+    def watch(ran: PassRun) -> None:
         if ran.name == STAGE_PASSES[-1].name:
             say(f"compiled stage {ran.stage} of 0 to {schedule.stages - 1}")
         if observe is not None:
@@ -129,11 +131,11 @@ class ExamplePlanner:
     def __init__(self, provisional: Schedule, options: Options, announce: Say) -> None:
         self.provisional, self.options, self.announce = provisional, options, announce
 
-    def decide(self, drawn: Drawn, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]:
+    def decide(self, laid_out: LaidOut, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]:
         """The fastest layout that fits."""
         asked = self.options
         settings = asked.choices, (), asked.chunks, asked.search_seconds, seconds
-        self.choice = decide(drawn, self.provisional, *settings, announce=self.announce)[0]
+        self.choice = decide(laid_out, self.provisional, *settings, announce=self.announce)[0]
         layout = self.choice.layout
         return self.choice.order, layout.within(asked.choices), layout.edges
 

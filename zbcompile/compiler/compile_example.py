@@ -13,7 +13,7 @@ import torch
 
 from zbcompile.batches.batch import Microbatch, whole_batch
 from zbcompile.batches.example import Example
-from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, redraw, whole_of
+from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_again, lay_out_step, whole_of
 from zbcompile.compiler.inference import Computation, Frame, compile_forward
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
@@ -29,24 +29,25 @@ _NOT_THE_MODELS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
 
 
 @dataclass(frozen=True)
-class Inspected:
+class CompiledExample:
     """A compiled example. `dropped` names outputs that training does not keep, `warnings` what capturing warned of.
 
-    `drawn` is the captured step, `seconds` the measured times by which it was cut; a program that was read has neither.
+    `laid_out` is the captured step, `seconds` the measured times by which it was cut; a program that was read has
+    neither.
     """
 
     example: Example
     program: Program
     dropped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    drawn: Drawn | None = None
+    laid_out: LaidOut | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class Planner(Protocol):
     """Chooses the layout of a captured step, and the order of what it was compiled to."""
 
-    def decide(self, drawn: Drawn, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]: ...
+    def decide(self, laid_out: LaidOut, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]: ...
     def finish(self, program: Program) -> Program: ...
 
 
@@ -56,7 +57,7 @@ def compile_example(
     choices: Choices,
     observe: Observer | None = None,
     planner: Planner | None = None,
-) -> Inspected:
+) -> CompiledExample:
     """Compile the training step of `example` for `schedule`; raises CompileError if the model cannot be compiled.
 
     `observe` sees what each pass makes of the model, and of each distinct stage. A `planner` replaces the schedule.
@@ -69,16 +70,18 @@ def compile_example(
 
     microbatch, loss = one_microbatch(example), example.loss or loss_of_model
     with _warnings() as seen:
-        drawn = draw_step(example.model, microbatch, loss, choices, None if planner else schedule, observe)
-        seconds = measure_line(whole_of(drawn).line if planner else drawn.line) if choices.balance == "measured" else {}
+        laid_out = lay_out_step(example.model, microbatch, loss, choices, None if planner else schedule, observe)
+        seconds = (
+            measure_line(whole_of(laid_out).line if planner else laid_out.line) if choices.balance == "measured" else {}
+        )
         edges = None
         if planner is not None:
-            schedule, choices, edges = planner.decide(drawn, seconds)
-            drawn = whole_of(drawn) if choices.vocab == "off" else drawn
-        step = example.model, microbatch, drawn, schedule, choices, seconds
-        program = compile_drawn(*step, observe=observe, edges=edges)
+            schedule, choices, edges = planner.decide(laid_out, seconds)
+            laid_out = whole_of(laid_out) if choices.vocab == "off" else laid_out
+        step = example.model, microbatch, laid_out, schedule, choices, seconds
+        program = compile_laid_out(*step, observe=observe, edges=edges)
         program = planner.finish(program) if planner else program
-    return Inspected(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), drawn, seconds)
+    return CompiledExample(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), laid_out, seconds)
 
 
 def compile_example_forward(example: Example, computes: str, frame: Frame) -> Program:
@@ -92,23 +95,23 @@ def compile_example_forward(example: Example, computes: str, frame: Frame) -> Pr
         return compile_forward(example.model, microbatch, Computation(computes), frame)
 
 
-def compile_again(inspected: Inspected, schedule: Schedule, choices: Choices) -> Program:
+def compile_again(inspected: CompiledExample, schedule: Schedule, choices: Choices) -> Program:
     """The program of the same captured step for another schedule or other choices; raises as `compile_example`."""
-    if inspected.drawn is None:
+    if inspected.laid_out is None:
         raise PipelineError("a program read from a directory cannot be compiled again: it does not hold the model.")
     example, microbatch = inspected.example, one_microbatch(inspected.example)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        drawn = redraw(inspected.drawn, microbatch, choices, schedule)
-        return compile_drawn(example.model, microbatch, drawn, schedule, choices, inspected.seconds)
+        laid_out = lay_out_again(inspected.laid_out, microbatch, choices, schedule)
+        return compile_laid_out(example.model, microbatch, laid_out, schedule, choices, inspected.seconds)
 
 
-def read_saved(folder: Path) -> Inspected:
+def read_saved(folder: Path) -> CompiledExample:
     """The program in a directory, all ranks of it, on whatever machine. Its example has the model's names and shapes
     but no inputs. The operators of other libraries must be defined, but they only run in a step."""
     data = read_manifest(folder)
     program = read_program(folder, data, range(data["ranks"]), torch.device("cpu"), data["operators"], sys.maxsize)
-    return Inspected(Example(module_of(program.model)), program)
+    return CompiledExample(Example(module_of(program.model)), program)
 
 
 def one_microbatch(example: Example) -> Microbatch:

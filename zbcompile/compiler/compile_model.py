@@ -50,7 +50,7 @@ from zbcompile.schedules import Schedule
 
 
 @dataclass(frozen=True)
-class Drawn:
+class LaidOut:
     """A captured training step, as the line of operations that is cut into stages.
 
     If the output layer is sharded over all ranks, `sharding` has it and the loss, and the line ends before them.
@@ -63,7 +63,7 @@ class Drawn:
 
 
 @without_torchs_logs()
-def draw_step(
+def lay_out_step(
     model: nn.Module,
     microbatch: Microbatch,
     loss: LossFunction | None,
@@ -73,7 +73,7 @@ def draw_step(
     dimensions: Mapping[str, str] | None = None,
     given: ForeignAnswers | None = None,
     keep: Kept = "",
-) -> Drawn:
+) -> LaidOut:
     """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`; without
     one it shards what can be sharded, and a search decides (`whole_of`).
 
@@ -94,26 +94,26 @@ def on_mesh(captured: Captured, dimensions: Mapping[str, str]) -> Captured:
     return replace(captured, dimensions=dimensions) if dimensions else captured
 
 
-def whole_of(drawn: Drawn) -> Drawn:
+def whole_of(laid_out: LaidOut) -> LaidOut:
     """The same captured step with its output layer whole."""
-    if drawn.sharding is None:
-        return drawn
-    return Drawn(drawn.captured, drawn.sharding.whole, draw_line(drawn.sharding.whole), None)
+    if laid_out.sharding is None:
+        return laid_out
+    return LaidOut(laid_out.captured, laid_out.sharding.whole, draw_line(laid_out.sharding.whole), None)
 
 
-def redraw(drawn: Drawn, microbatch: Microbatch, choices: Choices, schedule: Schedule) -> Drawn:
+def lay_out_again(laid_out: LaidOut, microbatch: Microbatch, choices: Choices, schedule: Schedule) -> LaidOut:
     """The same captured step for other choices: with the output layer sharded, or not."""
-    whole = drawn.canonical if drawn.sharding is None else drawn.sharding.whole
+    whole = laid_out.canonical if laid_out.sharding is None else laid_out.sharding.whole
     with without_autocast(microbatch):
-        return _drawn(drawn.captured, whole, schedule, choices, make_manager())
+        return _drawn(laid_out.captured, whole, schedule, choices, make_manager())
 
 
 def _drawn(
     captured: Captured, whole: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager
-) -> Drawn:
+) -> LaidOut:
     sharding = choose_sharding(whole, schedule, choices, manager)
     canonical = whole if sharding is None else sharding.trunk
-    return Drawn(captured, canonical, draw_line(canonical), sharding)
+    return LaidOut(captured, canonical, draw_line(canonical), sharding)
 
 
 def without_autocast(microbatch: Microbatch) -> torch.autocast:
@@ -123,10 +123,10 @@ def without_autocast(microbatch: Microbatch) -> torch.autocast:
 
 
 @without_torchs_logs()
-def compile_drawn(
+def compile_laid_out(
     model: nn.Module,
     microbatch: Microbatch,
-    drawn: Drawn,
+    laid_out: LaidOut,
     schedule: Schedule,
     choices: Choices,
     seconds: Mapping[str, float],
@@ -140,7 +140,7 @@ def compile_drawn(
     `observe` sees each pass that is left to do. `edges` are cuts that are already chosen, as numbers of nodes before.
     """
     manager = make_manager(observe)
-    captured, canonical, line, sharding = drawn.captured, drawn.canonical, drawn.line, drawn.sharding
+    captured, canonical, line, sharding = laid_out.captured, laid_out.canonical, laid_out.line, laid_out.sharding
     choices.require_stages(schedule.stages)
     behind = sharding.gradient if sharding else None
     with without_autocast(microbatch):
@@ -175,7 +175,7 @@ def compile_drawn(
         loss_dtype=vocabulary.loss_dtype if vocabulary else _loss_dtype(stages[-1]),
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
         canonical_targets=targets_of(line) if like is None else like.canonical_targets,  # the line that `cuts` are of
-        operations=_operations(drawn),
+        operations=_operations(laid_out),
         guards=captured.guards,
         premises=captured.premises,
         vocabulary=vocabulary,
@@ -222,20 +222,20 @@ def groups_of(canonical: Canonical, programs: Sequence[StageProgram]) -> dict[st
     return {label: name for label, name in names.items() if label in used}
 
 
-def is_drawn_as(program: Program, drawn: Drawn) -> bool:
-    """Whether `drawn` is the graph that `program` was compiled from: then the answers that differ decide nothing."""
-    constants, new = program.model.constants, drawn.captured.constants
+def is_laid_out_as(program: Program, laid_out: LaidOut) -> bool:
+    """Whether `laid_out` is the graph that `program` was compiled from: then the answers that differ decide nothing."""
+    constants, new = program.model.constants, laid_out.captured.constants
     same = constants.keys() == new.keys() and all(torch.equal(constants[name], new[name]) for name in new)
-    return same and program.operations == _operations(drawn)
+    return same and program.operations == _operations(laid_out)
 
 
-def _operations(drawn: Drawn) -> str:
-    graph = (drawn.sharding.whole if drawn.sharding else drawn.canonical).module.graph
+def _operations(laid_out: LaidOut) -> str:
+    graph = (laid_out.sharding.whole if laid_out.sharding else laid_out.canonical).module.graph
     numbers = node_numbers(graph)
     text = "\n".join(call_text(node, numbers) for node in graph.nodes)
-    for call in drawn.captured.functions:  # numbered anew by every capture
+    for call in laid_out.captured.functions:  # numbered anew by every capture
         text = text.replace(repr(call.name), call.text or call.name)
-    text += "with outputs" * (drawn.captured.structure is not None)
+    text += "with outputs" * (laid_out.captured.structure is not None)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

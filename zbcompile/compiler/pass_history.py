@@ -11,7 +11,7 @@ from zbcompile.amounts import format_bytes
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.pass_list.passes_in_order import PASS_NAMES, PASSES
-from zbcompile.passes.pass_list.run_passes import Ran
+from zbcompile.passes.pass_list.run_passes import PassRun
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.saved_bytes import crossing_of
 from zbcompile.passes.split.split import Split, closure
@@ -76,7 +76,7 @@ class PassHistory:
     ran: list[PassCost] = field(default_factory=list)
     made: dict[tuple[str, int | None], Any] = field(default_factory=dict)
 
-    def __call__(self, ran: Ran) -> None:
+    def __call__(self, ran: PassRun) -> None:
         in_place = isinstance(ran.before, Captured)  # a canonicalisation: what it was given is no longer there
         before = self.ran[-1].after if in_place else figures_of(ran.before)
         moved = sum(each.operations for each in ran.made.improvements) if isinstance(ran.made, Split) else 0

@@ -41,7 +41,7 @@ class ShardPrice(NamedTuple):
 WHOLE = ShardPrice()  # of an output layer that is not sharded
 
 
-class Known(NamedTuple):
+class PolicyPrices(NamedTuple):
     """The prices of a line for one policy, what waits there for B and for W, and for B once it is remade."""
 
     prices: Prices
@@ -310,10 +310,10 @@ class LinePrices:
         return {}
 
     @cached_property
-    def _by_policy(self) -> dict[Policy, Known]:
+    def _by_policy(self) -> dict[Policy, PolicyPrices]:
         return {}
 
-    def _known(self, policy: Policy) -> Known:
+    def _known(self, policy: Policy) -> PolicyPrices:
         if isinstance(policy, int) or (policy == "hints" and not self._has_hints):  # bytes decide about whole stages
             policy = "off"
         if policy not in self._by_policy:
@@ -322,7 +322,7 @@ class LinePrices:
             prices = price_line(self.canonical, self.line, choices, self.behind, self.made, base)
             count = len(self.line.nodes)
             waiting = (DistinctBytes(uses, count) for uses in (prices.kept, prices.held, prices.residue))
-            self._by_policy[policy] = Known(prices, *waiting)
+            self._by_policy[policy] = PolicyPrices(prices, *waiting)
         return self._by_policy[policy]
 
     @cached_property

@@ -11,10 +11,10 @@ from zbcompile.distributed.mesh import Mesh, Replicas, new_group
 from zbcompile.distributed.transport import (
     Channels,
     CopiedMessages,
-    Ordered,
+    OrderedLinks,
     PointToPoint,
     ReceiveBuffers,
-    Tagged,
+    TaggedLinks,
     Transport,
     open_channels,
 )
@@ -22,7 +22,7 @@ from zbcompile.distributed.under_way import outlives_its_step
 from zbcompile.env import OF_MESSAGES
 from zbcompile.errors import PipelineError
 from zbcompile.faults.fault_report import Position
-from zbcompile.faults.watchdog import Alone, Watch
+from zbcompile.faults.watchdog import LocalWatch, Watch
 from zbcompile.passes.torch_private import group_called
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.routes import channels_of
@@ -49,7 +49,7 @@ class Ranks:
     device: torch.device
     group: dist.ProcessGroup | None
     everyone: dist.ProcessGroup | None
-    watch: Alone | Watch
+    watch: LocalWatch | Watch
     mesh: Mesh
     replicas: Replicas
     members: Sequence[int]
@@ -120,7 +120,7 @@ class LocalRanks(Ranks):
 
     count: int
     device: torch.device
-    watch: Alone = field(default_factory=lambda: Alone(Position()))
+    watch: LocalWatch = field(default_factory=lambda: LocalWatch(Position()))
     mesh: Mesh = field(default_factory=Mesh)
     replicas: Replicas = field(default_factory=Replicas)
     rank: None = None
@@ -150,7 +150,7 @@ class GroupRanks(Ranks):
     ordered: bool  # messages are told apart only by their order, as with NCCL
     collectives: dist.ProcessGroup | None = None
     hosts: dist.ProcessGroup | None = None  # of replicas over gloo, if `everyone` is a group of devices
-    opened: Ordered | None = None
+    opened: OrderedLinks | None = None
     opened_for: set[Hashable] = field(default_factory=set)  # the needs of the schedules whose channels these are
     rank: int = field(init=False)
 
@@ -202,15 +202,15 @@ class GroupRanks(Ranks):
         """What carries messages between the ranks of a schedule; the first call opens the rank-local channels, a later
         one those that only its schedule needs."""
         if not self.ordered:
-            return Tagged(self.group, microbatches, f"{self.watch.position.doing} ({number})")
+            return TaggedLinks(self.group, microbatches, f"{self.watch.position.doing} ({number})")
         needs = schedule.placement, schedule.ops, schedule.ways
         if self.opened is None or needs not in self.opened_for:
-            found = self.opened or Ordered({}, {})
+            found = self.opened or OrderedLinks({}, {})
             store, pairs = self.watch.board.private_store(self.group), found.missing(channels_of(schedule), self.rank)
             with self.watch.position.waiting("the opening of the channels"):
                 given = self.backend, pairs, self.rank, store, self.device, self.watch.timeout
                 new = open_channels(*given, max_ctas)
-            self.opened = Ordered({**found.outward, **new.outward}, {**found.inward, **new.inward})
+            self.opened = OrderedLinks({**found.outward, **new.outward}, {**found.inward, **new.inward})
             self.opened_for.add(needs)
             self.watch.groups = (*self.watch.groups, *new.links)
         return self.opened

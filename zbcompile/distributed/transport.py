@@ -32,7 +32,7 @@ STAGES = 1024  # of a program with messages to stages that are not the next
 
 
 @dataclass(frozen=True)
-class Tagged:
+class TaggedLinks:
     """One group for all messages, every tensor with its own tag: gloo pairs equal tags by order alone. `send` and
     `receive` start moving one tensor, the `index`-th of a message, and return a work to wait for.
 
@@ -57,7 +57,7 @@ class Tagged:
 
 
 @dataclass(frozen=True)
-class Ordered:
+class OrderedLinks:
     """A link per channel, to and from every peer; messages have no tags, only their order."""
 
     outward: Mapping[int, LinkGroup]
@@ -85,7 +85,7 @@ class Ordered:
         return (*self.outward.values(), *self.inward.values())
 
 
-Channels = Tagged | Ordered
+Channels = TaggedLinks | OrderedLinks
 
 
 def open_channels(
@@ -96,7 +96,7 @@ def open_channels(
     device: torch.device,
     timeout: float,
     max_ctas: int | None = None,
-) -> Ordered:
+) -> OrderedLinks:
     """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use `store`.
 
     Opening one waits for the other end (an NCCL communicator is made by its first operation), so all ranks go through
@@ -117,7 +117,7 @@ def open_channels(
                 outward[destination] = link
             else:
                 inward[source] = link
-    return Ordered(outward, inward)
+    return OrderedLinks(outward, inward)
 
 
 def in_rounds(pairs: Sequence[Pair]) -> Iterator[Pair]:

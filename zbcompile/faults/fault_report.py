@@ -11,7 +11,7 @@ from zbcompile.errors import FaultError
 from zbcompile.schedules.ir.actions import Action
 
 
-class Told:
+class ReportText:
     """A dataclass that travels to other ranks as text."""
 
     def text(self) -> str:
@@ -23,7 +23,7 @@ class Told:
 
 
 @dataclass(frozen=True)
-class Fault(Told):
+class Fault(ReportText):
     """What ended a step: on which rank, in which action, and why; rank None if the store or a connection failed."""
 
     rank: int | None
@@ -85,7 +85,7 @@ class Position:
 
 
 @dataclass(frozen=True)
-class Status(Told):
+class Status(ReportText):
     """A rank's position as others see it; `beat` grows while its process lives, `timeout` is how many seconds it waits
     for others, `closed`: it makes no further calls."""
 

@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Protocol
 
 
-class Terminated(BaseException):
+class TerminationRequest(BaseException):
     """This process was asked to end while it ran a call of a pipeline."""
 
     def __str__(self) -> str:
@@ -28,7 +28,7 @@ def say_at_end(what: object) -> None:
     print(f"zbcompile: {what}", file=file, flush=True)
 
 
-class Watched(Protocol):
+class WatchedPipeline(Protocol):
     """A pipeline that can say what happened."""
 
     def say_before_end(self) -> bool: ...
@@ -42,7 +42,7 @@ class Termination:
     """
 
     def __init__(self) -> None:
-        self.pipelines: weakref.WeakSet[Watched] = weakref.WeakSet()
+        self.pipelines: weakref.WeakSet[WatchedPipeline] = weakref.WeakSet()
         self._asked: float | None = None
         self._open()
         os.register_at_fork(after_in_child=self._leave_to_parent)
@@ -100,7 +100,7 @@ def _handler() -> Termination:
     return Termination()
 
 
-def watch_termination(pipeline: Watched) -> Termination | None:
+def watch_termination(pipeline: WatchedPipeline) -> Termination | None:
     """Tell `pipeline` of SIGTERM as long as it lives. Does nothing and returns None if the user has a handler, or a
     pipe for signals, and on any thread but the main one, which alone can set handlers."""
     found = signal.getsignal(signal.SIGTERM)
@@ -113,7 +113,7 @@ def watch_termination(pipeline: Watched) -> Termination | None:
     return handler
 
 
-def stop_watching(termination: Termination | None, pipeline: Watched) -> None:
+def stop_watching(termination: Termination | None, pipeline: WatchedPipeline) -> None:
     """Tell `pipeline` no longer; with the last pipeline SIGTERM is given back."""
     if termination is not None:
         termination.pipelines.discard(pipeline)
@@ -129,7 +129,7 @@ def not_yet_terminated() -> Iterator[None]:
         return
     try:
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    except Terminated:  # asked just now
+    except TerminationRequest:  # asked just now
         before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield

@@ -23,7 +23,7 @@ from zbcompile.faults.board import Board, SilentStoreError
 from zbcompile.faults.device_progress import DeviceProgress
 from zbcompile.faults.fault_report import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
 from zbcompile.faults.termination import (
-    Terminated,
+    TerminationRequest,
     not_yet_terminated,
     say_at_end,
     stop_watching,
@@ -40,7 +40,7 @@ STRAY = 3.0  # seconds after which ranks that wait in different calls are at fau
 
 
 @dataclass
-class Alone:
+class LocalWatch:
     """All ranks are in this process: nothing can be lost; a failure names its rank and action."""
 
     position: Position
@@ -203,7 +203,7 @@ class Watch:
 
     def _is_of_others(self, error: BaseException) -> bool:
         """Whether another rank may have caused `error`: the end of a connection, or of this process."""
-        return isinstance(error, Terminated) or self._lost_connection(error)
+        return isinstance(error, TerminationRequest) or self._lost_connection(error)
 
     def _lost_connection(self, error: BaseException) -> bool:
         """Whether the process group raised `error`: only it raises while a rank waits or communicates."""
@@ -222,7 +222,7 @@ class Watch:
                 return fault
             end = min(end, time.monotonic() + SILENCE + INTERVAL)
             time.sleep(INTERVAL / 10)
-        if isinstance(error, Terminated):
+        if isinstance(error, TerminationRequest):
             return Fault(rank, self.position.status().where, str(error))
         cause = f"rank {rank} lost its connection to the other ranks, which all show signs of life: {error}"
         return Fault(None, self.position.status().where, cause)
@@ -239,14 +239,14 @@ class Watch:
                 if not self.position.waits:  # torch may be in C++ that ends the process where an exception passes
                     self.fault = self._reason_to_end()
                     say_at_end(self.fault.error())
-                raise Terminated
+                raise TerminationRequest
             return True
         say_at_end((self.fault or self._reason_to_end()).error())  # raised by a call, it may not be printed yet
         return False
 
     def _reason_to_end(self) -> Fault:
         try:
-            return self._find_out(self.position.region, Terminated())
+            return self._find_out(self.position.region, TerminationRequest())
         except RuntimeError:  # the store does not answer
             return self._without_store()
 
@@ -329,7 +329,7 @@ class Watch:
         if asked is not None:
             fault = fault or gone
             if asked > SILENCE + INTERVAL:
-                fault = fault or Fault(rank, self.position.status().where, str(Terminated()))
+                fault = fault or Fault(rank, self.position.status().where, str(TerminationRequest()))
         if waited >= self.timeout + INTERVAL:
             fault = fault or gone or find_late(rank, statuses, self.timeout, not waits)
         return None if fault is None else self.board.post(self.position.region, fault)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from zbcompile.batches.example import Example
 from zbcompile.cli.compile_arguments import RANKS, schedule_of, with_options
-from zbcompile.compiler.compile_example import Inspected
+from zbcompile.compiler.compile_example import CompiledExample
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.request import Prediction, Request, Subject, compile_for, predicted
@@ -53,7 +53,7 @@ class _Comparison:
 
     def __init__(self, example: Example) -> None:
         self._example = example
-        self._compiled: dict[Placement, Inspected] = {}
+        self._compiled: dict[Placement, CompiledExample] = {}
         self._bases: dict[Placement, Basis] = {}
 
     def step(self, request: Request) -> tuple[Program, Prediction]:

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from pathlib import Path
 
-from zbcompile.compiler.compile_example import Inspected
+from zbcompile.compiler.compile_example import CompiledExample
 from zbcompile.compiler.pass_history import OPERATIONS, PassHistory
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.graph_html import operations_of, to_page
@@ -47,7 +47,7 @@ def require_stage(schedule: Schedule, stage: int) -> None:
         )
 
 
-def difference(inspected: Inspected, history: PassHistory, stage: int, first: str, second: str) -> Table:
+def difference(inspected: CompiledExample, history: PassHistory, stage: int, first: str, second: str) -> Table:
     """The changes from one pass to another. A stage that was not compiled itself has another one's graphs."""
     text = history.difference(stage, inspected.program.stages[stage].original, first, second)
     return Table("diff", rows=[[Figure("line", line)] for line in text.splitlines()], picture=text.rstrip("\n"))
@@ -60,7 +60,7 @@ def merge_pairs(program: Program, manager: PassManager) -> None:
         manager.run(OVERLAP, (program.stages[stage].pieces[op], program.stages[other].pieces[other_op]), stage=stage)
 
 
-def graph_text(inspected: Inspected, stage: int, name: str) -> str:
+def graph_text(inspected: CompiledExample, stage: int, name: str) -> str:
     """One graph as a Python module."""
     if name not in inspected.program.stages[stage].pieces:
         raise PipelineError(f"--graph {stage}.{name}: the program is a forward alone, which has no {name}. Ask for F.")
@@ -69,7 +69,7 @@ def graph_text(inspected: Inspected, stage: int, name: str) -> str:
     return print_piece(made.pieces[name], title)
 
 
-def graph_table(inspected: Inspected, stage: int, name: str) -> Table:
+def graph_table(inspected: CompiledExample, stage: int, name: str) -> Table:
     """One graph: as Python for a terminal, as a table of its operations for files."""
     text = graph_text(inspected, stage, name)
     operations = operations_of(inspected.program.stages[stage].pieces[name].module.graph)
@@ -77,7 +77,7 @@ def graph_table(inspected: Inspected, stage: int, name: str) -> Table:
     return Table(f"graph {stage}.{name}", rows=rows, picture=text.rstrip("\n"))
 
 
-def write_graphs(inspected: Inspected, directory: Path) -> list[Path]:
+def write_graphs(inspected: CompiledExample, directory: Path) -> list[Path]:
     """Write every graph as a Python file, and all on one page; return a line that says so."""
     page = directory / "graphs.html"
     page.write_text(to_page(inspected.program, type(inspected.example.model).__name__), encoding="utf-8")

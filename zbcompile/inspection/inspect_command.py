@@ -24,7 +24,7 @@ from zbcompile.inspection.idle_report import critical_table, exchanges, idle_int
 from zbcompile.inspection.report import OtherCompilations, Summary
 from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for, predicted
 from zbcompile.passes.pass_list.run_passes import PassManager
-from zbcompile.prediction.advice import Impossible, Peak
+from zbcompile.prediction.advice import ImpossibleChange, Peak
 from zbcompile.prediction.predict import left_on_last
 from zbcompile.prediction.rank_memory import ReplicaSharding, complete_peak
 from zbcompile.prediction.recompile_trials import run_trials
@@ -180,12 +180,12 @@ def _tried(subject: Subject) -> OtherCompilations:
     if request.quick or now.basis.unit != "s":
         return OtherCompilations(*unsharded)
     reason = ""
-    if inspected.drawn is None:
+    if inspected.laid_out is None:
         reason = "they need the model, which is not here; inspect the function that makes it"
-    elif (operations := len(inspected.drawn.line.nodes)) > MANY_OPERATIONS and not request.thorough:
+    elif (operations := len(inspected.laid_out.line.nodes)) > MANY_OPERATIONS and not request.thorough:
         reason = f"the model has {operations:,} operations, so this takes minutes; --thorough does it"
     if reason:
-        return OtherCompilations(*unsharded, impossible=(Impossible("--recompute, --vocab, other cuts", reason),))
+        return OtherCompilations(*unsharded, impossible=(ImpossibleChange("--recompute, --vocab, other cuts", reason),))
     with quiet(request):
         costs, peak_of = now.basis.costs, lambda program: _peak_of(subject, program)
         return OtherCompilations(*unsharded, *run_trials(inspected, costs, request.say, peak_of, request.fused))

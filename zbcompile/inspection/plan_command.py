@@ -16,7 +16,7 @@ from zbcompile.cli.command_line import Command, flag_of, split_options
 from zbcompile.cli.compile_arguments import Plan, add_plan, example_of, quiet, with_options
 from zbcompile.cli.mesh_parts import DIMENSIONS, Labels, part_of, why_whole
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import draw_step, whole_of
+from zbcompile.compiler.compile_model import lay_out_step, whole_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Choices
@@ -194,9 +194,9 @@ def _captured(
     microbatch, choices = one_microbatch(example), request.options.choices
     _, count = choose_cuts(microbatch.paths, microbatch.leaves, {})
     with quiet(request):
-        drawn = draw_step(example.model, microbatch, example.loss, choices, dimensions=labels)
-        measured = measure_line(whole_of(drawn).line) if choices.balance == "measured" else {}
-    return CapturedStep(drawn, count, _tokens(microbatch, count), measured, tp)
+        laid_out = lay_out_step(example.model, microbatch, example.loss, choices, dimensions=labels)
+        measured = measure_line(whole_of(laid_out).line) if choices.balance == "measured" else {}
+    return CapturedStep(laid_out, count, _tokens(microbatch, count), measured, tp)
 
 
 def _tokens(microbatch: Microbatch, rows: int) -> int:

@@ -4,14 +4,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from zbcompile.amounts import format_change, format_time
-from zbcompile.compiler.compile_example import Inspected
+from zbcompile.compiler.compile_example import CompiledExample
 from zbcompile.inspection.closed_form import with_equal_stages
 from zbcompile.inspection.request import Prediction
 from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
 from zbcompile.passes.machine.flops import without_formula
 from zbcompile.prediction.advice import (
     Alternative,
-    Impossible,
+    ImpossibleChange,
     advice_table,
     alternatives,
     format_idle,
@@ -58,7 +58,7 @@ class OtherCompilations:
     unsharded_step: float | None = None
     redistributed_step: float | None = None
     alternatives: tuple[Alternative, ...] = ()
-    impossible: tuple[Impossible, ...] = ()
+    impossible: tuple[ImpossibleChange, ...] = ()
 
 
 class Summary:
@@ -66,7 +66,7 @@ class Summary:
 
     def __init__(
         self,
-        inspected: Inspected,
+        inspected: CompiledExample,
         prediction: Prediction,
         tried: OtherCompilations = OtherCompilations(),
         sharding: ReplicaSharding = ALONE,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zbcompile.batches.example import Example
 from zbcompile.cli.compile_arguments import Plan, compiled, example_of, schedule_of
-from zbcompile.compiler.compile_example import Inspected, read_saved
+from zbcompile.compiler.compile_example import CompiledExample, read_saved
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.measured_report import StepComparison, compare_step
@@ -94,7 +94,9 @@ def predicted(program: Program, request: Request, basis: Basis | None = None) ->
     return Prediction(basis, simulate(program.schedule, basis.costs), nominal.peak["float32"] if is_nominal else None)
 
 
-def compile_for(example: Example, schedule: Schedule, request: Request, observe: Observer | None = None) -> Inspected:
+def compile_for(
+    example: Example, schedule: Schedule, request: Request, observe: Observer | None = None
+) -> CompiledExample:
     """Compile `example`. `observe` sees what each pass makes."""
     request.say(f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages")
     found = compiled(example, schedule, request, request.say, observe)
@@ -135,7 +137,7 @@ class Subject:
         return schedule_of(self.request, self.record.schedule if of_record and self.record else None)
 
     @cached_property
-    def inspected(self) -> Inspected:
+    def inspected(self) -> CompiledExample:
         if self.is_saved:
             return read_saved(Path(self.request.target))
         return compile_for(self.example, self.schedule, self.request, self.history)

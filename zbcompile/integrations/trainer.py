@@ -106,7 +106,7 @@ class PipelineTrainer(Trainer):
             super()._move_model_to_device(model, device)
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> Any:
-        return Pipelined(self)
+        return PipelineModel(self)
 
     # ---- a batch
 
@@ -277,7 +277,7 @@ class PipelineTrainer(Trainer):
         super().end()
 
 
-class Pipelined:
+class PipelineModel:
     """What Trainer takes for the wrapped model: its modes and gradients, and as a call its evaluation."""
 
     def __init__(self, trainer: PipelineTrainer) -> None:

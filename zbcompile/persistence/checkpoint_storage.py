@@ -40,7 +40,7 @@ def _done(value: Any) -> Any:
     return future
 
 
-class _PlansAsMade:
+class _UnchangedPlans:
     """What both ends leave as torch's planners made it."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
@@ -57,7 +57,7 @@ class _PlansAsMade:
         return False
 
 
-class CheckpointWriter(_PlansAsMade, StorageWriter, AsyncStager):
+class CheckpointWriter(_UnchangedPlans, StorageWriter, AsyncStager):
     """Writes this process's tensors to the file `path`. The first process is then given what all of them contribute, by
     `commit`: `own` and where their tensors are. `working` is entered around both: nothing inside waits for other
     ranks."""
@@ -112,7 +112,7 @@ class CheckpointWriter(_PlansAsMade, StorageWriter, AsyncStager):
             self.commit([each.storage_data for (each,) in results])
 
 
-class CheckpointReader(_PlansAsMade, StorageReader):
+class CheckpointReader(_UnchangedPlans, StorageReader):
     """Reads a checkpoint of this project through `torch.distributed.checkpoint.load(..., storage_reader=)`.
 
     Every tensor that is read is compared with its checksum.

@@ -44,12 +44,12 @@ class StoredTensorAsIs:
 
 
 @dataclass(frozen=True)
-class Described:
+class TensorStandIn:
     """Stands for the file of a tensor of which only the shape is known."""
 
     size: Shape
 
-    def get_slice(self, key: str) -> "Described":
+    def get_slice(self, key: str) -> "TensorStandIn":
         return self
 
     def get_shape(self) -> Shape:
@@ -57,7 +57,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class Converted:
+class TensorConversion:
     """A tensor that transformers makes of others: `pieces` are these, by the pattern of each."""
 
     name: str
@@ -77,7 +77,7 @@ class Converted:
         return _converted(self.target, self.converter, tensors, self.model)[self.name][part]
 
 
-Stored = StoredTensorAsIs | Converted  # a tensor as files hold it
+Stored = StoredTensorAsIs | TensorConversion  # a tensor as files hold it
 
 
 def stored_tensors(model: Any, files: Mapping[str, Any], loading: bool = False) -> dict[str, Stored]:
@@ -121,7 +121,7 @@ def _group(target: str, pieces: list[tuple[str, StoredTensorAsIs]], rules: list[
     described = [(pattern, piece.key, torch.empty(piece.shape, device="meta")) for pattern, piece in pieces]
     made = _converted(target, converter, described, model)
     return {
-        name: Converted(name, tuple(tensor.shape), target, converter, tuple(pieces), model)
+        name: TensorConversion(name, tuple(tensor.shape), target, converter, tuple(pieces), model)
         for name, tensor in made.items()
     }
 

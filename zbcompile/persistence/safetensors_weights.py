@@ -18,7 +18,7 @@ from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
-from zbcompile.persistence.hub_layout import Described, Stored, as_stored, stored_tensors, write_config
+from zbcompile.persistence.hub_layout import Stored, TensorStandIn, as_stored, stored_tensors, write_config
 from zbcompile.persistence.local_tensors import Holding, holding_of, local_part, require_names
 from zbcompile.persistence.safetensors_files import open_safetensors, safetensors_dtype
 from zbcompile.safe_files import regular_file, write_whole
@@ -106,7 +106,7 @@ def _write_parts(
             (target / whole).unlink(missing_ok=True)
     listed = gathered(ranks, {key: (name, tensor.nbytes, tuple(tensor.shape)) for key, tensor in tensors.items()})
     found = {key: (name, size) for part in listed for key, (name, size, _) in part.items()}
-    shapes = {key: Described(shape) for part in listed for key, (*_, shape) in part.items()}
+    shapes = {key: TensorStandIn(shape) for part in listed for key, (*_, shape) in part.items()}
     together(ranks, what, lambda: _sources(target, stored_tensors(model, shapes), holding))
     together(ranks, what, lambda: _write(target / name, tensors) if tensors else None)
     index = {

@@ -65,12 +65,12 @@ class BatchLayout:
         compiled = self._compiled
         what = "searching the layout"
         with compiled.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
-            draw = partial(compiled.drawn, leads=True)
+            draw = partial(compiled.laid_out, leads=True)
             task = self._model, self._options, compiled.ranks, draw, compiled.measured, compiled.make, microbatch
             with readable(self._model):
-                drawn, program = LayoutTrials(*task).run(compiled.schedule, counts)
+                laid_out, program = LayoutTrials(*task).run(compiled.schedule, counts)
         compiled.schedule, compiled.decided = program.schedule, program.choices
-        compiled.searched = drawn, program
+        compiled.searched = laid_out, program
 
 
 def _count_for(batch: Batch, usual: int, rows: int | None) -> int:

@@ -3,13 +3,13 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
-from zbcompile.compiler.compile_model import Drawn
+from zbcompile.compiler.compile_model import LaidOut
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning.layouts import LayoutSearch, rounded
-from zbcompile.planning.planner import Priced
+from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
 from zbcompile.schedules import ScheduleError
 
@@ -53,7 +53,7 @@ class CapturedStep:
     """The step of one of `tensor` ranks that share every matrix, for a microbatch of `rows` rows, with this many
     `tokens` each; `measured` are the times of operations for `balance="measured"`."""
 
-    drawn: Drawn
+    laid_out: LaidOut
     rows: int
     tokens: int = 1
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -80,7 +80,7 @@ def factorisations(
     found: list[PlanRow] = []
     impossible: list[str] = []
     hardware, choices = choices.hardware, on_mesh(choices, step.tensor)
-    priced = Priced(step.drawn, choices, step.measured)
+    priced = PricedStep(step.laid_out, choices, step.measured)
     for size in sizes:
         replicas, beside = places // size, f"tp={step.tensor}, " if step.tensor > 1 else ""
         ring = hardware.collective(replicas, size * step.tensor) if hardware else None

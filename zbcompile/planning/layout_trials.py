@@ -9,7 +9,7 @@ from functools import cached_property
 from torch import nn
 
 from zbcompile.batches.batch import Microbatch
-from zbcompile.compiler.compile_model import Drawn, targets_of, whole_of
+from zbcompile.compiler.compile_model import LaidOut, targets_of, whole_of
 from zbcompile.distributed.agreement import agreed_seconds, from_first, gathered, together
 from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
@@ -33,14 +33,14 @@ class LayoutTrials:
     model: nn.Module
     options: Options
     ranks: Ranks
-    draw: Callable[[Microbatch], Drawn]
-    measure: Callable[[Drawn], dict[str, float]]
+    draw: Callable[[Microbatch], LaidOut]
+    measure: Callable[[LaidOut], dict[str, float]]
     make: Callable[..., Program]
     microbatch: Callable[[int], Microbatch]
-    _drawn: dict[int, Drawn] = field(default_factory=dict, init=False)
+    _drawn: dict[int, LaidOut] = field(default_factory=dict, init=False)
     _refused: dict[int, Exception] = field(default_factory=dict, init=False)
 
-    def run(self, provisional: Schedule, counts: Sequence[int]) -> tuple[Drawn, Program]:
+    def run(self, provisional: Schedule, counts: Sequence[int]) -> tuple[LaidOut, Program]:
         """The captured step and its program, for one of `counts` or for the number of microbatches of `provisional`.
         Raises CaptureError if the step cannot be captured."""
         line, found = self._laid_out(provisional, counts)
@@ -63,7 +63,7 @@ class LayoutTrials:
         assert chosen.plan is not None
         return self._step_of(chosen.plan), chosen
 
-    def _find(self, count: int) -> Drawn | None:
+    def _find(self, count: int) -> LaidOut | None:
         """The step as it is captured for one of that many microbatches. The model may refuse small ones: a batch norm
         needs two rows. None if every rank raises CaptureError, so that no rank takes that number; raises what `draw`
         raises if only some do, or if it fails in another way."""
@@ -78,11 +78,11 @@ class LayoutTrials:
                 self._refused[count] = error
         return self._drawn.get(count)
 
-    def _step_of(self, choice: Choice) -> Drawn:
-        drawn = self._drawn[choice.layout.microbatches]
-        return whole_of(drawn) if choice.layout.vocab == "off" else drawn
+    def _step_of(self, choice: Choice) -> LaidOut:
+        laid_out = self._drawn[choice.layout.microbatches]
+        return whole_of(laid_out) if choice.layout.vocab == "off" else laid_out
 
-    def _laid_out(self, provisional: Schedule, counts: Sequence[int]) -> tuple[Drawn, list[Choice]]:
+    def _laid_out(self, provisional: Schedule, counts: Sequence[int]) -> tuple[LaidOut, list[Choice]]:
         """The captured step that the fastest layout is for, and the layouts, the fastest first."""
         provisional, begun, counts = self._begun(provisional, counts)
         found = self._decided(begun, provisional, counts)
@@ -93,17 +93,17 @@ class LayoutTrials:
             found = self._decided(line, found[0].order, ())
         return line, found
 
-    def _begun(self, provisional: Schedule, counts: Sequence[int]) -> tuple[Schedule, Drawn, Sequence[int]]:
+    def _begun(self, provisional: Schedule, counts: Sequence[int]) -> tuple[Schedule, LaidOut, Sequence[int]]:
         """The number of microbatches to begin with (the usual one or, if the model refuses its microbatches, the
         smallest), its captured step, and the other numbers that may be chosen."""
         usual = provisional.microbatches
-        if (drawn := self._find(usual)) is not None:
-            return provisional, drawn, counts
+        if (laid_out := self._find(usual)) is not None:
+            return provisional, laid_out, counts
         fewer = [count for count in counts if count < usual]
         least = min(fewer, default=usual)
-        if (drawn := self._find(least)) is None:
+        if (laid_out := self._find(least)) is None:
             raise self.ranks.watch.known_to_all(self._refused[usual])
-        return fit_to_count(provisional, self.options, least), drawn, fewer
+        return fit_to_count(provisional, self.options, least), laid_out, fewer
 
     def _in_turn(self, found: Sequence[Choice]) -> list[list[Choice]]:
         """The fastest by prediction, if steps can be tried here with those that come close to it; then each other."""
@@ -111,12 +111,12 @@ class LayoutTrials:
         close = [c for c in fits if self._tries and c.seconds <= CLOSE * found[0].seconds] or fits[:1]
         return [close, *([c] for c in fits if c not in close)]
 
-    def _decided(self, drawn: Drawn, schedule: Schedule, counts: Sequence[int]) -> list[Choice]:
+    def _decided(self, laid_out: LaidOut, schedule: Schedule, counts: Sequence[int]) -> list[Choice]:
         """The first rank decides for all."""
-        options, whole = self.options, whole_of(drawn)
+        options, whole = self.options, whole_of(laid_out)
         settings = counts, options.chunks, options.search_seconds, self.measure(whole), self._link
         return from_first(
-            *(self.ranks, "searching the layout"), lambda: decide(drawn, schedule, options.choices, *settings)
+            *(self.ranks, "searching the layout"), lambda: decide(laid_out, schedule, options.choices, *settings)
         )
 
     @cached_property
@@ -226,6 +226,6 @@ def _seconds(program: Program) -> float:
     return program.plan.tried[0][1] if program.plan else 0.0
 
 
-def _are_alike(one: Drawn | None, other: Drawn) -> bool:
+def _are_alike(one: LaidOut | None, other: LaidOut) -> bool:
     """Whether the steps can be cut at the same places."""
     return one is other or (one is not None and targets_of(one.line) == targets_of(other.line))

@@ -10,7 +10,7 @@ from typing import Any
 from torch.fx import Node
 
 from zbcompile.compiler.block_prices import Made
-from zbcompile.compiler.compile_model import Drawn, whole_of
+from zbcompile.compiler.compile_model import LaidOut, whole_of
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.compiler.prices import LinePrices, ShardPrice
 from zbcompile.compiler.stage_price import running_of
@@ -25,7 +25,7 @@ from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
 from zbcompile.prediction.predict import hardware_of, predicted_costs, prices_of, with_memory
 from zbcompile.program.choice import Choice, Layout
 from zbcompile.program.program import Program
-from zbcompile.schedules import Found, Schedule
+from zbcompile.schedules import Schedule, SearchResult
 from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
 from zbcompile.schedules.execution.memory import most_beside, with_messages
 
@@ -36,7 +36,7 @@ NAMES = 4  # named schedules that can be tried on the ranks
 
 
 def decide(
-    drawn: Drawn,
+    laid_out: LaidOut,
     provisional: Schedule,
     choices: Choices,
     counts: Sequence[int],
@@ -54,7 +54,7 @@ def decide(
     `measured` the times of operations for `balance="measured"`, `link` what connects two ranks if the hardware does not
     say it. Raises PartitionError if nothing fits.
     """
-    lines = Priced(drawn, choices, measured, link).costs(provisional.ranks)
+    lines = PricedStep(laid_out, choices, measured, link).costs(provisional.ranks)
     search = LayoutSearch(lines, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
     found = search.run(SHARE * budget, announce)
     kinds = {_kind(each.layout): each for each in reversed(found)}
@@ -75,11 +75,11 @@ def _kind(layout: Layout) -> tuple[str, int, bool, object]:
 
 
 @dataclass(frozen=True, eq=False)
-class Priced:
+class PricedStep:
     """A captured step priced by its operations, for any number of ranks; `measured` are the times of operations for
     `balance="measured"`, `link` is what connects two ranks if the hardware does not say it."""
 
-    drawn: Drawn
+    laid_out: LaidOut
     choices: Choices
     measured: Mapping[str, float]
     link: Connection | None = None
@@ -89,21 +89,21 @@ class Priced:
         sharded, with one barrier and with two. Of a sharded one every rank has an equal part."""
         asked: tuple[Barriers, ...] = (self.choices.vocab,)
         if self.choices.vocab == "auto":
-            asked = ("off", 1, 2) if self.drawn.sharding and ranks > 1 else ("off",)
+            asked = ("off", 1, 2) if self.laid_out.sharding and ranks > 1 else ("off",)
         return {vocab: self._costs(vocab, ranks) for vocab in asked}
 
     def _costs(self, vocab: Barriers, ranks: int) -> LinePrices:
-        if vocab == "off" or self.drawn.sharding is None:
+        if vocab == "off" or self.laid_out.sharding is None:
             return self._whole
-        return self._trunk.with_shard(_shard(self.drawn.sharding, self._head / ranks, ranks, self.choices, vocab))
+        return self._trunk.with_shard(_shard(self.laid_out.sharding, self._head / ranks, ranks, self.choices, vocab))
 
     @cached_property
     def _whole(self) -> LinePrices:
-        return self._prices(whole_of(self.drawn))
+        return self._prices(whole_of(self.laid_out))
 
     @cached_property
     def _trunk(self) -> LinePrices:
-        return self._prices(self.drawn)
+        return self._prices(self.laid_out)
 
     @cached_property
     def _head(self) -> float:
@@ -116,12 +116,12 @@ class Priced:
     def _made(self) -> Made:
         return {}
 
-    def _prices(self, drawn: Drawn) -> LinePrices:
+    def _prices(self, laid_out: LaidOut) -> LinePrices:
         """Of the whole step or of one without its output layer, which have most blocks in common."""
         hardware, measured = self.choices.hardware, self.measured if self.choices.balance == "measured" else None
         link = hardware.within if hardware else self.link
-        behind = drawn.sharding.gradient if drawn.sharding else None
-        return LinePrices(drawn.canonical, drawn.line, self.choices, measured, behind, self._made, link=link)
+        behind = laid_out.sharding.gradient if laid_out.sharding else None
+        return LinePrices(laid_out.canonical, laid_out.line, self.choices, measured, behind, self._made, link=link)
 
 
 def _shard(sharding: VocabularySharding, seconds: float, ranks: int, choices: Choices, vocab: Barriers) -> ShardPrice:
@@ -183,7 +183,7 @@ def order_by_graphs(
     ]
 
 
-def _names_near(found: Found) -> list[tuple[float, Schedule]]:
+def _names_near(found: SearchResult) -> list[tuple[float, Schedule]]:
     """The named orders that are little longer than the one that was found, shortest first."""
     near = [(float(seconds), order) for seconds, order in found.named if seconds <= NEAR * found.objective]
     near = [each for each in near if each[1].name not in OWN_WEIGHT_ORDER]  # the choice cannot change the bits

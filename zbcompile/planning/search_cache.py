@@ -13,7 +13,7 @@ from zbcompile import schedules
 from zbcompile.backends.compile_cache import cache_folder
 from zbcompile.errors import PipelineError
 from zbcompile.safe_files import write_whole
-from zbcompile.schedules import Costs, Found, Timeline, check, search, simulate
+from zbcompile.schedules import Costs, SearchResult, Timeline, check, search, simulate
 from zbcompile.schedules.ir.files import from_json, to_json
 from zbcompile.schedules.searching.problem import ROUNDING
 
@@ -31,7 +31,7 @@ def cached_search(
     seconds: float,
     moves: int | None = None,
     keep: bool = True,
-) -> Found:
+) -> SearchResult:
     """What `search` finds on one placement, now or when it was asked the same before; errors as there. `keep=False` for
     measured costs, which are never the same again."""
     task = costs, ranks, microbatches, limits, (placement,)
@@ -51,20 +51,20 @@ def cached_search(
     return found
 
 
-def best_name_of(found: Found) -> tuple[str, float] | None:
+def best_name_of(found: SearchResult) -> tuple[str, float] | None:
     """The named schedule that comes nearest, with what it takes; None if none fits."""
     names = {name: seconds for (name, _), seconds in found.names.items()}
     return min(names.items(), key=lambda each: each[1], default=None)
 
 
-def _written(found: Found) -> bytes:
+def _written(found: SearchResult) -> bytes:
     figures = [found.bound, found.objective, found.origin, found.moves, found.seconds]
     tables = [[*name, value] for name, value in found.names.items()], list(found.placements.items())
     near = [(seconds, to_json(order)) for seconds, order in found.named if seconds <= NEAR * found.objective]
     return gzip.compress(json.dumps([figures, *tables, to_json(found.schedule), near], default=float).encode())
 
 
-def _read(file: Path, costs: Costs, limits: Sequence[float] | None) -> Found:
+def _read(file: Path, costs: Costs, limits: Sequence[float] | None) -> SearchResult:
     """Checked and simulated anew, so a file that was changed is no answer."""
     figures, names, placements, text, near = json.loads(gzip.decompress(file.read_bytes()))
     bound, objective, origin, moves, seconds = figures
@@ -74,7 +74,7 @@ def _read(file: Path, costs: Costs, limits: Sequence[float] | None) -> Found:
     named = {(name, on): value for name, on, value in names}
     on = {name: tuple(pair) for name, pair in placements}
     orders = tuple((takes, _simulated(order, costs, limits).schedule) for takes, order in near)
-    return Found(simulation.schedule, simulation, bound, objective, origin, moves, seconds, named, on, orders)
+    return SearchResult(simulation.schedule, simulation, bound, objective, origin, moves, seconds, named, on, orders)
 
 
 def _simulated(text: str, costs: Costs, limits: Sequence[float] | None) -> Timeline:

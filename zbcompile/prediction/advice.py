@@ -34,14 +34,14 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Impossible:
+class ImpossibleChange:
     """A change that is impossible, and the reason."""
 
     option: str
     reason: str
 
 
-def advice_table(found: Sequence[Alternative], limits: str, impossible: Sequence[Impossible] = ()) -> Table:
+def advice_table(found: Sequence[Alternative], limits: str, impossible: Sequence[ImpossibleChange] = ()) -> Table:
     """What limits a step, in words, and changes to it with their predicted effects, those that gain enough first."""
     rows = [
         [

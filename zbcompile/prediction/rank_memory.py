@@ -91,7 +91,7 @@ class ReplicaSharding:
 ALONE = ReplicaSharding()
 
 
-class Held(NamedTuple):
+class HeldBytes(NamedTuple):
     """One moment of a step: bytes of activations, of messages, and of the sums that stages have made so far of a
     gradient to which several contribute; where parameters live divided, of those that are gathered, and of gradients.
     """
@@ -139,7 +139,7 @@ def complete_peak(
 
 
 def _memory(
-    rank: int, program: Program, moments: list[Held], model: Mapping[str, torch.Tensor], sharding: ReplicaSharding
+    rank: int, program: Program, moments: list[HeldBytes], model: Mapping[str, torch.Tensor], sharding: ReplicaSharding
 ) -> RankMemory:
     held = list(_resident(rank, program, model))
     trained = [(value, share) for value, share, trains in held if trains]
@@ -205,7 +205,7 @@ def gathers_of(program: Program, sharding: ReplicaSharding) -> tuple[int, ...]:
     return tuple(sum(step[0] == FETCH for step in own) for own in lowered.programs)
 
 
-class _Divided:
+class _DividedBytes:
     """What a rank holds of parameters that live divided: those that are gathered, less the slices that are in them, and
     gradients. From a stage's first W until the sum of the next stage begins a replica has whole gradients, then its
     part of their sums."""
@@ -273,20 +273,20 @@ def _moments(
     model: Mapping[str, torch.Tensor],
     sharding: ReplicaSharding,
     rank: int,
-) -> Iterator[Held]:
+) -> Iterator[HeldBytes]:
     """What a rank holds while each of its passes runs, and behind it."""
     messages = _Messages(program, rank)
     waiting = 0.0
     sums: dict[int, int] = {}
-    divided = _Divided(program, model, rank, sharding.replicas) if sharding.gathers else None
+    divided = _DividedBytes(program, model, rank, sharding.replicas) if sharding.gathers else None
     own = {"F": [0.0] * len(program.stages), "B": costs.activation, "W": costs.residue, "BW": costs.activation}
     kinds = (*GATHERS, REDUCE) if divided else ()
     lowered = with_updates(program.lowered, kinds, sharding.reshard, program.readers)
-    yield Held(0.0, messages.bytes, 0.0)
+    yield HeldBytes(0.0, messages.bytes, 0.0)
     for action in flatten(lowered.programs[rank]):
         found = list(divided.after(action)) if divided and action.op in COMPUTE else [(0.0, 0.0)]
         if action.op in ONCE:
-            yield from (Held(waiting, messages.bytes, sum(sums.values()), *each) for each in found)
+            yield from (HeldBytes(waiting, messages.bytes, sum(sums.values()), *each) for each in found)
             continue
         messages.before(action)
         if action.op not in COMPUTE:
@@ -297,12 +297,12 @@ def _moments(
             if action.op in ("W", "BW") and action.stage not in sums:
                 sums[action.stage] = _sums(program, model, action.stage)
             before = waiting - own[action.op][action.stage] + needed
-            yield Held(before, messages.bytes, sum(sums.values()), *found[-1])
+            yield HeldBytes(before, messages.bytes, sum(sums.values()), *found[-1])
         waiting += change
-        yield Held(waiting, messages.bytes, sum(sums.values()), *found[-1])
+        yield HeldBytes(waiting, messages.bytes, sum(sums.values()), *found[-1])
         messages.after(action)
     for each in (*divided.finish(), divided.now) if divided else [(0.0, 0.0)]:
-        yield Held(waiting, messages.bytes, sum(sums.values()), *each)
+        yield HeldBytes(waiting, messages.bytes, sum(sums.values()), *each)
 
 
 class _Messages:

@@ -3,11 +3,11 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from zbcompile.compiler.compile_example import Inspected, compile_again
+from zbcompile.compiler.compile_example import CompiledExample, compile_again
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.prediction.advice import Alternative, Impossible, Peak, front, judge
+from zbcompile.prediction.advice import Alternative, ImpossibleChange, Peak, front, judge
 from zbcompile.prediction.predict import factors_of, predicted_costs
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, Placement, Schedule, ScheduleError, Timeline, build, names, simulate
@@ -27,8 +27,8 @@ class Recompilation:
 
 
 def run_trials(
-    inspected: Inspected, costs: Costs, announce: Announce, peak_of: PeakOf, fused: bool = False
-) -> tuple[tuple[Alternative, ...], tuple[Impossible, ...]]:
+    inspected: CompiledExample, costs: Costs, announce: Announce, peak_of: PeakOf, fused: bool = False
+) -> tuple[tuple[Alternative, ...], tuple[ImpossibleChange, ...]]:
     """Compile and predict every change; `costs` are those of the program at hand, in seconds.
 
     Other graphs take as much longer than predicted from their operations (`fused`: see `seconds_of`) as those at hand
@@ -37,7 +37,7 @@ def run_trials(
     now = inspected.program
     costs_of = _costs_like(costs, predicted_costs(now, fused), fused)
     found: list[Alternative] = []
-    impossible: list[Impossible] = []
+    impossible: list[ImpossibleChange] = []
     before = simulate(now.schedule, costs)
     for trial in _trials(now):
         announce(f"trying {trial.option}")
@@ -45,7 +45,7 @@ def run_trials(
             program = compile_again(inspected, trial.schedules[0], trial.choices)
         except (CompileError, ScheduleError) as error:
             reason = str(error).splitlines()[0].removeprefix("vocab=1: ").removesuffix(' Use vocab="off".')
-            impossible.append(Impossible(trial.option, reason))
+            impossible.append(ImpossibleChange(trial.option, reason))
             continue
         found += _judged(trial, program, costs_of(program), before, peak_of)
     return tuple(found), tuple(impossible)

@@ -20,7 +20,7 @@ from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.passes import gpu
 from zbcompile.prediction.predict import predicted_costs
-from zbcompile.profiling.observation import Observed
+from zbcompile.profiling.observation import ObservedPipeline
 from zbcompile.program.step_record import StepRecord, mean_seconds
 from zbcompile.schedules import Schedule, Timeline, simulate
 from zbcompile.schedules.visualization.step_tables import pass_bubble
@@ -86,7 +86,7 @@ class Figures:
 
 @contextmanager
 def monitor(
-    pipe: Observed, every: int = 10, callback: Callable[[Figures], object] = print, slow: float = 1.5
+    pipe: ObservedPipeline, every: int = 10, callback: Callable[[Figures], object] = print, slow: float = 1.5
 ) -> Iterator[None]:
     """Show `Figures` of the steps inside, whenever their number divides by `every`. Every rank must enter it; the first
     one calls `callback`, by default `print`.
@@ -102,7 +102,7 @@ def monitor(
         asked = gathered(pipe.ranks, every)
     if not all(isinstance(each, int) and each >= 1 for each in asked) or len(set(asked)) > 1:
         raise PipelineError(f"monitor(every=): ranks ask for {asked}; expected one whole number of at least 1.")
-    with pipe.observation.watched(_Monitor(pipe, every, callback, Usual(slow))):
+    with pipe.observation.watched(_Monitor(pipe, every, callback, UsualTimes(slow))):
         yield
 
 
@@ -120,10 +120,10 @@ class _Share(NamedTuple):
 
 @dataclass
 class _Monitor:
-    pipe: Observed
+    pipe: ObservedPipeline
     every: int
     callback: Callable[[Figures], object]
-    usual: "Usual"
+    usual: "UsualTimes"
     since: float | None = None  # the first step inside may compile: what is shown begins at its end
     steps: int = 0
     amount: int = 0
@@ -188,7 +188,7 @@ class _Monitor:
 
 
 @dataclass
-class Usual:
+class UsualTimes:
     """What the passes of each rank usually take, and which ranks became slow."""
 
     limit: float

@@ -23,7 +23,7 @@ from zbcompile.schedules.ir.actions import SENDS, Action
 
 
 @dataclass
-class Seen:
+class ProcessRecord:
     """What one process has seen of its ranks; times are on a clock that all ranks share."""
 
     begin: float
@@ -65,17 +65,17 @@ class ActionTimes(Observer):
         live = sum(stage.live_bytes() for stage in run.runs.values())
         self.held.setdefault(run.rank, []).append(live)
 
-    def seen(self, ahead: float = 0.0) -> Seen:
+    def seen(self, ahead: float = 0.0) -> ProcessRecord:
         """Waits for the device. The times are on a clock that this process's clock is `ahead` of."""
         at = self.clock.seconds
         timed = {
             r: [RecordedSpan(str(a), at(s) - ahead, at(e) - ahead) for a, s, e in found]
             for r, found in self.marks.items()
         }
-        return Seen(self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent)
+        return ProcessRecord(self.begin - ahead, time.perf_counter() - ahead, timed, self.held, self.sent)
 
 
-def make_record(times: ActionTimes, parts: Sequence[Seen], in_process: bool) -> StepRecord:
+def make_record(times: ActionTimes, parts: Sequence[ProcessRecord], in_process: bool) -> StepRecord:
     """One record of what all processes have seen, on one clock."""
     started = min(part.begin for part in parts)
     timed = _merged([part.timed for part in parts])
@@ -180,7 +180,7 @@ class Observation:
             self._records.append(self.last_step)
 
 
-class Observed(Protocol):
+class ObservedPipeline(Protocol):
     """A pipeline, as far as its steps are looked at."""
 
     @property

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from zbcompile.profiling.observation import Observed
+from zbcompile.profiling.observation import ObservedPipeline
 from zbcompile.program.step_record import StepRecord
 from zbcompile.schedules.ir.actions import flatten
 from zbcompile.schedules.visualization.chrome_trace import flows
@@ -15,7 +15,7 @@ Event = dict[str, Any]
 
 
 @contextmanager
-def trace(pipe: Observed, path: str | Path) -> Iterator[None]:
+def trace(pipe: ObservedPipeline, path: str | Path) -> Iterator[None]:
     """Record the steps inside and write them to `path` (JSON), on one clock for all ranks. Every rank must enter it;
     the first one writes. Nothing is written if the block raises.
 

@@ -21,7 +21,7 @@ from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.serialization.arguments import DEVICES
 from zbcompile.passes.serialization.graph_modules import on_a_line
 from zbcompile.passes.serialization.guard_data import guards_from_data, guards_to_data
-from zbcompile.passes.split.joint_graph import Recomputed
+from zbcompile.passes.split.joint_graph import Recomputation
 from zbcompile.passes.split.saved_bytes import Crossing
 from zbcompile.passes.split.split import Improvement
 from zbcompile.passes.stage.stage_program import StageProgram
@@ -255,7 +255,7 @@ def outline_from_data(data: dict[str, Any], device: str) -> StageProgram:
         improvements=tuple(from_plain(Improvement, each) for each in data["improvements"]),
         flops=_counts(data["flops"]),
         deferred=data["deferred"],
-        recomputed=from_plain(Recomputed, data["recomputed"]) if data["recomputed"] else None,
+        recomputed=from_plain(Recomputation, data["recomputed"]) if data["recomputed"] else None,
     )
 
 

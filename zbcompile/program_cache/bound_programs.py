@@ -39,7 +39,7 @@ from zbcompile.program_cache.state_dict import stream_state
 from zbcompile.runtime.data_parallel import sums_of
 from zbcompile.runtime.executable import BoundGraphs
 from zbcompile.runtime.stage_plan import prepare_stage
-from zbcompile.runtime.vocabulary_collectives import Ends
+from zbcompile.runtime.vocabulary_collectives import EndRanks
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable, VocabularyShards, make_executable_shards
 from zbcompile.torch_private import fingerprint
 
@@ -307,6 +307,6 @@ class BoundPrograms:
         if program.vocabulary is None or self.shards is None:
             return None
         last = program.schedule.stages - 1
-        ends = Ends(program.rank_of(0), program.rank_of(last), last)
+        ends = EndRanks(program.rank_of(0), program.rank_of(last), last)
         group = self.ranks.collective_group()
         return make_executable_shards(program.vocabulary, self.shards, ends, resident, group, passes)

@@ -24,7 +24,7 @@ from zbcompile.passes.capture.attention_kernels import attention_kernels
 from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.capture.training_step import Kept
-from zbcompile.passes.python_state.premises import Standing
+from zbcompile.passes.python_state.premises import StandingPremises
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.program.program import Program
 from zbcompile.runtime.executable import BoundGraphs, Executable, plan_step
@@ -76,7 +76,7 @@ class Entry:
     number: int
     key: Any
     guards: Guards | None
-    standing: tuple[Standing, ...]
+    standing: tuple[StandingPremises, ...]
     graphs: tuple[BoundGraphs, ...]
     exchanges: frozenset[str]
     evaluates: bool = False
@@ -131,7 +131,7 @@ class ProgramCache:
         self,
         key: Any,
         guards: Guards | None,
-        standing: Iterable[Standing],
+        standing: Iterable[StandingPremises],
         graphs: Iterable[BoundGraphs],
         exchanges: Iterable[str] = (),
         evaluates: bool = False,

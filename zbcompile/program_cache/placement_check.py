@@ -14,7 +14,7 @@ from zbcompile.model.placements import CHOSEN, placement_of
 from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.split.gradient_flow import GradientFlow
-from zbcompile.passes.verification.placement_proof import Axis, PlacementProof, Wrong
+from zbcompile.passes.verification.placement_proof import Axis, FaultText, PlacementProof
 from zbcompile.passes.verification.value_kinds import RULES, texts_of
 from zbcompile.program.program import Program
 
@@ -73,7 +73,7 @@ def _apart(flow: GradientFlow, texts: Sequence[str], others: Sequence[set[str]])
     return {node for node, text in zip(flow.module.graph.nodes, texts, strict=False) if text not in common}
 
 
-def refusal(dimension: str, wrong: Sequence[Wrong]) -> PlacementError:
+def refusal(dimension: str, wrong: Sequence[FaultText]) -> PlacementError:
     """The error for what is wrong along a dimension."""
     first = wrong[0]
     line = source_line(first.node) if first.node is not None else "the model"

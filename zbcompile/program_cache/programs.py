@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from zbcompile.batches.batch import Batch, Microbatch, Microbatches, hint_at_device, hint_at_target, hinting
-from zbcompile.compiler.compile_model import Drawn, compile_drawn, draw_step, is_drawn_as
+from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, is_laid_out_as, lay_out_step
 from zbcompile.compiler.inference import (
     Computation,
     Frame,
@@ -35,7 +35,7 @@ from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.python_state.premises import Standing
+from zbcompile.passes.python_state.premises import StandingPremises
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program, call_of, listed
@@ -80,7 +80,7 @@ class Programs:
         self._model, self._options, self.bound, self.ranks = model, options, bound, bound.ranks
         self.schedule, self.saved = schedule, saved
         self.decided: Choices | None = None  # by a search
-        self.searched: tuple[Drawn, Program] | None = None  # the first step, from a search
+        self.searched: tuple[LaidOut, Program] | None = None  # the first step, from a search
         self.cache = ProgramCache(bound.ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
         self.agreement = StepAgreement(bound.ranks, options.compare_batches)
@@ -152,7 +152,7 @@ class Programs:
         key: Callable[[], Any],
         microbatches: Sequence[Mapping[str, torch.Tensor]],
         what: str,
-        make: Callable[[Sequence[Entry], int | None, str], tuple[Guards | None, list[Standing], Graphs]],
+        make: Callable[[Sequence[Entry], int | None, str], tuple[Guards | None, list[StandingPremises], Graphs]],
         evaluates: bool = False,
     ) -> tuple[list[Entry], list[Entry]]:
         """The entries for microbatches of one `key`, which changes if forward installs hooks when it first runs, and
@@ -242,28 +242,28 @@ class Programs:
 
     def _make_step(
         self, microbatches: Sequence[Microbatch], known: Sequence[Entry], new: int | None, change: str
-    ) -> tuple[Guards | None, list[Standing], Graphs]:
+    ) -> tuple[Guards | None, list[StandingPremises], Graphs]:
         microbatch = microbatches[new or 0]
-        drawn = self.searched[0] if self.searched else self.drawn(microbatch, leads=new is not None)
-        guards = drawn.captured.guards
-        standing = Standing(drawn.captured.premises, {"model": self._model, "loss": self._options.loss})
+        laid_out = self.searched[0] if self.searched else self.laid_out(microbatch, leads=new is not None)
+        guards = laid_out.captured.guards
+        standing = StandingPremises(laid_out.captured.premises, {"model": self._model, "loss": self._options.loss})
         asked = [each.guards for each in known if each.guards]
         reason = (guards.unlike(asked) if guards is not None and asked else "") or change
-        graphs = next((each.graphs for each in known if is_drawn_as(each.graphs[0].program, drawn)), None)
-        return guards, [standing], graphs or (self._compile(microbatch, drawn, reason),)
+        graphs = next((each.graphs for each in known if is_laid_out_as(each.graphs[0].program, laid_out)), None)
+        return guards, [standing], graphs or (self._compile(microbatch, laid_out, reason),)
 
     def _key(self, microbatch: Microbatch) -> Any:
         if self.saved is not None:
             return call_of(microbatch)
         return key_of(self._model, microbatch, self.ranks.device, kept_for(self.outputs))
 
-    def _compile(self, microbatch: Microbatch, drawn: Drawn, reason: str) -> BoundGraphs:
+    def _compile(self, microbatch: Microbatch, laid_out: LaidOut, reason: str) -> BoundGraphs:
         if self.bound.trains and self.ranks.is_first:
             key, known = self._key(microbatch), [each.key for each in self.cache.steps]
             reason = reason or what_is_new(self._model, microbatch, key, known)
             number = f"program {len(self.bound.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
-        program = self._make_program(microbatch, drawn)
+        program = self._make_program(microbatch, laid_out)
         asked = {"what a step returns": keyword(self.outputs), "max_shapes": self._options.max_shapes}
         self.bound.agree_on(program, asked | vars(self._options.step))
         if self.bound.program is None:
@@ -277,27 +277,27 @@ class Programs:
         self.bound.trained |= program.trained
         return self.bound.prepare_step(program)
 
-    def drawn(self, microbatch: Microbatch, leads: bool) -> Drawn:
+    def laid_out(self, microbatch: Microbatch, leads: bool) -> LaidOut:
         """The captured step, with the same answers on all ranks."""
 
-        def draw(given: ForeignAnswers | None) -> Drawn:
+        def draw(given: ForeignAnswers | None) -> LaidOut:
             undecided = is_searched(self._options) and not self.bound.trains and self.decided is None
             schedule = None if undecided else self.schedule
             step = self._model, microbatch, self._options.loss, self._choices(), schedule
             device = partial(hint_at_device, microbatch, self.ranks.device)
             target = partial(hint_at_target, self._model, microbatch, self._options.loss)
             with readable(self._model), hinting(device, target):
-                return draw_step(*step, dimensions=self.ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
+                return lay_out_step(*step, dimensions=self.ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
 
-        return self.cache.capture("capturing", draw, lambda drawn: drawn.captured.guards, leads)
+        return self.cache.capture("capturing", draw, lambda laid_out: laid_out.captured.guards, leads)
 
-    def _make_program(self, microbatch: Microbatch, drawn: Drawn) -> Program:
+    def _make_program(self, microbatch: Microbatch, laid_out: LaidOut) -> Program:
         searched, self.searched = self.searched, None
         if searched is not None:
             _, program = searched
             notice = str(program.plan)  # it has weighed what could be done about uneven stages
         else:
-            program = self.make(microbatch, drawn, self.schedule, self.decided or self._options.choices)
+            program = self.make(microbatch, laid_out, self.schedule, self.decided or self._options.choices)
             notice = program.cuts.overweight if self.bound.program is None else ""
         if self.ranks.is_first and notice:
             print(f"zbcompile: {notice}")
@@ -315,22 +315,22 @@ class Programs:
     def make(
         self,
         microbatch: Microbatch,
-        drawn: Drawn,
+        laid_out: LaidOut,
         schedule: Schedule,
         choices: Choices,
         edges: Sequence[int] | None = None,
     ) -> Program:
-        seconds = self.measured(drawn)
+        seconds = self.measured(laid_out)
 
-        task = self._model, microbatch, drawn, schedule, choices, seconds
+        task = self._model, microbatch, laid_out, schedule, choices, seconds
 
         def compile_() -> Program:
             try:
-                return compile_drawn(*task, self._placed, edges=edges)
+                return compile_laid_out(*task, self._placed, edges=edges)
             except PartitionError:
                 if self.bound.trains or self._placed is None:
                     raise
-                return compile_drawn(*task, edges=edges)  # what an evaluation has placed is in another order
+                return compile_laid_out(*task, edges=edges)  # what an evaluation has placed is in another order
 
         program = replace(together(self.ranks, "compiling", compile_), step=self._options.step)
         return draw_apart(self.ranks, with_proof(self.ranks, program))
@@ -357,11 +357,11 @@ class Programs:
             return replace(choices, vocab="off")
         return choices if choices.vocab in (1, 2) else replace(choices, vocab=1)
 
-    def measured(self, drawn: Drawn) -> dict[str, float]:
+    def measured(self, laid_out: LaidOut) -> dict[str, float]:
         """The times by which the model is cut, the same on all ranks."""
         if self._options.choices.balance != "measured" or self._placed is not None:
             return {}
-        return agreed_seconds(self.ranks, together(self.ranks, "measuring", lambda: measure_line(drawn.line)))
+        return agreed_seconds(self.ranks, together(self.ranks, "measuring", lambda: measure_line(laid_out.line)))
 
     # Evaluations
 
@@ -400,7 +400,7 @@ class Programs:
 
     def _make_forwards(
         self, batch: Batch, wanted: Computation, count: int, known: Sequence[Entry], new: int | None, change: str
-    ) -> tuple[Guards | None, list[Standing], Graphs]:
+    ) -> tuple[Guards | None, list[StandingPremises], Graphs]:
         if change and self.ranks.is_first:
             print(f"zbcompile: compiling {wanted.computes} again for {change}.")
 
@@ -410,7 +410,7 @@ class Programs:
 
         made = self.cache.capture("compiling a forward", compile_, lambda each: each[0].guards, new is not None)
         graphs = {id(each): self._bind_forward(each) for each in {id(each): each for each in made}.values()}
-        standing = [Standing(each.premises, {"model": self._model}) for each in made]
+        standing = [StandingPremises(each.premises, {"model": self._model}) for each in made]
         return made[0].guards, standing, tuple(graphs[id(each)] for each in made)
 
     def _bind_forward(self, program: Program) -> BoundGraphs:

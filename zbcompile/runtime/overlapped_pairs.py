@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.backends.cuda_graphs import Recorded
+from zbcompile.backends.cuda_graphs import RecordedPass
 from zbcompile.backends.placed import PlacedRun
 from zbcompile.backends.types import Run
 from zbcompile.compiler.compile_stage import make_manager
@@ -62,7 +62,7 @@ def _make_run(op: str, other_op: str, one: CompiledStage, other: CompiledStage) 
         merged = make_manager().run(OVERLAP, (one.program.pieces[op], other.program.pieces[other_op]))
         return boxed(merged.module).forward  # type: ignore[no-any-return]
     first, second = one.calls[op].run, other.calls[other_op].run
-    shared = isinstance(first, Recorded | PlacedRun) or isinstance(second, Recorded | PlacedRun)
+    shared = isinstance(first, RecordedPass | PlacedRun) or isinstance(second, RecordedPass | PlacedRun)
     return None if shared or not PAIR_STREAMS.read() else on_two_streams(first, second, one.device, _aside(one.device))
 
 

@@ -24,7 +24,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import Transport
 from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.errors import PipelineError
-from zbcompile.faults.watchdog import Alone, Watch
+from zbcompile.faults.watchdog import LocalWatch, Watch
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.runtime.action_loop import ActionLabels, Observer, RankRun
 from zbcompile.runtime.data_parallel import Reduction, unobserved
@@ -393,7 +393,7 @@ ONCE_ACTIONS = {
 }
 
 
-def _wait(watch: Alone | Watch, work: dist.Work) -> None:
+def _wait(watch: LocalWatch | Watch, work: dist.Work) -> None:
     with watch.apart("the losses of all ranks"):
         complete(work)
 

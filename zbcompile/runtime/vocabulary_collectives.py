@@ -31,7 +31,7 @@ Job = Callable[[], None]
 Held = Callable[[], list[torch.Tensor]]
 
 
-class Ends(NamedTuple):
+class EndRanks(NamedTuple):
     """The ranks of the first and of the last stage, and the number of the latter."""
 
     first: int
@@ -164,7 +164,7 @@ class ShardStep:
 
 
 @dataclass(frozen=True)
-class Arrived:
+class CollectiveWait:
     """Waits for a collective, and adds the gradients of rows that SPREAD has brought before it."""
 
     complete: Job
@@ -181,7 +181,7 @@ class Collectives:
     """Those of one step, among the `shards` of this process by rank."""
 
     program: VocabularyProgram
-    ends: Ends
+    ends: EndRanks
     carrier: InProcess | OverGroup
     transport: Transport
     shards: dict[int, ShardStep] = field(default_factory=dict)
@@ -194,7 +194,7 @@ class Collectives:
         complete = self.carrier.start(
             op, microbatch, partial(_JOBS[op], self, microbatch), partial(self._held, shard, microbatch)
         )
-        arrived = Arrived(complete, shard, len(shard.posted))
+        arrived = CollectiveWait(complete, shard, len(shard.posted))
         for message in self._brought(op, rank, microbatch):
             self.transport.receives[message] = [arrived]
 

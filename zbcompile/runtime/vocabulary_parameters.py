@@ -20,7 +20,7 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.runtime.gradient_sums import WHOLE, Gradients
 from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage, prepare_stage
-from zbcompile.runtime.vocabulary_collectives import Collectives, Ends, InProcess, OverGroup
+from zbcompile.runtime.vocabulary_collectives import Collectives, EndRanks, InProcess, OverGroup
 from zbcompile.torch_private import with_offset, without_overrides
 
 
@@ -136,7 +136,7 @@ class VocabularyExecutable:
 
     program: VocabularyProgram
     shards: Mapping[int, Mapping[int, CompiledStage]]
-    ends: Ends
+    ends: EndRanks
     group: dist.ProcessGroup | None
     rows: VocabularyShards
     stream: gpu.Stream | None
@@ -150,7 +150,7 @@ class VocabularyExecutable:
 def make_executable_shards(
     program: VocabularyProgram,
     shards: VocabularyShards,
-    ends: Ends,
+    ends: EndRanks,
     resident: Mapping[Slot, torch.Tensor],
     group: dist.ProcessGroup | None,
     passes: CompiledPasses,

@@ -19,7 +19,7 @@ from tests.support.functions import WAYS, WIDTH, AsVjp, Needed, Passed, Reversed
 from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.batches.batch import flatten_batch
-from zbcompile.compiler.compile_model import Drawn, draw_step
+from zbcompile.compiler.compile_model import LaidOut, lay_out_step
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.compile_options import Choices
@@ -51,11 +51,11 @@ def nodes_of(pipe: zbcompile.Pipeline) -> Iterator[torch.fx.Node]:
 
 
 @pytest.fixture(scope="module")
-def all_ways() -> tuple[Ways, Drawn]:
+def all_ways() -> tuple[Ways, LaidOut]:
     """A model of all ways, captured once: what is cut and scheduled differently is the same graph."""
     torch.manual_seed(0)
     model, rows = Ways(*WAYS), torch.ones(ROWS, WIDTH)
-    return model, draw_step(model, flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss)
+    return model, lay_out_step(model, flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss)
 
 
 SCHEDULES = {"1f1b": (12, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-v": (2, 8), "dualpipe-v": (3, 8)}
@@ -64,19 +64,19 @@ SCHEDULES = {"1f1b": (12, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-
 @pytest.mark.mostly_slow(every=3, suite=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, Drawn]) -> None:
+def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, LaidOut]) -> None:
     """Every way is the first of a stage or the last of one, under one schedule at least."""
-    model, drawn = all_ways
+    model, laid_out = all_ways
     first, stages = SCHEDULES[schedule]
     cuts = [f"{'steps' if i % 2 else 'norms'}.{first + i * len(WAYS) // stages}" for i in range(stages - 1)]
-    with mock.patch("zbcompile.program_cache.programs.draw_step", return_value=drawn):
+    with mock.patch("zbcompile.program_cache.programs.lay_out_step", return_value=laid_out):
         as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule=schedule, ranks=4, balance=cuts)
 
 
 @pytest.mark.slow
-def test_all_ways_on_one_stage(all_ways: tuple[Ways, Drawn]) -> None:
-    model, drawn = all_ways
-    with mock.patch("zbcompile.program_cache.programs.draw_step", return_value=drawn):
+def test_all_ways_on_one_stage(all_ways: tuple[Ways, LaidOut]) -> None:
+    model, laid_out = all_ways
+    with mock.patch("zbcompile.program_cache.programs.lay_out_step", return_value=laid_out):
         as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule="1f1b")
 
 
@@ -102,8 +102,10 @@ def test_its_memory_is_known_also_where_it_calls_torch_func() -> None:
     kept = []
     for way in ("gradient_in_forward", "torch_func"):
         rows = torch.ones(ROWS, WIDTH)
-        drawn = draw_step(Ways(way), flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss)
-        kept.append(LinePrices(drawn.canonical, drawn.line, Choices()).kept(0, len(drawn.line.nodes)))
+        laid_out = lay_out_step(
+            Ways(way), flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss
+        )
+        kept.append(LinePrices(laid_out.canonical, laid_out.line, Choices()).kept(0, len(laid_out.line.nodes)))
     assert kept[0] >= kept[1] > 0
 
 

@@ -16,7 +16,7 @@ import zbcompile
 from gpt import GPT, next_byte_loss
 from targets import llama, unet
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import Drawn, draw_step
+from zbcompile.compiler.compile_model import LaidOut, lay_out_step
 from zbcompile.compiler.cut_planning import limits_of, plan_cuts
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.compiler.prices import LinePrices
@@ -61,15 +61,15 @@ def _head() -> zbcompile.Example:
     return zbcompile.Example(HeavyHead(12, 512), (torch.randn(64, 16),), loss=F.mse_loss, target=torch.randn(64, 512))
 
 
-def _draw(example: zbcompile.Example) -> Drawn:
-    return draw_step(example.model, one_microbatch(example), example.loss)
+def _draw(example: zbcompile.Example) -> LaidOut:
+    return lay_out_step(example.model, one_microbatch(example), example.loss)
 
 
 @dataclass(frozen=True)
 class Problem:
     """A drawn model and every choice of cuts for a schedule, with what each weighs and the widest boundary."""
 
-    drawn: Drawn
+    laid_out: LaidOut
     schedule: Schedule
 
     @property
@@ -77,39 +77,39 @@ class Problem:
         return [self.schedule.placement.rank(stage) for stage in range(self.schedule.stages)]
 
     def row(self, basis: str = "flops") -> LoadRow:
-        totals = [0.0, *accumulate(loads_of(self.drawn.line, basis, {})[0])]
-        return LoadRow(totals, self.ranks_of, heaviest_piece(totals, [0, *self.places, len(self.drawn.line.nodes)]))
+        totals = [0.0, *accumulate(loads_of(self.laid_out.line, basis, {})[0])]
+        return LoadRow(totals, self.ranks_of, heaviest_piece(totals, [0, *self.places, len(self.laid_out.line.nodes)]))
 
     @property
     def places(self) -> list[int]:
-        return [i + 1 for i, allowed in enumerate(self.drawn.line.allowed[:-1]) if allowed]
+        return [i + 1 for i, allowed in enumerate(self.laid_out.line.allowed[:-1]) if allowed]
 
     def choices(self) -> Sequence[tuple[int, ...]]:
         return list(combinations(self.places, self.schedule.stages - 1))
 
     def plan(self, seconds: Mapping[str, float] | None = None, **choices: Any) -> Cuts:
-        return plan_cuts(self.drawn.canonical, self.drawn.line, self.schedule, Choices(**choices), seconds or {})
+        return plan_cuts(self.laid_out.canonical, self.laid_out.line, self.schedule, Choices(**choices), seconds or {})
 
     def edges(self, cuts: Cuts) -> list[int]:
         return [index + 1 for index in cuts.after]
 
 
-def held_by(drawn: Drawn, schedule: Schedule) -> Callable[[int, Spans], float]:
+def held_by(laid_out: LaidOut, schedule: Schedule) -> Callable[[int, Spans], float]:
     """What a rank holds with its stages at given spans."""
-    found = limits_of(LinePrices(drawn.canonical, drawn.line, Choices()), schedule, Choices(memory=1)).bytes_of
+    found = limits_of(LinePrices(laid_out.canonical, laid_out.line, Choices()), schedule, Choices(memory=1)).bytes_of
     assert found is not None
     return found
 
 
 @pytest.fixture(scope="module")
-def drawn() -> dict[str, Drawn]:
+def laid_out() -> dict[str, LaidOut]:
     made = {"gpt": _gpt(), "head": _head(), "llama": zbcompile.Example(*llama()), "unet": zbcompile.Example(*unet())}
     return {name: _draw(example) for name, example in made.items()}
 
 
-def _problem(drawn: Mapping[str, Drawn], model: str, schedule: tuple[str, int, int | None]) -> Problem:
+def _problem(laid_out: Mapping[str, LaidOut], model: str, schedule: tuple[str, int, int | None]) -> Problem:
     name, ranks, chunks = schedule
-    return Problem(drawn[model], build(name, ranks, 2 * ranks, chunks=chunks))
+    return Problem(laid_out[model], build(name, ranks, 2 * ranks, chunks=chunks))
 
 
 @pytest.mark.slow
@@ -117,10 +117,10 @@ def _problem(drawn: Mapping[str, Drawn], model: str, schedule: tuple[str, int, i
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("model", ["gpt", "head", "unet"])
 def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(
-    model: str, schedule: tuple[str, int, int | None], drawn: dict[str, Drawn]
+    model: str, schedule: tuple[str, int, int | None], laid_out: dict[str, LaidOut]
 ) -> None:
-    problem = _problem(drawn, model, schedule)
-    row, line = problem.row(), problem.drawn.line
+    problem = _problem(laid_out, model, schedule)
+    row, line = problem.row(), problem.laid_out.line
     width = {edge: line.boundary_bytes(edge - 1) for edge in problem.places}
     weighed = [(row.heaviest(cuts), max(width[edge] for edge in cuts)) for cuts in problem.choices()]
     best = min(heaviest for heaviest, _ in weighed)
@@ -131,8 +131,8 @@ def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(
 
 
 @pytest.mark.slow
-def test_parameters_are_balanced(drawn: dict[str, Drawn]) -> None:
-    problem = _problem(drawn, "gpt", ("zb-h1", 3, None))
+def test_parameters_are_balanced(laid_out: dict[str, LaidOut]) -> None:
+    problem = _problem(laid_out, "gpt", ("zb-h1", 3, None))
     row = problem.row("parameters")
     best = min(row.heaviest(cuts) for cuts in problem.choices())
     found = problem.plan(balance="parameters")
@@ -142,10 +142,10 @@ def test_parameters_are_balanced(drawn: dict[str, Drawn]) -> None:
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_what_every_stage_can_make_for_itself_crosses_no_boundary(model: str, drawn: dict[str, Drawn]) -> None:
+def test_what_every_stage_can_make_for_itself_crosses_no_boundary(model: str, laid_out: dict[str, LaidOut]) -> None:
     """Position ids, masks and rotary tables stay at home: what travels has gradients, as the hidden state has."""
-    problem = _problem(drawn, model, ("zb-v", 2, None))
-    line = problem.drawn.line
+    problem = _problem(laid_out, model, ("zb-v", 2, None))
+    line = problem.laid_out.line
     for place in problem.plan().after:
         crossing = line.live[place]
         assert crossing
@@ -155,17 +155,17 @@ def test_what_every_stage_can_make_for_itself_crosses_no_boundary(model: str, dr
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "unet"])
-def test_no_place_is_at_a_view_or_a_tuple(model: str, drawn: dict[str, Drawn]) -> None:
-    line = drawn[model].line
+def test_no_place_is_at_a_view_or_a_tuple(model: str, laid_out: dict[str, LaidOut]) -> None:
+    line = laid_out[model].line
     for node, crossing, allowed in zip(line.nodes, line.live, line.allowed, strict=True):
         if allowed:
             assert is_getitem(node) or not is_view(node)
             assert all(isinstance(value.meta["val"], Tensor) for value in crossing)
 
 
-def test_a_boundary_is_as_narrow_as_asked(drawn: dict[str, Drawn]) -> None:
-    problem = _problem(drawn, "unet", ("zb-h1", 3, None))
-    line = problem.drawn.line
+def test_a_boundary_is_as_narrow_as_asked(laid_out: dict[str, LaidOut]) -> None:
+    problem = _problem(laid_out, "unet", ("zb-h1", 3, None))
+    line = problem.laid_out.line
     widths = sorted(line.boundary_bytes(edge - 1) for edge in problem.places)
     least = widths[1]  # three stages take two cuts
     assert max(problem.plan(boundary_bytes=least).boundary) <= least
@@ -176,13 +176,13 @@ def test_a_boundary_is_as_narrow_as_asked(drawn: dict[str, Drawn]) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=str)
 def test_memory_is_respected_and_the_least_is_named(
-    schedule: tuple[str, int, int | None], drawn: dict[str, Drawn]
+    schedule: tuple[str, int, int | None], laid_out: dict[str, LaidOut]
 ) -> None:
-    problem = _problem(drawn, "gpt", schedule)
-    held = held_by(problem.drawn, problem.schedule)
+    problem = _problem(laid_out, "gpt", schedule)
+    held = held_by(problem.laid_out, problem.schedule)
 
     def fullest(edges: Sequence[int]) -> float:
-        stages_of, length = problem.schedule.placement.stages_of, len(problem.drawn.line.nodes)
+        stages_of, length = problem.schedule.placement.stages_of, len(problem.laid_out.line.nodes)
         return max(held(r, rank_spans(edges, length, stages_of(r))) for r in range(problem.schedule.ranks))
 
     least = min(map(fullest, problem.choices()))
@@ -198,13 +198,13 @@ def test_memory_is_respected_and_the_least_is_named(
 
 
 @pytest.mark.slow
-def test_the_predicted_residents_are_those_of_the_compiled_stages(drawn: dict[str, Drawn]) -> None:
+def test_the_predicted_residents_are_those_of_the_compiled_stages(laid_out: dict[str, LaidOut]) -> None:
     """What waits is what F keeps; parameters count with gradient and two moments."""
     example = _gpt()
     pipe = zbcompile.pipeline(example.model, schedule="1f1b", ranks=2, microbatches=4, loss=example.loss)
     tokens = torch.randint(256, (8, 33))
     program = pipe.compile(tokens[:, :-1].contiguous(), target=tokens[:, 1:].clone()).program
-    line, held = drawn["gpt"].line, held_by(drawn["gpt"], program.schedule)
+    line, held = laid_out["gpt"].line, held_by(laid_out["gpt"], program.schedule)
     sizes = {name: p.numel() * p.element_size() for name, p in example.model.named_parameters()}
     edges = [index + 1 for index in program.cuts.after]
     for rank, stage in enumerate(program.stages):
@@ -229,9 +229,9 @@ def test_distinct_bytes(uses: list[tuple[int, str]], begin: int, length: int) ->
     assert sizes.shrinking(begin, end) == [sizes.within(at + 1, end) for at in range(begin, end)]
 
 
-def test_cuts_by_name(drawn: dict[str, Drawn]) -> None:
-    problem = _problem(drawn, "gpt", ("zb-h1", 3, None))
-    line = problem.drawn.line
+def test_cuts_by_name(laid_out: dict[str, LaidOut]) -> None:
+    problem = _problem(laid_out, "gpt", ("zb-h1", 3, None))
+    line = problem.laid_out.line
     chosen = problem.plan()
     assert problem.plan(balance=chosen.names).after == chosen.after
     found = problem.plan(balance=("blocks.3.mlp_norm", "blocks.1"))
@@ -250,21 +250,21 @@ def test_cuts_by_name(drawn: dict[str, Drawn]) -> None:
         (("blocks.1", "token"), "asks for a cut at 'token'.*The nearest place is after"),
     ],
 )
-def test_wrong_names(names: tuple[str, ...], says: str, drawn: dict[str, Drawn]) -> None:
+def test_wrong_names(names: tuple[str, ...], says: str, laid_out: dict[str, LaidOut]) -> None:
     with pytest.raises(zbcompile.CompileError, match=says):
-        _problem(drawn, "gpt", ("zb-h1", 3, None)).plan(balance=names)
+        _problem(laid_out, "gpt", ("zb-h1", 3, None)).plan(balance=names)
 
 
-def test_named_cuts_keep_the_limits(drawn: dict[str, Drawn]) -> None:
-    problem = _problem(drawn, "gpt", ("zb-h1", 3, None))
+def test_named_cuts_keep_the_limits(laid_out: dict[str, LaidOut]) -> None:
+    problem = _problem(laid_out, "gpt", ("zb-h1", 3, None))
     for limit in ({"boundary_bytes": 8}, {"memory": 8}):
         with pytest.raises(zbcompile.CompileError, match="that balance= names"):
             problem.plan(balance=("blocks.1", "blocks.2"), **limit)
 
 
-def test_measured_times_decide(drawn: dict[str, Drawn]) -> None:
-    problem = _problem(drawn, "gpt", ("zb-h1", 3, None))
-    line = problem.drawn.line
+def test_measured_times_decide(laid_out: dict[str, LaidOut]) -> None:
+    problem = _problem(laid_out, "gpt", ("zb-h1", 3, None))
+    line = problem.laid_out.line
     seconds = measure_line(line)
     computing = [node for node in line.nodes if not is_view(node) and not is_getitem(node)]
     assert set(seconds) == {kernel_key(node) for node in computing}
@@ -277,12 +277,14 @@ def test_measured_times_decide(drawn: dict[str, Drawn]) -> None:
     assert module_paths(line.nodes[slow_head.after[-1] + 1])[-1] in ("norm", "head")  # no block stands beside it
 
 
-def test_a_heavy_head_is_said(drawn: dict[str, Drawn]) -> None:
-    said = _problem(drawn, "head", ("zb-h1", 4, None)).plan().overweight
-    assert re.match(r"stage 2 carries 1\.\d\d times the mean load, .* linear_12 in head alone is 100% of its load", said)
+def test_a_heavy_head_is_said(laid_out: dict[str, LaidOut]) -> None:
+    said = _problem(laid_out, "head", ("zb-h1", 4, None)).plan().overweight
+    assert re.match(
+        r"stage 2 carries 1\.\d\d times the mean load, .* linear_12 in head alone is 100% of its load", said
+    )
     assert "2 ranks (then 1." in said
     assert "vocab=1, which shards an output layer" in said
-    assert _problem(drawn, "gpt", ("zb-h1", 2, None)).plan().overweight == ""
+    assert _problem(laid_out, "gpt", ("zb-h1", 2, None)).plan().overweight == ""
 
 
 def test_a_heavy_head_is_said_once_when_compiling(capsys: pytest.CaptureFixture[str]) -> None:

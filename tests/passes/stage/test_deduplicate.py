@@ -15,7 +15,7 @@ from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.partition.stage_graphs import Stage
-from zbcompile.passes.pass_list.run_passes import Observer, Ran
+from zbcompile.passes.pass_list.run_passes import Observer, PassRun
 from zbcompile.passes.stage import deduplicate
 from zbcompile.passes.stage.deduplicate import compile_distinct
 from zbcompile.passes.stage.print_python import print_piece
@@ -147,7 +147,7 @@ def test_graphs_that_differ_in_more_than_names_are_not_shared(make: Callable[[in
 
 @pytest.mark.slow
 def test_a_stage_is_compiled_once_per_distinct_graph() -> None:
-    seen: list[Ran] = []
+    seen: list[PassRun] = []
     program = _compiled(_gpt(), 4, observe=seen.append)
     joint = [ran.stage for ran in seen if ran.name == "joint"]
     assert sorted(joint) == sorted({stage.original for stage in program.stages})

@@ -12,7 +12,7 @@ import torch
 from torch.fx import Graph, GraphModule
 
 from zbcompile.cli.target import load_example
-from zbcompile.compiler.compile_example import Inspected, compile_example
+from zbcompile.compiler.compile_example import CompiledExample, compile_example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import is_getitem
@@ -29,18 +29,18 @@ LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "llama")
 
 
 @pytest.fixture(scope="module", params=[*LARGE, "unet"])
-def inspected(request: pytest.FixtureRequest) -> Inspected:
+def inspected(request: pytest.FixtureRequest) -> CompiledExample:
     torch.manual_seed(0)
     return compile_example(load_example(f"{TARGETS}:{request.param}"), build("zb-v", 1, 2), Choices())
 
 
 @pytest.fixture(scope="module")
-def exact() -> Inspected:
+def exact() -> CompiledExample:
     torch.manual_seed(0)
     return compile_example(load_example(f"{TARGETS}:gpt"), build("1f1b", 2, 2), Choices(exact=True))
 
 
-def _pieces(inspected: Inspected) -> Iterator[Piece]:
+def _pieces(inspected: CompiledExample) -> Iterator[Piece]:
     """F of all stages, then B and W, then BW, from the last stage to the first."""
     stages = inspected.program.stages
     yield from (stage.pieces["F"] for stage in stages)
@@ -56,7 +56,7 @@ def _run(module: Any, values: list[torch.Tensor]) -> tuple[list[torch.Tensor], l
         return list(module(*own)), own
 
 
-def _model_values(inspected: Inspected) -> dict[Slot, torch.Tensor]:
+def _model_values(inspected: CompiledExample) -> dict[Slot, torch.Tensor]:
     example, values = inspected.example, {Slot("tangent", "loss"): torch.tensor(0.5)}
     inputs = {f"args[{i}]": value for i, value in enumerate(example.args)}
     inputs |= {f"kwargs[{name!r}]": value for name, value in example.kwargs.items()} | {"target": example.target}
@@ -68,7 +68,7 @@ def _model_values(inspected: Inspected) -> dict[Slot, torch.Tensor]:
     return values
 
 
-def _check_same_bits(inspected: Inspected) -> None:
+def _check_same_bits(inspected: CompiledExample) -> None:
     values, saved = _model_values(inspected), {}
     for piece in _pieces(inspected):
         stage = piece.module.__class__.__name__[len(piece.name) :]
@@ -86,16 +86,16 @@ def _check_same_bits(inspected: Inspected) -> None:
 
 @pytest.mark.mostly_slow(every=2, suite=2)
 @pytest.mark.slow
-def test_a_printed_graph_computes_the_same_bits(inspected: Inspected) -> None:
+def test_a_printed_graph_computes_the_same_bits(inspected: CompiledExample) -> None:
     _check_same_bits(inspected)
 
 
 @pytest.mark.slow
-def test_a_printed_graph_of_exact_mode_computes_the_same_bits(exact: Inspected) -> None:
+def test_a_printed_graph_of_exact_mode_computes_the_same_bits(exact: CompiledExample) -> None:
     _check_same_bits(exact)
 
 
-def test_every_operation_says_where_it_is_from(inspected: Inspected) -> None:
+def test_every_operation_says_where_it_is_from(inspected: CompiledExample) -> None:
     for piece in _pieces(inspected):
         for node in piece.module.graph.nodes:
             if node.op == "call_function":
@@ -103,7 +103,7 @@ def test_every_operation_says_where_it_is_from(inspected: Inspected) -> None:
                 assert (origin and str(origin)) or node.meta.get("pass"), f"{piece.name}: {node.name}"
 
 
-def test_origins_are_lines_of_the_model(inspected: Inspected) -> None:
+def test_origins_are_lines_of_the_model(inspected: CompiledExample) -> None:
     origins = [origin_of(node) for piece in _pieces(inspected) for node in piece.module.graph.nodes]
     files = {Path(origin.file).name for origin in origins if origin}
     assert files <= {"gpt.py", "targets.py", "modeling_llama.py", "activations.py", ""}, files
@@ -112,7 +112,7 @@ def test_origins_are_lines_of_the_model(inspected: Inspected) -> None:
             assert origin.code in Path(origin.file).read_text().splitlines()[origin.line - 1]
 
 
-def test_every_statement_has_type_and_size(inspected: Inspected) -> None:
+def test_every_statement_has_type_and_size(inspected: CompiledExample) -> None:
     for piece in _pieces(inspected):
         text = print_piece(piece, "a graph")
         operations = [n for n in piece.module.graph.nodes if n.op == "call_function"]
@@ -123,7 +123,7 @@ def test_every_statement_has_type_and_size(inspected: Inspected) -> None:
         )
 
 
-def test_lines_fit_and_compile(inspected: Inspected) -> None:
+def test_lines_fit_and_compile(inspected: CompiledExample) -> None:
     for piece in _pieces(inspected):
         text = print_piece(piece, "a graph")
         assert max(map(len, text.splitlines())) <= WIDTH

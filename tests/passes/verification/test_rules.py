@@ -21,7 +21,7 @@ from zbcompile.passes.errors import VerificationError
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.pass_list.passes_in_order import OVERLAP, PASSES
-from zbcompile.passes.pass_list.run_passes import Ran
+from zbcompile.passes.pass_list.run_passes import PassRun
 from zbcompile.passes.split.simplify import copy_joint
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import finish_stage
@@ -64,7 +64,7 @@ def made() -> dict[tuple[str, int | None], Made]:
     """What every pass made of `Net`, by pass and stage."""
     found: dict[tuple[str, int | None], Made] = {}
 
-    def note(ran: Ran) -> None:
+    def note(ran: PassRun) -> None:
         found[ran.name, ran.stage] = Made(ran.made, ran.before)
 
     x = torch.randn(4, 8)

@@ -11,7 +11,7 @@ from tests.support.on_gpus import two_gpus, waiting_forbidden
 from tests.support.oracle import Batch
 from tests.support.pool import Pool
 from tests.support.training import problem_of
-from zbcompile.backends.cuda_graphs import Recorded
+from zbcompile.backends.cuda_graphs import RecordedPass
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
 MICROBATCHES, STEPS = 4, 3
@@ -23,7 +23,7 @@ def test_refused_without_a_gpu() -> None:
 
 
 def test_a_tensor_of_the_host_is_not_recorded() -> None:
-    recorded = Recorded("F of stage 0", lambda values: values, staying=(0,), written=frozenset(), pool=None)
+    recorded = RecordedPass("F of stage 0", lambda values: values, staying=(0,), written=frozenset(), pool=None)
     with pytest.raises(zbcompile.PipelineError, match=r"F of stage 0 reads a tensor of shape \[2\] on cpu"):
         recorded([torch.ones(1), torch.ones(2)])
 

@@ -12,8 +12,8 @@ from torch.utils.checkpoint import checkpoint
 import zbcompile
 from targets import gpt, llama
 from tests.support.mesh_targets import layers
-from zbcompile.compiler.compile_example import Inspected, compile_example, one_microbatch
-from zbcompile.compiler.compile_model import compile_drawn, draw_step
+from zbcompile.compiler.compile_example import CompiledExample, compile_example, one_microbatch
+from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
 from zbcompile.compiler.cut_planning import layout_for_makespan, layout_of, score_of
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.compiler.stage_price import StagePrice, running_of
@@ -30,15 +30,15 @@ POLICIES = ["off", "selective", "full"]
 
 
 @pytest.fixture(scope="module", params=["gpt", "llama"])
-def compiled(request: pytest.FixtureRequest) -> Inspected:
+def compiled(request: pytest.FixtureRequest) -> CompiledExample:
     example = gpt() if request.param == "gpt" else zbcompile.Example(*llama())
     return compile_example(example, build("zb-v", 2, 4), Choices())
 
 
-def line_prices(compiled: Inspected, **choices: Any) -> tuple[LinePrices, list[int]]:
-    drawn = compiled.drawn
-    assert drawn is not None
-    prices = LinePrices(drawn.canonical, drawn.line, replace(compiled.program.choices, **choices))
+def line_prices(compiled: CompiledExample, **choices: Any) -> tuple[LinePrices, list[int]]:
+    laid_out = compiled.laid_out
+    assert laid_out is not None
+    prices = LinePrices(laid_out.canonical, laid_out.line, replace(compiled.program.choices, **choices))
     return prices, [after + 1 for after in compiled.program.cuts.after]
 
 
@@ -60,10 +60,10 @@ def test_stages_of_whole_blocks(recompute: Policy) -> None:
     within a whole stage, which may recompute an embedding that a block alone keeps."""
     example, schedule = gpt(), build("1f1b", 3, 4)
     choices = Choices(recompute=recompute, hardware=zbcompile.Hardware.find("h100-sxm"))
-    drawn = draw_step(example.model, one_microbatch(example), example.loss, choices)
-    prices = LinePrices(drawn.canonical, drawn.line, choices)
-    edges = edges_named(drawn.line, ["blocks.1", "blocks.2"], 3)
-    program = compile_drawn(example.model, one_microbatch(example), drawn, schedule, choices, {}, edges=edges)
+    laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, choices)
+    prices = LinePrices(laid_out.canonical, laid_out.line, choices)
+    edges = edges_named(laid_out.line, ["blocks.1", "blocks.2"], 3)
+    program = compile_laid_out(example.model, one_microbatch(example), laid_out, schedule, choices, {}, edges=edges)
     assert_priced(
         prices, program, edges, 0.15 if recompute == "selective" else 0.02, 0.02 if recompute == "off" else 0.12
     )
@@ -75,15 +75,17 @@ def test_prices_of_a_byte_choose_alike_in_blocks_and_in_stages(times: float) -> 
     """Within 1 % in seconds and in bytes, also of the running pass."""
     example, schedule = gpt(), build("1f1b", 3, 4)
     hardware = zbcompile.Hardware.find("h100-sxm")
-    drawn = draw_step(example.model, one_microbatch(example), example.loss, Choices(hardware=hardware))
-    free = LinePrices(drawn.canonical, drawn.line, Choices(hardware=hardware))
+    laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, Choices(hardware=hardware))
+    free = LinePrices(laid_out.canonical, laid_out.line, Choices(hardware=hardware))
     assert free.corners[0] == "hints"
     kept = [sum(price.kept for price in free.stages((), each)) for each in free.corners]
     assert kept == sorted(kept, reverse=True)
     policy = f"{times / hardware.bandwidth * 2**30 * 1e3:.2g}ms/GiB"
     prices = replace(free, choices=replace(free.choices, recompute=policy))
-    edges = edges_named(drawn.line, ["blocks.1", "blocks.2"], 3)
-    program = compile_drawn(example.model, one_microbatch(example), drawn, schedule, prices.choices, {}, edges=edges)
+    edges = edges_named(laid_out.line, ["blocks.1", "blocks.2"], 3)
+    program = compile_laid_out(
+        example.model, one_microbatch(example), laid_out, schedule, prices.choices, {}, edges=edges
+    )
     assert_priced(prices, program, edges, 0.01, 0.01)
 
 
@@ -111,18 +113,20 @@ def test_bytes_of_regions_that_the_model_marks(whole: bool) -> None:
     hidden = [Hinted(whole) for _ in range(4)]
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), *hidden, nn.Linear(64, 64)), torch.ones(8, 32, 64)
     example, hardware = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x), zbcompile.Hardware.find("h100-sxm")
-    drawn = draw_step(model, one_microbatch(example), example.loss, Choices(hardware=hardware))
+    laid_out = lay_out_step(model, one_microbatch(example), example.loss, Choices(hardware=hardware))
     for policy in ("hints", "full"):
         choices = Choices(recompute=policy, hardware=hardware)
-        program = compile_drawn(model, one_microbatch(example), drawn, build("1f1b", 3, 4), choices, {})
-        found = LinePrices(drawn.canonical, drawn.line, choices).costs([after + 1 for after in program.cuts.after])
+        program = compile_laid_out(model, one_microbatch(example), laid_out, build("1f1b", 3, 4), choices, {})
+        found = LinePrices(laid_out.canonical, laid_out.line, choices).costs(
+            [after + 1 for after in program.cuts.after]
+        )
         graphs = predicted_costs(program)
         assert found.activation == graphs.activation
         assert found.backward == pytest.approx(graphs.backward, rel=0.01)
 
 
 @pytest.mark.slow
-def test_stages_that_are_cut_anywhere(compiled: Inspected) -> None:
+def test_stages_that_are_cut_anywhere(compiled: CompiledExample) -> None:
     prices, edges = line_prices(compiled)
     assert_priced(prices, compiled.program, edges, seconds=0.03, bytes_=0.1)
 
@@ -138,7 +142,7 @@ def test_what_waits_for_w_in_a_chain_of_products() -> None:
     assert all(left > kept for kept, left in zip(estimate.activation, estimate.residue, strict=True))
 
 
-def test_what_a_rank_holds_at_most(compiled: Inspected) -> None:
+def test_what_a_rank_holds_at_most(compiled: CompiledExample) -> None:
     assert_close(*line_prices(compiled), compiled, rel=0.05)  # messages are counted until B
 
 
@@ -152,7 +156,7 @@ def test_what_a_rank_holds_at_most_where_backwards_are_split(placement: str, rec
     assert_close(*line_prices(compiled), compiled, rel=0.05)
 
 
-def assert_close(prices: LinePrices, edges: list[int], compiled: Inspected, rel: float) -> None:
+def assert_close(prices: LinePrices, edges: list[int], compiled: CompiledExample, rel: float) -> None:
     """To what the graphs say of the fullest rank."""
     program, model = compiled.program, compiled.example.model
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
@@ -161,7 +165,7 @@ def assert_close(prices: LinePrices, edges: list[int], compiled: Inspected, rel:
 
 
 @pytest.mark.slow
-def test_shares_of_operations_add_up(compiled: Inspected) -> None:
+def test_shares_of_operations_add_up(compiled: CompiledExample) -> None:
     prices, edges = line_prices(compiled)
     estimate = prices.costs(edges)
     whole = sum(map(sum, (estimate.forward, estimate.backward, estimate.weight)))
@@ -177,7 +181,7 @@ def test_shares_of_operations_add_up(compiled: Inspected) -> None:
 
 
 @pytest.mark.slow
-def test_cuts_for_the_step_are_no_worse_and_hold_the_limit(compiled: Inspected) -> None:
+def test_cuts_for_the_step_are_no_worse_and_hold_the_limit(compiled: CompiledExample) -> None:
     prices, edges = line_prices(compiled)
     schedule = build("zb-v", 2, 4)
     start = layout_of(schedule, edges, prices.choices)
@@ -192,19 +196,19 @@ def test_a_part_of_a_model_on_a_mesh() -> None:
     """Half of the products, the exchanges, and the bytes of one of two ranks, as in the graphs compiled for it; if
     everything is recomputed, no exchange is repeated, nor a product that only leads to one."""
     whole, schedule = layers(), build("zb-h1", 2, 4)
-    drawn = draw_step(whole.model, one_microbatch(whole), whole.loss)
+    laid_out = lay_out_step(whole.model, one_microbatch(whole), whole.loss)
     with group_without_peers(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         part, labels = layers(mesh), {mesh.get_group().group_name: "tp"}
         Parts(part.model, labels)
         step = part.model, one_microbatch(part)
-        shared = draw_step(*step, part.loss, dimensions=labels)
-        program = compile_drawn(*step, shared, schedule, Choices(), {})
-        again = compile_drawn(*step, shared, schedule, Choices(recompute="full"), {})
+        shared = lay_out_step(*step, part.loss, dimensions=labels)
+        program = compile_laid_out(*step, shared, schedule, Choices(), {})
+        again = compile_laid_out(*step, shared, schedule, Choices(recompute="full"), {})
         costs = LinePrices(shared.canonical, shared.line, Choices())
         estimate = costs.costs([after + 1 for after in program.cuts.after])
         repeated = costs.costs([after + 1 for after in again.cuts.after], recompute="full")
-    assert sum(shared.line.flops.values()) == sum(drawn.line.flops.values()) / 2
+    assert sum(shared.line.flops.values()) == sum(laid_out.line.flops.values()) / 2
     graphs = predicted_costs(program)
     assert estimate.activation == pytest.approx(graphs.activation, rel=0.02)
     assert estimate.forward == pytest.approx(graphs.forward, abs=1e-6)  # but elementwise operations

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from zbcompile.faults.fault_report import Fault, Position
-from zbcompile.faults.termination import Terminated, not_yet_terminated
+from zbcompile.faults.termination import TerminationRequest, not_yet_terminated
 from zbcompile.faults.watchdog import Watch
 
 
@@ -69,7 +69,7 @@ def test_it_is_said_while_torch_formats_the_error_that_ends_the_process(
 
 def test_a_rank_that_is_asked_as_it_begins_to_explain_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """`signal.signal` runs the handler of a signal that has just come before it replaces it."""
-    usual, asked = signal.signal, [Terminated()]
+    usual, asked = signal.signal, [TerminationRequest()]
 
     def replaced(number: int, handler: Any) -> Any:
         if asked:
@@ -86,6 +86,6 @@ def test_a_call_that_computes_says_it_before_it_raises(watch: Watch, capsys: pyt
     """C++ below it may end the process where an exception would pass."""
     watch._thread.join(5)
     watch.fault, watch.inside = None, True
-    with pytest.raises(Terminated):
+    with pytest.raises(TerminationRequest):
         watch.say_before_end()
     assert "rank 0 failed" in capsys.readouterr().err

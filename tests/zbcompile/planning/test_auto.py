@@ -13,14 +13,14 @@ import zbcompile
 from tests.support.oracle import PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import draw_step
+from zbcompile.compiler.compile_model import lay_out_step
 from zbcompile.compiler.cut_planning import places_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, PartitionError
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning import layout_trials
-from zbcompile.planning.planner import Priced, decide
+from zbcompile.planning.planner import PricedStep, decide
 from zbcompile.program.choice import Choice
 from zbcompile.schedules import ScheduleError, build
 from zbcompile.schedules.ir.placement import Placement
@@ -39,8 +39,8 @@ def decided(counts: tuple[int, ...] = (), **options: Any) -> Choice:
     (batch,) = PROBLEM.batches(1, 2)
     model = PROBLEM.model()
     example = zbcompile.Example(model, batch.args, loss=PROBLEM.loss, target=batch.target)
-    drawn = draw_step(model, one_microbatch(example), PROBLEM.loss)
-    return decide(drawn, build("zb-v", 2, 8), Choices(**options), counts, None, 0.5, {})[0]
+    laid_out = lay_out_step(model, one_microbatch(example), PROBLEM.loss)
+    return decide(laid_out, build("zb-v", 2, 8), Choices(**options), counts, None, 0.5, {})[0]
 
 
 @pytest.mark.slow
@@ -299,12 +299,14 @@ def test_a_sharded_output_layer_counts_in_the_memory() -> None:
     example = zbcompile.Example(PROBLEM.model(), batch.args, loss=PROBLEM.loss, target=batch.target)
     held = []
     for choices in (Choices(), Choices(vocab=1)):
-        drawn = draw_step(example.model, one_microbatch(example), PROBLEM.loss, choices, build("zb-v", 2, 8))
-        assert (drawn.sharding is None) == (choices.vocab == "off")
-        costs = Priced(drawn, choices, {}).costs(2)[choices.vocab]
+        laid_out = lay_out_step(example.model, one_microbatch(example), PROBLEM.loss, choices, build("zb-v", 2, 8))
+        assert (laid_out.sharding is None) == (choices.vocab == "off")
+        costs = PricedStep(laid_out, choices, {}).costs(2)[choices.vocab]
         edges = places_of(costs.line)[::8][1:4]
         assert bool(costs.shard.scan) == (choices.vocab == 1)
-        measured = Priced(drawn, replace(choices, balance="measured"), measure_line(drawn.line)).costs(2)[choices.vocab]
+        measured = PricedStep(laid_out, replace(choices, balance="measured"), measure_line(laid_out.line)).costs(2)[
+            choices.vocab
+        ]
         assert bool(measured.shard.scan) == (choices.vocab == 1)
         held.append(sum(costs.resident(edges, Placement.parse("v", 2))))
     assert held[1] == pytest.approx(held[0], rel=0.02)

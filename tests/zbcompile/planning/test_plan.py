@@ -9,7 +9,7 @@ import pytest
 from tests.support.oracle import PROBLEMS
 from zbcompile import Example, Hardware
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import draw_step
+from zbcompile.compiler.compile_model import lay_out_step
 from zbcompile.inspection.plan_command import main, plan_table
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Connection
@@ -50,9 +50,9 @@ def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture
     divided = {tuple(re.findall(r"\d+", line)[:3]) for line in shown.splitlines()}
     assert {("1", "1", "2"), ("2", "1", "1")} <= divided
     assert re.search(f"zbcompile.compile {TARGET} --ranks . --schedule auto.* --balance flops --boundary-bytes", shown)
-    drawn = ElementTree.parse(picture)
-    assert len(drawn.findall(".//{*}circle")) >= len(table)
-    texts = [each.text or "" for each in drawn.findall(".//{*}text")]
+    laid_out = ElementTree.parse(picture)
+    assert len(laid_out.findall(".//{*}circle")) >= len(table)
+    texts = [each.text or "" for each in laid_out.findall(".//{*}text")]
     assert all(any(text.startswith(f"{number}  ") for text in texts) for number in range(1, len(table) + 1))
 
 
@@ -194,8 +194,8 @@ def test_replicas_sum_their_gradients(name: str) -> None:
     problem, hardware = PROBLEMS["gpt"], Hardware.find(name)
     (batch,), model, choices = problem.batches(1, 2), problem.model(), Choices(hardware=hardware)
     example = Example(model, batch.args, loss=problem.loss, target=batch.target)
-    drawn = draw_step(model, one_microbatch(example), problem.loss, choices)
-    rows, _ = factorisations(CapturedStep(drawn, 2), choices, 2, 16, 0.1, lambda text: None, ("dp",))
+    laid_out = lay_out_step(model, one_microbatch(example), problem.loss, choices)
+    rows, _ = factorisations(CapturedStep(laid_out, 2), choices, 2, 16, 0.1, lambda text: None, ("dp",))
     link = hardware.exchange or hardware.within
     assert link is not None
     size = sum(parameter.nbytes for parameter in model.parameters())

@@ -7,12 +7,12 @@ import pytest
 
 from zbcompile.planning import search_cache
 from zbcompile.planning.search_cache import NEAR, cached_search
-from zbcompile.schedules import Costs, Found, ScheduleError
+from zbcompile.schedules import Costs, ScheduleError, SearchResult
 
 COSTS = Costs((1.0, 1.5, 1.25, 2.0), (1.0, 1.5, 1.25, 2.5), (1.0, 1.0, 1.25, 2.0), comm=0.1)
 
 
-def asked(moves: int = 50, limit: float = 4.0) -> Found:
+def asked(moves: int = 50, limit: float = 4.0) -> SearchResult:
     return cached_search(COSTS, 2, 4, (limit, limit), "v", 1, 60, moves)
 
 
@@ -23,7 +23,7 @@ def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache"
 
 
-def refuse(*args: object, **options: object) -> Found:
+def refuse(*args: object, **options: object) -> SearchResult:
     raise ScheduleError("searched")
 
 

@@ -12,7 +12,7 @@ import zbcompile
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
-from zbcompile.profiling.monitor_steps import Usual
+from zbcompile.profiling.monitor_steps import UsualTimes
 from zbcompile.runtime.stage_run import StageRun
 from zbcompile.tables import to_data
 
@@ -84,7 +84,7 @@ def test_figures_of_ranks_in_one_process() -> None:
 
 def test_others_become_slow_as_well() -> None:
     """A machine that slows down, or longer batches, is no rank's fault; one slow step is not usual from then on."""
-    usual = Usual(1.5)
+    usual = UsualTimes(1.5)
     for _ in range(3):
         assert usual.slow({"a": 1.0, "b": 2.0, "c": 2.0}) == {}
     assert usual.slow({"a": 3.0, "b": 6.0, "c": 6.0}) == {}

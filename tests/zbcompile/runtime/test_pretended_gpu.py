@@ -24,7 +24,7 @@ from tests.support.on_gpus import waiting_forbidden
 from tests.support.oracle import Batch, eager_step
 from tests.support.pool import Pool
 from tests.support.pretended_gpu.build import ROOT, built, environment, why_not
-from zbcompile.backends.cuda_graphs import WARM_UP, Recorded
+from zbcompile.backends.cuda_graphs import WARM_UP, RecordedPass
 from zbcompile.model.seeds import Relay
 from zbcompile.passes import gpu
 from zbcompile.prediction.communicators import Communicators, communicators_of
@@ -323,7 +323,7 @@ def test_a_recording_copies_its_inputs_once_and_leaves_the_cache(device: ModuleT
     first, second = torch.ones(4, device="cuda"), torch.full((4,), 2.0, device="cuda")
     torch.empty(1 << 20, device="cuda")  # held in the cache from here on
     held, launches = torch.cuda.memory_reserved(), device.launches()
-    recorded = Recorded("double", double, (), frozenset(), gpu.graph_pool())
+    recorded = RecordedPass("double", double, (), frozenset(), gpu.graph_pool())
     results = [recorded([first])[0]]
     assert device.launches() - launches == 1 + WARM_UP + 1 + 1
     assert torch.cuda.memory_reserved() >= held

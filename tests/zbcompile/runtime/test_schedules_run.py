@@ -37,7 +37,7 @@ from tests.support.training import (
     train,
 )
 from zbcompile.distributed.ranks import GroupRanks
-from zbcompile.distributed.transport import Ordered, PointToPoint, Tensors
+from zbcompile.distributed.transport import OrderedLinks, PointToPoint, Tensors
 from zbcompile.env import ORDERED
 from zbcompile.schedules import Pair, ScheduleError, build, names, smallest_microbatches
 from zbcompile.schedules.lowering.edges import Message
@@ -168,7 +168,7 @@ class Late(PointToPoint):
     a stream, as with NCCL."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.channels, Ordered):
+        if isinstance(self.channels, OrderedLinks):
             self.channels = in_turn(self.channels)
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
