@@ -26,7 +26,7 @@ pytest.importorskip("lightning")
 import lightning
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, WIDTH, PipelineModel, loader, model
+from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, WIDTH, Pipelined, loader, model
 
 pytestmark = [pytest.mark.slow, pytest.mark.several_processes]
 
@@ -152,7 +152,7 @@ def test_models_of_transformers_are_evaluated_averaged_and_saved(pool: Pool, tmp
     pool.run(saved_as_transformers_does, str(tmp_path))
 
 
-class Averaged(PipelineModel):
+class Averaged(Pipelined):
     """Validates by the averages of its parameters, and saves them after every epoch."""
 
     def __init__(self, pipe: zbcompile.Pipeline, folder: str) -> None:
