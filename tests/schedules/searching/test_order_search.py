@@ -27,14 +27,16 @@ from zbcompile.schedules import (
 )
 from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.execution.memory import peak_memory
-from zbcompile.schedules.searching import hunt
+from zbcompile.schedules.generators.registry import FAMILIES
+from zbcompile.schedules.searching import hunt, starting_orders
 from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
 from zbcompile.schedules.searching.clock import Order, PassTimes
-from zbcompile.schedules.searching.dispatcher import Direction
+from zbcompile.schedules.searching.dispatcher import BETWEEN_LOOKS, Direction, _Dispatch
 from zbcompile.schedules.searching.justification import Justifier, turned_around
 from zbcompile.schedules.searching.problem import Problem
 from zbcompile.schedules.searching.question import problems_of
-from zbcompile.schedules.searching.starting_orders import named_orders, one_by_one
+from zbcompile.schedules.searching.search_budget import Budget
+from zbcompile.schedules.searching.starting_orders import HEURISTIC_SECONDS, named_orders, one_by_one
 
 
 def uneven(generator: random.Random, stages: int, **options) -> Costs:
@@ -171,26 +173,47 @@ def test_costs_without_a_finite_sum_are_refused() -> None:
         assert search(Costs((1,), (1,), (1,), activation=(kept,)), 1, 2, limit, moves=0).proven
 
 
-@pytest.mark.slow
-def test_seconds_are_a_cap_of_names_that_take_long_too() -> None:
-    """zb-1p and zb-2p try eight orders of their own; where passes are many, a turn is tried first."""
-    costs = Costs.uniform(32, activation=1, residue=0.5)
-    begun = time.process_time()
-    found = search(costs, 32, 256, 25.0, ["linear"], seconds=0.5)
-    assert time.process_time() - begun < 5
-    assert found.objective < 1.1 * found.bound
+class CountedClock:
+    """A clock for searches that counts how often some function was called."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, owner: object, name: str) -> None:
+        self.calls = 0
+        counted = getattr(owner, name)
+
+        def wrapped(*arguments: object) -> object:
+            self.calls += 1
+            return counted(*arguments)
+
+        patch.setattr(owner, name, wrapped)
+        patch.setattr(time, "monotonic", lambda: self.calls)
 
 
-@pytest.mark.slow
+def test_seconds_are_a_cap_of_names_that_take_long_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No name is begun that would end late if it took as long as the one before."""
+    CountedClock(monkeypatch, starting_orders, "_built")
+    (problem,) = problems_of(Costs.uniform(4), 4, 8, None, ["linear"], True, 1)
+    taken = [name for name, _, _ in named_orders(problem, Budget(3.5, None))]
+    assert taken == [family.name for family in FAMILIES[:3]]
+
+
+def test_names_with_a_heuristic_of_their_own_are_left_out_of_a_short_search() -> None:
+    """zb-1p and zb-2p try eight orders; where passes are many, that would take most of the seconds."""
+    (problem,) = problems_of(Costs.uniform(8), 8, 64, None, ["linear"], True, 1)
+    heuristic = {"zb-1p", "zb-2p"}
+    for share, expected in ((1.9, set()), (2.1, heuristic)):
+        budget = Budget(share * HEURISTIC_SECONDS * len(problem.time), None)
+        budget.start = math.inf  # no time passes
+        assert {name for name, _, _ in named_orders(problem, budget)} & heuristic == expected
+
+
 def test_seconds_are_a_cap_of_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 64 x 256 in a V with a limit no name fits, and the two turns of the first order take most of the time."""
-    monkeypatch.setattr(time, "monotonic", time.process_time)
-    generator = random.Random(1)
-    costs = replace(uneven(generator, 128), comm=0.05)
-    begun = time.process_time()
-    found = search(costs, 64, 256, 90 * sum(costs.activation) / 128, ["v"], seconds=4)
-    assert time.process_time() - begun < 5  # 4.3 on a machine that does nothing else
-    assert found.objective < 1.5 * found.bound
+    """A second passes with each pass of the model that a turn begins; the second of two turns is broken off."""
+    begun = CountedClock(monkeypatch, _Dispatch, "_start")
+    costs = replace(uneven(random.Random(1), 32), comm=0.05)
+    passes = 32 * 64 * 3
+    found = search(costs, 16, 64, 20 * sum(costs.activation) / 32, ["v"], seconds=1.5 * passes)
+    assert 1.5 * passes <= begun.calls <= 1.5 * passes + BETWEEN_LOOKS
+    assert found.objective < 2 * found.bound
 
 
 def test_what_is_late_has_a_bound_and_an_order() -> None:
