@@ -152,7 +152,7 @@ BUDGET = {
     "zbcompile/profiling": 620,
     "zbcompile/program": 1984,
     "zbcompile/program_cache": 1428,
-    "zbcompile/runtime": 3600,
+    "zbcompile/runtime": 3630,
     "zbcompile/torch_pipelining": 496,
 }
 

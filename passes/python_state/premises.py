@@ -11,7 +11,7 @@ import hashlib
 import sys
 import types
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
@@ -61,17 +61,19 @@ def join(model: nn.Module, loss: nn.Module) -> None:
     _JOINED.setdefault(loss, WeakSet()).add(model)
 
 
-@contextlib.contextmanager
-def without_joined_loss(model: Any) -> Iterator[None]:
+def without_joined_loss(model: Any) -> contextlib.AbstractContextManager[None]:
     """Inside, a model has no loss that it was joined with."""
     own = vars_of(model)  # shared by the proxies that torch's tracer may hand out
     modules = own.get("_modules", {})
-    before = dict(modules)
     loss = modules.get("loss")
-    owners: Iterable[nn.Module] = () if loss is None else _JOINED.get(loss, ())
-    if not any(vars(each) is own for each in owners):
-        yield
-        return
+    if loss is None or not any(vars(each) is own for each in _JOINED.get(loss, ())):
+        return contextlib.nullcontext()
+    return _without_loss(modules)
+
+
+@contextlib.contextmanager
+def _without_loss(modules: dict[str, Any]) -> Iterator[None]:
+    before, loss = dict(modules), modules["loss"]
     del modules["loss"]
     try:
         yield
@@ -192,6 +194,10 @@ def _text(saw: Any) -> str:
 Look = tuple[Callable[[Any], Any], Any, Any]
 
 
+def _same_number(now: Any, expected: Any) -> bool:
+    return type(now) is int is type(expected) and now == expected
+
+
 class StandingPremises:
     """Premises of a process's own model and loss. A step asks only whether each place still has the same object, which
     takes 50 nanoseconds; where one has not, the values are compared."""
@@ -207,13 +213,13 @@ class StandingPremises:
             return self._find_all() or self._compare()
 
     def _find_all(self) -> bool:
-        for look, key, expected in self._looks:
-            try:
+        try:
+            for look, key, expected in self._looks:
                 now = look(key)
-            except _ERRORS:
-                return False
-            if now is not expected and not (type(now) is int is type(expected) and now == expected):
-                return False
+                if now is not expected and not _same_number(now, expected):
+                    return False
+        except _ERRORS:
+            return False
         return True
 
     def change(self) -> str:

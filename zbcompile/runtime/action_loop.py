@@ -93,18 +93,16 @@ class RankRun:
 
     def run(self) -> Iterator[Action]:
         """Carry out the rank's program. Yields an action for as long as its input has not arrived."""
-        position, ready = self.position, self.transport.ready
+        ready = self.transport.ready
         for step in self.plan.instructions:
             first = step[0]
-            if first.action.op in EXCHANGES and self.shared is not None:
+            if first.exchange and self.shared is not None:
                 while not self.shared.ready(first.action.op, self.rank):
                     yield first.action
             for instruction in step:
-                position.action = instruction.action
                 for message in instruction.needs:
                     while not ready(message):
                         yield instruction.action
-                        position.action = instruction.action
             if first.needs:
                 self._arrive(first)
             self._execute(step)
@@ -129,9 +127,10 @@ class RankRun:
         """Run both as one graph, in whose middle the first's results are sent and the second's input is waited for."""
         (op, stage, microbatch), (other_op, other_stage, other_microbatch) = first.action, second.action
         one, other = self.runs[stage], self.runs[other_stage]
+        call, other_call = one.call(op, microbatch), other.call(other_op, other_microbatch)
 
         def take(results: Tensors) -> None:
-            self._pass_on(first, one.end(op, microbatch, results))
+            self._pass_on(first, one.end(call, microbatch, results))
             if self.observe is not None:
                 self.observe.ended(first.action, self)
             for send in sends:
@@ -142,11 +141,11 @@ class RankRun:
                 self._arrive(second)
             if self.observe is not None:
                 self.observe.began(second.action, self)
-            return other.begin(other_op, other_microbatch, self._taken(second))
+            return other.begin(other_call, other_microbatch, self._taken(second))
 
-        values: list[Any] = one.begin(op, microbatch, self._taken(first))
+        values: list[Any] = one.begin(call, microbatch, self._taken(first))
         results = self.plan.merged[first.action, second.action]([*values, take, give])
-        self._pass_on(second, other.end(other_op, other_microbatch, results))
+        self._pass_on(second, other.end(other_call, other_microbatch, results))
 
     def _compute(self, to: Instruction) -> None:
         op, stage, microbatch = to.action
@@ -156,9 +155,12 @@ class RankRun:
         self._pass_on(to, self.runs[SHARD].run(to.action.op, to.action.microbatch, self._taken(to)))
 
     def _taken(self, to: Instruction) -> Tensors:
-        if len(to.needs) == 1:
-            return self.transport.take(to.needs[0])
-        return [value for message in to.needs for value in self.transport.take(message)]
+        needs = to.needs
+        if not needs:
+            return []
+        if len(needs) == 1:
+            return self.transport.take(needs[0])
+        return [value for message in needs for value in self.transport.take(message)]
 
     def _pass_on(self, to: Instruction, values: Tensors) -> None:
         for message, local, part in to.makes:

@@ -31,7 +31,8 @@ class Instruction(NamedTuple):
     """An action with its messages.
 
     A compute action runs once the messages in `needs` have arrived; their arrival proves that the sends in `completes`
-    are over. It `makes` messages. A SEND sends the message `carries` to `peer`, a RECV posts it, into `buffers`.
+    are over. It `makes` messages. A SEND sends the message `carries` to `peer`, a RECV posts it, into `buffers`. An
+    `exchange` happens once all ranks have come to it.
     """
 
     action: Action
@@ -41,6 +42,7 @@ class Instruction(NamedTuple):
     peer: int = -1
     buffers: tuple[Buffer, ...] = ()
     completes: tuple[Message, ...] = ()
+    exchange: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,7 +63,7 @@ class RankPlan:
         steps: list[tuple[Instruction, ...]] = []
         for action in flatten(order):
             if action.op in ONCE or action.op in EXCHANGES:
-                steps.append((Instruction(action),))
+                steps.append((Instruction(action, exchange=action.op in EXCHANGES),))
                 placed.add(action)
             while action not in placed:
                 steps.append(next(own))

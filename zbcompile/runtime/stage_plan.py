@@ -23,6 +23,7 @@ LOSS_FACTOR = Slot("tangent", "loss")
 _FOLLOWS = {**AFTER, "S": ("STATS", "T"), "STATS": ("T",), "T": (), "LOOKUP": ("SPREAD",), "SPREAD": ()}
 _OPEN = ("F", "S", "LOOKUP")  # passes that begin with a microbatch, and receive activations
 _RETURN = ("B", "BW", "STATS", "SPREAD")  # passes that receive gradients
+_REPORTS = ("mutation", "output", "check", "fits", "loss")
 SHARD, LOOKUPS = -1, -2  # in place of a stage: a rank's shard of the output layer, and of the embedding
 Tensors = list[torch.Tensor]
 
@@ -35,12 +36,14 @@ class Call:
     which boundary tensors travel, `saves` (result, register), `gradients` (parameter, results: one per use, see
     `zbcompile.passes.partition.shared_parameters`), `mutations` (result, buffer), `outputs` (result, leaf of the
     model's output), `checks` (result, assertion of forward), `fits` (result, exchange of tokens); `loss` is a
-    result or None. `opens` says that a microbatch begins with this pass, `closes` that none follows.
+    result or None. `opens` says that a microbatch begins with this pass, `closes` that none follows, `reports` that it
+    has any of the last five.
     """
 
     run: Run
     opens: bool
     closes: bool
+    reports: bool
     arrives: tuple[tuple[int, TensorSpec], ...]
     takes: tuple[int, ...]
     frees: tuple[int, ...]
@@ -149,10 +152,12 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
     by_name: dict[str, list[int]] = {}
     for at, parameter in _named(piece, "gradient"):
         by_name.setdefault(parameter, []).append(at)
+    kinds = {slot.kind for slot in piece.outputs}
     return Call(
         run=run,
         opens=name in _OPEN,
         closes=not follow,
+        reports=not kinds.isdisjoint(_REPORTS),
         arrives=tuple((registers[slot], spec) for slot, spec in arriving(program, name).items()),
         takes=tuple(registers[slot] for slot in piece.inputs),
         frees=tuple(place for slot, place in registers.items() if _passes(slot) and slot not in kept),

@@ -49,12 +49,14 @@ class StageRun:
         """A pass: `arrived` and the result are the boundary tensors, of F in the order of the stage's `receives` and
         `sends`. B makes the gradients of the stage's inputs from those of its outputs, and leaves in the frame what W
         needs; no message arrives for W. BW makes the weight gradients in the same graph, and leaves nothing."""
-        run = self.stages[microbatch].calls[name].run
-        return self.end(name, microbatch, run(self.begin(name, microbatch, arrived)))
+        call = self.call(name, microbatch)
+        return self.end(call, microbatch, call.run(self.begin(call, microbatch, arrived)))
 
-    def begin(self, name: str, microbatch: int, arrived: Tensors) -> Tensors:
+    def call(self, name: str, microbatch: int) -> Call:
+        return self.stages[microbatch].calls[name]
+
+    def begin(self, call: Call, microbatch: int, arrived: Tensors) -> Tensors:
         """The inputs of a pass, in the order of its graph."""
-        call = self.stages[microbatch].calls[name]
         if call.opens:
             self._open(microbatch, arrived)
         frame = self.frames.pop(microbatch) if call.closes else self.frames[microbatch]
@@ -77,32 +79,34 @@ class StageRun:
         elif stage.program.random or stage.generator_leaves:
             seed_generators(self.seeds[microbatch], stage.device)
 
-    def end(self, name: str, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
+    def end(self, call: Call, microbatch: int, results: Sequence[torch.Tensor]) -> Tensors:
         """Store the results of a pass; the tensors to pass on."""
-        stage = self.stages[microbatch]
-        call = stage.calls[name]
-        if call.opens:
-            for at, _ in call.checks:
-                if not results[at]:
-                    raise AssertionError(self._violation(at, microbatch))
-            for at, _ in call.fits:
-                self.fits.append(results[at])
-            for at, buffer in call.mutations:
-                stage.resident[Slot("buffer", buffer)].copy_(results[at])
+        if call.reports:
+            self._report(call, microbatch, results)
         if call.saves:
             frame = self.frames[microbatch]
             for at, place in call.saves:
                 frame[place] = results[at]
+        for parameter, places in call.gradients:
+            self.gradients[parameter].add(self.index, microbatch, [results[at] for at in places])
+        sends = [laid_out(results[at], spec) for at, spec in call.sends] if call.sends else []
+        if call.opens and (stage := self.stages[microbatch]).generator_leaves:
+            sends.append(stage.relay.leave())
+        return sends
+
+    def _report(self, call: Call, microbatch: int, results: Sequence[torch.Tensor]) -> None:
+        """Store what the step returns, and what forward writes into buffers."""
+        for at, _ in call.checks:
+            if not results[at]:
+                raise AssertionError(self._violation(at, microbatch))
+        for at, _ in call.fits:
+            self.fits.append(results[at])
+        for at, buffer in call.mutations:
+            self.stages[microbatch].resident[Slot("buffer", buffer)].copy_(results[at])
         if call.loss is not None:
             self.losses[microbatch] = results[call.loss]
         for at, leaf in call.outputs:
             self.outputs.setdefault(leaf, {})[microbatch] = results[at]
-        for parameter, places in call.gradients:
-            self.gradients[parameter].add(self.index, microbatch, [results[at] for at in places])
-        sends = [laid_out(results[at], spec) for at, spec in call.sends]
-        if call.opens and stage.generator_leaves:
-            sends.append(stage.relay.leave())
-        return sends
 
     def _violation(self, at: int, microbatch: int) -> str:
         check = output_values(self.stages[microbatch].program.pieces["F"].module.graph)[at]
@@ -123,7 +127,7 @@ class StageRun:
         if wanted not in self.accumulators:
             index = self.index
             sums = [(at, self.gradients[name].buffer(index)) for at, name in call.accumulators]
-            self.accumulators[wanted] = [(at, each if self.rows is None else each[self.rows]) for at, each in sums]
+            self.accumulators[wanted] = sums if self.rows is None else [(at, each[self.rows]) for at, each in sums]
         for place, buffer in self.accumulators[wanted]:
             frame[place] = buffer
 

@@ -48,10 +48,13 @@ class StepAgreement:
         self._passed = passed
         self._batch = self._sums(step) if runs else {}
         self._steps += runs
+        if not passed and not self._batch:
+            self._digests = None
+            return
         alike = (passed if compiles or passed is None else passed[::2]), ()
         batch = self._batch, self._ranks.mesh.beside("pp")
         shapes = None if passed is None or apart == BATCHES else passed[1], apart
-        self._digests = Digests(self._ranks, alike, batch, shapes) if passed or self._batch else None
+        self._digests = Digests(self._ranks, alike, batch, shapes)
 
     def _sums(self, step: Microbatches) -> dict[str, Any]:
         """The checksums of the batch, if they are due."""

@@ -8,7 +8,7 @@ among each other.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import NamedTuple
@@ -133,21 +133,21 @@ def _keep_memory(step: "StepRun", memory: StepMemory) -> None:
 
 def interleave(ranks: Sequence[RankRun]) -> None:
     """Run the ranks in turn, each until it must wait, until all are done."""
-    running = {run.rank: (run, run.run()) for run in ranks}
-    before: dict[int, Action] = {}
+    running = [(run, run.run()) for run in ranks]
+    before: list[tuple[int, Action]] = []
     while running:
-        turns = {rank: _turn(*each, alone=len(ranks) == 1) for rank, each in running.items()}
-        waiting = {rank: action for rank, action in turns.items() if action is not None}
+        still, waiting = [], []
+        for run, program in running:
+            if len(ranks) > 1:
+                run.position.rank = run.rank  # a process of its own has a number in the whole mesh
+            action = next(program, None)
+            if action is not None:
+                still.append((run, program))
+                waiting.append((run.rank, action))
         if waiting and waiting == before:
-            stuck = ", ".join(f"rank {rank} at {action}" for rank, action in waiting.items())
+            stuck = ", ".join(f"rank {rank} at {action}" for rank, action in waiting)
             raise PipelineError(f"the schedule deadlocks: {stuck}")
-        before, running = waiting, {rank: running[rank] for rank in waiting}
-
-
-def _turn(run: RankRun, program: Iterator[Action], alone: bool) -> Action | None:
-    if not alone:
-        run.position.rank = run.rank  # a process of its own has a number in the whole mesh
-    return next(program, None)
+        before, running = waiting, still
 
 
 @dataclass
@@ -237,12 +237,14 @@ class StepRun:
         """Do it: an exchange once, for all ranks of this process. If replicas take different steps, nothing is
         exchanged between them, and all ranks raise once their passes have run."""
         op, agreement = action.op, self.given.agreement
+        if op in self.done:
+            return
         if op in OVER_REPLICAS and agreement is not None and agreement.differs():
             if op == "LOSS":
                 agreement.require()
         elif op not in EXCHANGES:
             ONCE_ACTIONS[op].run(self, self.reductions[rank], action.stage)
-        elif op not in self.done:
+        else:
             self.done.add(op)
             with self.ranks.watch.position.waiting(KINDS[op].meaning):
                 ONCE_ACTIONS[op].run(self)
