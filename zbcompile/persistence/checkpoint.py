@@ -308,8 +308,8 @@ def _write(
 
 @dataclass
 class CheckpointLoad:
-    """What a checkpoint gives to `source`, once it is known where its parameters are, and to the optimizer, once a step
-    is compiled."""
+    """A checkpoint that is being loaded: into `source` as soon as its parameters have their places, and into the
+    optimizer as soon as a step is compiled."""
 
     saved: SavedState
     source: Pipeline | nn.Module
@@ -318,7 +318,8 @@ class CheckpointLoad:
     filled: bool = False
 
     def begin(self) -> Checkpoint:
-        """What does not depend on that. Raises PipelineError for another optimizer."""
+        """Read what no parameter has to wait for: the step, the random state and `extra`. Raises PipelineError if the
+        state is that of another optimizer."""
         _require_same_optimizer(self.saved, self.optimizer)
         with blamed(self.saved):
             random, extra = read_process(self.saved, "random"), read_process(self.saved, "extra")

@@ -41,7 +41,7 @@ def _done(value: Any) -> Any:
 
 
 class _UnchangedPlans:
-    """What both ends leave as torch's planners made it."""
+    """The common part of reader and writer: plans stay as torch's planners made them."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass

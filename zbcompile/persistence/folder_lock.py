@@ -1,4 +1,4 @@
-"""Who writes into a folder of checkpoints: one run, by a lock of the operating system."""
+"""The lock of a folder of checkpoints, so that only one run writes into it: a lock of the operating system."""
 
 import contextlib
 import os
@@ -82,8 +82,8 @@ class FolderLock:
             return ""
 
     def close(self) -> None:
-        """Give the folder back; nothing if it is not held. Whoever has opened the file meanwhile, and then holds a file
-        that is gone, notices by `require_held`."""
+        """Give the folder back; does nothing if it is not held. A run that has opened the file meanwhile then holds a
+        file that is gone, and notices by `require_held`."""
         if self._lock is not None:
             with contextlib.suppress(OSError):  # a file that stays says who was here last
                 if self._holder() in ("", self._own):

@@ -1,4 +1,4 @@
-"""What a pipeline keeps for the checkpoints that it writes."""
+"""The writing side of a pipeline's checkpoints."""
 
 import shutil
 from collections.abc import Iterator

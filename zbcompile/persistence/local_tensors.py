@@ -74,8 +74,8 @@ class Holding:
 
 
 def holding_of(source: Pipeline | nn.Module, whole: bool = True) -> Holding:
-    """The share of this process in a pipeline; of a plain model, all of it. Without `whole`, what replicas hold in
-    parts is not gathered."""
+    """The share of this process in a pipeline; of a plain model, all of it. Unless `whole`, parameters that replicas
+    hold in parts are not gathered."""
     if isinstance(source, Pipeline):
         return _of_pipeline(source, whole)
     if not isinstance(source, nn.Module):
@@ -166,7 +166,7 @@ class Pieces(torch.Tensor):
 
     @classmethod
     def copied(cls, tensor: torch.Tensor) -> "Pieces":
-        """A copy on the CPU of what this process has of any tensor."""
+        """This process's part of a tensor, copied to the CPU."""
         if isinstance(tensor, Pieces):
             parts = tensor.parts
         elif is_distributed(tensor):

@@ -16,7 +16,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.pipeline_optimizer import MASTER, PipelineOptimizer
 from zbcompile.persistence.local_tensors import Holding, like_rows, local_part
-from zbcompile.persistence.sharded_state import members_of, sharded_values, wanted_state
+from zbcompile.persistence.sharded_state import ParameterState, members_of, sharded_values, state_of_slice
 
 Values = dict[str, Any]
 MEMBERS = ("params", "param_names")  # the keys of a parameter group that list its members
@@ -115,40 +115,37 @@ def load_optimizer(
     """
     keys = state_keys(saved, holding)
     if isinstance(optimizer, PipelineOptimizer) and optimizer.slices.divided:
-        wanted, state = wanted_state(optimizer, holding, keys, saved)
+        slices = [optimizer.slices.of_tensor(each) for group in optimizer.param_groups for each in group["params"]]
+        states = [state_of_slice(each, holding, keys[holding.name_of(each.shown)], saved) for each in slices]
         members = list(members_of(optimizer, holding))
     else:
-        wanted, state = _wanted_state(optimizer, holding, keys, saved)
+        trained = list(_trained(optimizer, holding))
+        states = [_state_of_parameter(name, each, holding, keys[name], saved) for _, name, each in trained]
         groups = enumerate(group["params"] for group in optimizer.param_groups)
         members = [(number, _name_of(each, optimizer, holding)) for number, group in groups for each in group]
+    wanted = {key: room for each in states for key, room in each.wanted.items()}
     leaders = _leaders(members, saved)
     for name in leaders.values():
         wanted |= {key: _room(saved[key], "", None, holding) for key in _options_of(name, saved)}
     values = read(wanted)
-    optimizer.load_state_dict({"state": state(values), "param_groups": _groups(optimizer, leaders, values)})
+    state = {number: _nested(each.loaded(values)) for number, each in enumerate(states) if each.room}
+    optimizer.load_state_dict({"state": state, "param_groups": _groups(optimizer, leaders, values)})
 
 
-def _wanted_state(
-    optimizer: Optimizer, holding: Holding, keys: Mapping[str, list[str]], saved: Mapping[str, Any]
-) -> tuple[Values, Callable[[Values], dict[int, Values]]]:
-    """As `wanted_state`, if every process has all the state of its parameters."""
-    members = [(name, parameter) for _, name, parameter in _trained(optimizer, holding)]
-    wanted = {
-        f"state.{name}.{key}": _room(saved[f"state.{name}.{key}"], name, parameter, holding)
-        for name, parameter in members
-        for key in keys[name]
-    }
-
-    def state(values: Values) -> dict[int, Values]:
-        found = [{key: values[f"state.{name}.{key}"] for key in keys[name]} for name, _ in members]
-        own = [each if is_distributed(p) else _local(each) for each, (_, p) in zip(found, members, strict=True)]
-        return {number: _nested(each) for number, each in enumerate(own) if each}
-
-    return wanted, state
+def _state_of_parameter(
+    name: str, parameter: torch.Tensor, holding: Holding, keys: Sequence[str], saved: Mapping[str, Any]
+) -> ParameterState:
+    """Room for the entries `keys` of the state of a parameter that no replica holds divided."""
+    state = ParameterState(name, {}, {})
+    for key in keys:
+        state.room[key] = room = _room(saved[f"state.{name}.{key}"], name, parameter, holding)
+        if is_distributed(room) and not is_distributed(parameter):  # this rank's rows, which the optimizer has plain
+            state.own[key] = local_part(room)
+    return state
 
 
 def _leaders(members: Sequence[tuple[int, str]], saved: Mapping[str, Any]) -> dict[int, str]:
-    """The member whose options each group gets: the first that has any, as what was frozen may have none."""
+    """By number of a group, the parameter whose saved options it gets: the first that has any; a frozen one may not."""
     known = {key.rpartition(".")[0] for key in saved}
     last = members[::-1]
     return {**dict(last), **{number: name for number, name in last if f"param_groups.{name}" in known}}
@@ -188,11 +185,6 @@ def _groups(optimizer: Optimizer, leaders: Mapping[int, str], values: Values) ->
         groups.append({**options, "params": list(range(number, number + len(group["params"])))})
         number += len(group["params"])
     return groups
-
-
-def _local(found: Values) -> Values:
-    """`found` with sharded values as this process's part."""
-    return {key: local_part(value) if isinstance(value, torch.Tensor) else value for key, value in found.items()}
 
 
 def _nested(found: Values) -> Values:

@@ -32,7 +32,7 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     Args:
         path: a file that ends in .safetensors, which the first rank writes after gathering everything; or a directory,
-            into which each rank writes its own file, with `model.safetensors.index.json` beside them, written
+            into which each rank writes its own file, with `model.safetensors.index.json` next to them, written
             last. Tied parameters are written once, under their first name, as safetensors demands. A model of
             transformers is written as its `save_pretrained` does, in a directory with its configuration.
         source: a pipeline, or a plain model in one process.
@@ -66,7 +66,7 @@ def _of_whole_tensors(source: Pipeline | nn.Module) -> Holding:
 
 
 def _whole_tensors(holding: Holding) -> dict[str, torch.Tensor]:
-    """What this process writes, on the CPU; sharded tensors are put together."""
+    """The tensors that this process writes, on the CPU; sharded ones are put together."""
     found = {}
     for name, tensor in sorted(holding.tensors.items()):
         with holding.lend(name, values=True):
@@ -216,7 +216,8 @@ def _names_in(path: Path) -> Iterator[str]:
 
 
 def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[str, Stored]:
-    """What every tensor of the model is read from. Every rank looks for all of them, so that all report the same."""
+    """By name of the model's tensors, what each is read from. Every rank looks for all of them, so that all report the
+    same error."""
     names: dict[str, list[str]] = {}
     for member in holding.model.members:
         if member.saved:

@@ -12,12 +12,12 @@ from zbcompile.persistence.saved_values import read_values
 
 
 def counted(ema: Averages | None) -> dict[str, Any] | None:
-    """What a checkpoint keeps of averages besides their values."""
+    """What a checkpoint keeps of averages besides their values: the decay, and the number of updates."""
     return None if ema is None else {"decay": ema.decay, "updates": ema.updates}
 
 
 def averages_to_write(ema: Averages | None, source: Any, holding: Holding) -> Tensors:
-    """Those that this process writes. Raises PipelineError for averages of something else than `source`."""
+    """The averages that this process writes. Raises PipelineError for those of another pipeline than `source`."""
     if ema is None:
         return {}
     _require_of(ema, source)

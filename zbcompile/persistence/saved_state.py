@@ -69,7 +69,7 @@ class SavedState:
         return sum(math.prod(tensor.shape) * tensor.dtype.itemsize for tensor in self.tensors.values())
 
     def keys(self, section: str) -> dict[str, StoredTensor | None]:
-        """What there is of one section, by key; None for what is no tensor."""
+        """The entries of one section by key: the description of a tensor, or None for any other value."""
         start = f"{section}."
         every = {**self.tensors, **dict.fromkeys(self.fields["values"])}
         return {name.removeprefix(start): each for name, each in every.items() if name.startswith(start)}

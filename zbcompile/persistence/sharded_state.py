@@ -1,6 +1,7 @@
 """The state of an optimizer that replicas hold in parts, under the names of parameters, as if each were whole."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -39,8 +40,8 @@ def rectangles(shape: Sequence[int], begin: int, end: int) -> Iterator[tuple[Cor
 def pieces(
     shape: Sequence[int], offset: Sequence[int], local: torch.Tensor, begin: int, values: torch.Tensor
 ) -> Pieces:
-    """What `values` are of a tensor of this shape: the elements from `begin` on of its part at `offset`, which is as
-    large as `local` and laid out as it is."""
+    """`values` as pieces of a tensor of this shape. They are the elements from `begin` on of the part at `offset`,
+    which has the size and the memory layout of `local`."""
     order = memory_order(local)
     back = [order.index(i) for i in range(local.ndim)]
     parts, at = {}, 0
@@ -55,7 +56,7 @@ Values = dict[str, Any]
 
 
 def sharded_values(optimizer: PipelineOptimizer, holding: Holding) -> Values:
-    """The state that this process writes."""
+    """The optimizer's state that this process writes."""
     values: Values = {}
     for each in (each for each in optimizer.slices.mine() if each.counts):
         name, tensor = holding.name_of(each.shown), each.tensor
@@ -77,7 +78,7 @@ def sharded_values(optimizer: PipelineOptimizer, holding: Holding) -> Values:
 
 
 def parameters_in_parts(values: Mapping[Slice, torch.Tensor], holding: Holding) -> dict[str, Pieces]:
-    """What these `values` of slices are of the parameters, by the parameters' names."""
+    """The `values` of slices as pieces of their parameters, by the parameters' names."""
     found: dict[str, Pieces] = {}
     for each, own in values.items():
         made, name = _pieces(each, own, holding), holding.name_of(each.shown)
@@ -87,7 +88,7 @@ def parameters_in_parts(values: Mapping[Slice, torch.Tensor], holding: Holding) 
 
 
 def _pieces(own: Slice, values: torch.Tensor, holding: Holding) -> Pieces:
-    """What a slice has of something as large as its parameter."""
+    """`values` of a slice as pieces of a tensor as large as its parameter."""
     whole, offset = holding.tensors[holding.name_of(own.shown)], [0] * own.parameter.ndim
     if is_distributed(whole):
         offset = list(whole.__create_chunk_list__()[0].offsets)  # type: ignore[attr-defined]
@@ -95,36 +96,39 @@ def _pieces(own: Slice, values: torch.Tensor, holding: Holding) -> Pieces:
     return pieces(whole.shape, offset, own.parameter, own.begin, flat)
 
 
-def wanted_state(
-    optimizer: PipelineOptimizer, holding: Holding, keys: Mapping[str, list[str]], saved: Mapping[str, Any]
-) -> tuple[Values, Callable[[Values], dict[int, Values]]]:
-    """What to read, and a function of what was read: the state of this process's tensors, by number."""
-    wanted: Values = {}
-    rooms: dict[int, Values] = {}
-    tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-    members = [optimizer.slices.of_tensor(tensor) for tensor in tensors]
-    names = [holding.name_of(each.shown) for each in members]
-    for number, (each, name) in enumerate(zip(members, names, strict=True)):
-        rooms[number] = {}
-        for key in keys[name]:
-            described = saved[f"state.{name}.{key}"]
-            # a parameter without dimensions is as large as the number of its steps
-            if described and key != "step" and described.shape == tuple(holding.tensors[name].shape):
-                rooms[number][key] = torch.zeros_like(each.tensor, dtype=described.dtype)
-                wanted[f"state.{name}.{key}"] = _pieces(each, rooms[number][key], holding)
-            else:
-                wanted[f"state.{name}.{key}"] = described and torch.empty(
-                    described.shape, dtype=described.dtype, device="cpu"
-                )
+@dataclass(frozen=True)
+class ParameterState:
+    """The saved state of one parameter while it is being loaded. `room` is what to read: by key an empty tensor, None
+    for a value that is no tensor, or what this process has of an entry that is divided. `own` has the plain tensor
+    whose memory that is: it is the entry once `room` has been read."""
 
-    def state(values: Values) -> dict[int, Values]:
-        return {
-            number: {key: values[f"state.{name}.{key}"] for key in keys[name]} | rooms[number]
-            for number, name in enumerate(names)
-            if keys[name]
-        }
+    name: str
+    room: Values
+    own: Values
 
-    return wanted, state
+    @property
+    def wanted(self) -> Values:
+        """What to read, by the checkpoint's names."""
+        return {f"state.{self.name}.{key}": room for key, room in self.room.items()}
+
+    def loaded(self, values: Values) -> Values:
+        """The state by key, after `values` were read."""
+        return {key: self.own.get(key, values[f"state.{self.name}.{key}"]) for key in self.room}
+
+
+def state_of_slice(own: Slice, holding: Holding, keys: Sequence[str], saved: Mapping[str, Any]) -> ParameterState:
+    """Room for the entries `keys` of a slice's state; `saved` describes them by their names."""
+    state = ParameterState(holding.name_of(own.shown), {}, {})
+    whole = tuple(holding.tensors[state.name].shape)
+    for key in keys:
+        described = saved[f"state.{state.name}.{key}"]
+        # a parameter without dimensions is as large as the number of its steps
+        if described and key != "step" and described.shape == whole:
+            state.own[key] = torch.zeros_like(own.tensor, dtype=described.dtype)
+            state.room[key] = _pieces(own, state.own[key], holding)
+        else:
+            state.room[key] = described and torch.empty(described.shape, dtype=described.dtype, device="cpu")
+    return state
 
 
 def members_of(optimizer: PipelineOptimizer, holding: Holding) -> Iterator[tuple[int, str]]:
