@@ -9,7 +9,6 @@ from one module to the next, the smallest module around them is the operator: so
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -27,9 +26,13 @@ PART = "part_of"  # see `zbcompile.model.distributed_tensors`
 
 @dataclass(frozen=True)
 class _Region:
-    """A call of `module`, but for its tensors; `parts` says what its parameters are parts of. `before` are calls that
-    hand it DTensors, each with the number of its tensors; `tail` is what follows it if its result is a DTensor: the
-    loss."""
+    """What an operator computes: a call of `module`, whose tensors `run` is given.
+
+    `leaves` and `structure` are the arguments, with A_TENSOR or PendingCall in the places of tensors; `names` are those
+    of the module's parameters, and `parts` says of which DTensors they are parts. `before` are earlier calls whose
+    DTensors are arguments, each with the number of its tensors. `tail` is what takes the result if that is a DTensor:
+    the loss.
+    """
 
     module: nn.Module
     leaves: tuple[Any, ...]
@@ -41,6 +44,7 @@ class _Region:
     tail: Callable[..., Any] | None
 
     def run(self, tensors: list[torch.Tensor]) -> Any:
+        """The result; `tensors` are those among the arguments, the parameters, and then those of the calls `before`."""
         count = sum(leaf is A_TENSOR for leaf in self.leaves)
         given, end = iter(tensors[:count]), count + len(self.names)
         earlier = self._earlier(tensors[end:])
@@ -54,12 +58,12 @@ class _Region:
             return result if self.tail is None else pytree.tree_map(_whole, self.tail(result, *rest))
 
     def _earlier(self, tensors: list[torch.Tensor]) -> Iterator[Any]:
-        """The DTensors that calls before this one hand on."""
+        """The DTensors that the calls before this one return."""
         for call, count in self.before:
             yield call.run(tensors[:count])
             tensors = tensors[count:]
 
-    def call(self, tensors: list[torch.Tensor]) -> tuple[OpaqueCall, Any]:
+    def traced(self, tensors: list[torch.Tensor]) -> tuple[OpaqueCall, Any]:
         """The operator, and what the call returns, with fake tensors."""
         tape = Tape({})
         with nowhere_traced(), FakeTensorMode(allow_non_fake_inputs=True), tape:
@@ -69,7 +73,8 @@ class _Region:
         return OpaqueCall(title, self.run, results, tape.random, form=self._form(results)), result
 
     def _form(self, results: tuple[torch.Tensor, ...]) -> str:
-        """Equal for calls of layers alike. What a module of several does may hang on more than shows."""
+        """A text that is equal for calls of equal layers; empty for a module with submodules, whose work may depend on
+        more than its text shows."""
         if self.before or self.tail is not None or any(self.module.children()):
             return ""
         placements = [part and (part.whole.placements, part.whole.device_mesh) for part in self.parts]
@@ -131,7 +136,8 @@ Regions = dict[int, dict[str, Any]]  # id of a module -> its parameters by name,
 
 
 def regions_of(model: nn.Module, args: Any, kwargs: Any) -> Regions:
-    """The modules whose calls are operators."""
+    """The modules whose calls become operators: by the id of each, its parameters with the DTensors that they are parts
+    of."""
     if not any(hasattr(tensor, PART) for tensor in model.parameters()):  # parts of DTensors
         return {}
     trial = _RegionTrial(model)
@@ -156,8 +162,8 @@ def _wrapped(tensor: torch.Tensor) -> Any:
 
 
 def _cover(entry: _Entry, last: Any) -> list[nn.Module] | None:
-    """The smallest modules that contain all DTensors of a call, or hand them to the next such module; None if there
-    are none such: DTensors enter or leave. What the model returns, `last`, goes to the loss, and counts as plain."""
+    """The fewest modules such that every DTensor of a call stays inside one of them, or goes from one to the next; None
+    if a DTensor enters or leaves the call. What the model returns, `last`, goes to the loss and may be a DTensor."""
     if not entry.touches:
         found = [_cover(each, last) or _handed_on(each, entry.inner, last) for each in entry.inner]
         if all(each is not None for each in found):
@@ -183,49 +189,59 @@ def modules_as_operators(found: OpaqueCalls, regions: Regions) -> Iterator[None]
     def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if id(module) not in regions or not is_traced():
             return original(module, *args, **kwargs)
-        return _as_operator(found, module, regions[id(module)], args, kwargs)
+        return _ModuleCall(found, module, regions[id(module)], args, kwargs).as_operator()
 
     with instead_of_module_call(call) if regions else contextlib.nullcontext():
         yield
 
 
 @dataclass(frozen=True)
-class PendingCall:
-    """A DTensor that leaves a module: the call becomes one operator with what reads it. `again` emits the call."""
+class _ModuleCall:
+    """A call of a module in the traced model; `parts` says of which DTensors its parameters are parts."""
 
-    again: Callable[..., Any]
-    call: OpaqueCall
+    found: OpaqueCalls
+    module: nn.Module
+    parts: dict[str, Any]
+    args: Any
+    kwargs: Any
+
+    def as_operator(self, tail: Callable[..., Any] | None = None, rest: tuple[Any, ...] = ()) -> Any:
+        """Put one operator into the graph for the call, and for `tail(its result, *rest)` if that is given. Returns
+        what the operator returns. If that would be a DTensor, nothing is put into the graph: returns a PendingCall,
+        which becomes a part of the operator that reads it."""
+        leaves, structure = pytree.tree_flatten((self.args, self.kwargs, rest))
+        before = [leaf for leaf in leaves if isinstance(leaf, PendingCall)]
+        held = dict(self.module.named_parameters())
+        own = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *held.values()]
+        tensors = [*own, *(tensor for each in before for tensor in each.tensors)]
+        region = _Region(
+            module=self.module,
+            leaves=tuple(_stands_for(leaf) for leaf in leaves),
+            structure=structure,
+            names=tuple(held),
+            parts=tuple(self.parts[name] for name in held),
+            autocast=autocast_on(tensors[0].device.type),
+            before=tuple((each.operator, len(each.tensors)) for each in before),
+            tail=tail,
+        )
+        operator, result = region.traced(tensors)
+        if _distributed_in(result):
+            return PendingCall(self, operator, tensors)
+        return emitted(self.found, operator, tensors, result)
+
+
+@dataclass(frozen=True)
+class PendingCall:
+    """Stands in the traced model for a DTensor that leaves a module. What reads it runs `operator` on `tensors` first,
+    in an operator of its own."""
+
+    source: _ModuleCall
+    operator: OpaqueCall
     tensors: list[torch.Tensor]
 
     def finish(self, tail: Callable[..., Any], *rest: Any) -> Any:
         """`tail(the DTensor, *rest)`, as plain tensors."""
-        return self.again(tail, rest)
-
-
-def _as_operator(
-    found: OpaqueCalls,
-    module: nn.Module,
-    parts: dict[str, Any],
-    args: Any,
-    kwargs: Any,
-    tail: Callable[..., Any] | None = None,
-    rest: Any = (),
-) -> Any:
-    """The operator of a module's call; `parts` says what its parameters are parts of."""
-    leaves, structure = pytree.tree_flatten((args, kwargs, rest))
-    held = dict(module.named_parameters())
-    before = [leaf for leaf in leaves if isinstance(leaf, PendingCall)]
-    own = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *held.values()]
-    tensors = [*own, *(tensor for each in before for tensor in each.tensors)]
-    others = tuple(_stands_for(leaf) for leaf in leaves)
-    autocast = autocast_on(tensors[0].device.type)
-    earlier = tuple((each.call, len(each.tensors)) for each in before)
-    of_parts = tuple(parts[name] for name in held)
-    region = _Region(module, others, structure, tuple(held), of_parts, autocast, earlier, tail)
-    call, result = region.call(tensors)
-    if not _distributed_in(result):
-        return emitted(found, call, tensors, result)
-    return PendingCall(partial(_as_operator, found, module, parts, args, kwargs), call, tensors)
+        return self.source.as_operator(tail, rest)
 
 
 def _stands_for(leaf: Any) -> Any:
