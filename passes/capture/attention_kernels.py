@@ -44,8 +44,8 @@ def is_by_formula(function: Any, now: Kernels, args: tuple[Any, ...], kwargs: di
 
 
 def is_same_choice(before: Kernels, now: Kernels, device: torch.device) -> bool:
-    """Whether attention on `device` takes the same kernel under `before` and `now`, if it takes any: the CPU has one
-    beside the formula, which is chosen last."""
+    """Whether attention on `device` takes the same kernel under `before` and `now`, if it takes any. A CPU has one
+    kernel besides the formula, which is chosen last."""
     one, other = _usable(before, device), _usable(now, device)
     return one == other or (kind_of(device) == "cpu" and "flash" in one[0] & other[0])
 

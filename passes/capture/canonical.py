@@ -62,7 +62,8 @@ def copy_graph(captured: Captured) -> Captured:
 
 
 def on_graph(change: Callable[[Graph], None]) -> Callable[[Captured], Captured]:
-    """What changes a graph in place, and may drop inputs, as a step from one captured graph to the next."""
+    """Make a pass of `change`, which changes a graph in place and may drop inputs: the result takes a captured graph
+    and returns the next one."""
 
     def run(captured: Captured) -> Captured:
         graph = captured.module.graph
@@ -206,8 +207,8 @@ class _GradientReach(Interpreter):
         return value
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Attention that the capture kept whole runs a kernel, not its formula, which a trained mask on a CPU asks for:
-        the masks of a forward without gradients are not trained."""
+        """Run attention that the capture kept whole by its kernel. On a CPU torch would compute it by its formula if
+        the mask were trained, so the mask counts as untrained, as in a forward without gradients."""
         if target is aten.scaled_dot_product_attention.default and kind_of(args[0].device) == "cpu":
             args = (*args[:3], *map(_detached, args[3:4]), *args[4:])
             kwargs = {name: _detached(each) if name == "attn_mask" else each for name, each in kwargs.items()}

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 Count = Callable[[Tensor], int | None]  # the elements that are not zero; None if that depends on more than inputs
-OTHERWISE = object()
 
 
 class _UnknownNumber(Exception):
@@ -19,10 +18,11 @@ class _UnknownNumber(Exception):
 
 
 def with_known_size(function: Any, args: Any, kwargs: Mapping[str, Any], count: Count) -> Any:
-    """The result of a call; OTHERWISE if its shape does not depend on values, or on those of more than inputs."""
+    """The result of a call; NotImplemented if its shape does not depend on values, or on those of more than inputs,
+    so that torch computes it as ever."""
     make = _MAKERS.get(function)
     if make is None or "out" in kwargs or (function is torch.where and len(args) + len(kwargs) > 1):
-        return OTHERWISE
+        return NotImplemented
 
     def known(tensor: Tensor) -> int:
         number = count(tensor)
@@ -33,7 +33,7 @@ def with_known_size(function: Any, args: Any, kwargs: Mapping[str, Any], count: 
     try:
         return make(known, *args, **kwargs)
     except _UnknownNumber:
-        return OTHERWISE
+        return NotImplemented
 
 
 _Known = Callable[[Tensor], int]
@@ -55,22 +55,23 @@ def _where(known: _Known, condition: Tensor) -> Any:
 
 def _item(known: _Known, tensor: Tensor, index: Any) -> Any:
     indices = _without_masks(known, tensor, index)
-    return OTHERWISE if indices is None else tensor[indices]
+    return NotImplemented if indices is None else tensor[indices]
 
 
 def _set_item(known: _Known, tensor: Tensor, index: Any, value: Any) -> Any:
-    """Only the gradient of `value` has a shape that depends on the mask."""
+    """Assign at the places of a mask. Only the gradient of `value` has a shape that depends on the mask."""
     if not isinstance(value, Tensor) or not value.requires_grad or not torch.is_grad_enabled():
-        return OTHERWISE
+        return NotImplemented
     indices = _without_masks(known, tensor, index)
     if indices is None:
-        return OTHERWISE
+        return NotImplemented
     tensor[indices] = value
     return None
 
 
 def _without_masks(known: _Known, tensor: Tensor, index: Any) -> tuple[Any, ...] | None:
-    """An index as eager makes it of one with masks, with their places; None without masks, or if one does not fit."""
+    """The index with each mask replaced by the places at which it is true, as eager does; None if it has no mask, or a
+    mask that does not fit."""
     indices = index if isinstance(index, tuple) else (index,)
     if not any(map(_is_mask, indices)) or not _fit(tensor, indices):
         return None
@@ -85,7 +86,7 @@ def _is_mask(index: Any) -> bool:
 
 
 def _fit(tensor: Tensor, indices: tuple[Any, ...]) -> bool:
-    """Whether masks have the shapes of the dimensions that they index; if not, eager refuses them."""
+    """Whether each mask has the shape of the dimensions that it indexes; eager refuses others."""
     taken = [each.dim() if _is_mask(each) else int(not (each is None or isinstance(each, bool))) for each in indices]
     place = 0
     for each, dimensions in zip(indices, taken, strict=True):
@@ -106,9 +107,9 @@ def _masked_select(known: _Known, input: Tensor, mask: Tensor) -> Tensor:
 def _unique_consecutive(
     known: _Known, input: Tensor, return_inverse: bool = False, return_counts: bool = False, dim: int | None = None
 ) -> Any:
-    """Of integers: NaNs, which differ from themselves, take the ordinary way."""
+    """`torch.unique_consecutive` of integers. Floats are left to torch: a NaN differs from itself."""
     if dim is not None or input.is_floating_point() or input.numel() == 0:
-        return OTHERWISE
+        return NotImplemented
     flat = input.reshape(-1)
     begins = torch.cat((flat.new_ones(1, dtype=torch.bool), flat[1:] != flat[:-1]))
     first = _rows(known, begins)[:, 0]

@@ -25,8 +25,8 @@ _BETWEEN = ("CACHE", "EXTENDED_ARG", "NOP")
 
 
 def require_fit(fits: torch.Tensor) -> None:
-    """Rows that are exchanged must fit into the room that there is for them. A capture notes that; outside of a
-    pipeline, raises RuntimeError if they do not."""
+    """Require that exchanged rows fit into the room reserved for them. In a capture this becomes a check of the step;
+    outside of a pipeline, raises RuntimeError if they do not fit."""
     if has_torch_function((fits,)):
         handle_torch_function(require_fit, (fits,), fits)
     elif not fits:
@@ -37,8 +37,8 @@ def require_fit(fits: torch.Tensor) -> None:
 
 
 def required_answer(function: Any) -> bool | None:
-    """Which answer the user's statement needs to go on, if it now asks a tensor by `function`; None if it is neither an
-    `assert` nor an `if` that only raises, or if one answer alone does not settle it."""
+    """The answer with which the user's statement goes on, if it is an `assert`, or an `if` that only raises, and now
+    asks a tensor by `function`. None for any other statement, or if one answer alone does not settle it."""
     if function not in (torch.Tensor.__bool__, torch.Tensor.item):
         return None
     frame = inspect.currentframe()

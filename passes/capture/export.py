@@ -148,7 +148,7 @@ def capture_inference(
 
 @contextlib.contextmanager
 def _judged(watch: EffectsSeen) -> Iterator[None]:
-    """Around a trace: raise what was seen during it, which explains a failure better than the failure does."""
+    """Raise what was noted during a trace, also if it failed: that explains the failure better than torch's error."""
     try:
         yield
     except CaptureError:
@@ -209,8 +209,9 @@ def _diagnosed(model: nn.Module, watch: EffectsSeen) -> Iterator[None]:
 
 
 def not_exported(model: nn.Module, error: BaseException, shape_from_data: str = "") -> CaptureError:
-    """What failed, where in the user's code, and the remedy if one is known. `shape_from_data` is the line that made
-    the first tensor whose shape depends on the data, if there is one: the failure often comes much later."""
+    """The error for an export that failed: what failed, where in the user's code, and the remedy if one is known.
+    `shape_from_data` is the line that made the first tensor whose shape depends on the data, if there is one: the
+    failure often comes much later."""
     place = shape_from_data or failing_line(error)
     names = {"model": type(model).__name__, "place": f"{place} " if place else ""}
     return Refusal.NOT_EXPORTED.error(**names, why=explanation(error))
@@ -394,7 +395,8 @@ def first_names(model: nn.Module) -> dict[str, str]:
 
 
 def flatten_inputs(example: Any) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
-    """The paths of the leaves of `(args, kwargs, target)`, such as args[0], the leaves, and their tree structure."""
+    """The leaves of `(args, kwargs, target)`: their paths (such as args[0]), the leaves themselves, their tree
+    structure."""
     pairs, structure = pytree.tree_flatten_with_path(example)
     top = ("args", "kwargs", "target")
     paths = tuple(top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in pairs)  # type: ignore[attr-defined]

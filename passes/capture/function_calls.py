@@ -98,7 +98,7 @@ def refuse_set_data(func: Any) -> None:
 
 
 class FunctionBody(TorchFunctionMode):
-    """Gives the code of a Function `replace(tensor)` for every tensor that it uses; `.data` is the detach it means, and
+    """Runs the code of a Function with `replace(tensor)` for every tensor that it uses. `.data` becomes a detach, and
     an exchange in place a functional one."""
 
     def __init__(self, replace: Callable[[Tensor], Tensor]) -> None:
@@ -113,8 +113,8 @@ class FunctionBody(TorchFunctionMode):
         return args[0].detach() if func == _DATA else functional_instead(func)(*args, **kwargs)
 
     def around(self, function: Any) -> Any:
-        """`function` with its backward inside, too: autograd calls that on its own. What it leaves on ctx is forgotten,
-        so that it can run again."""
+        """`function` inside this mode, and its backward too, which autograd calls on its own. What it leaves on ctx is
+        dropped, so that it can run again."""
         name = "vjp" if function.backward is torch.autograd.Function.backward else "backward"
 
         def backward(ctx: Any, *given: Any) -> Any:
@@ -191,7 +191,7 @@ class _Trial:
         return OpaqueCall(name, self.again, fakes, self.forward.random, self.overwrites, text)
 
     def again(self, tensors: list[Tensor]) -> tuple[Tensor, ...]:
-        """What the call returns for other tensors."""
+        """The result of the same call for other tensors."""
         with torch.autocast(self.fakes[0].device.type, enabled=False):  # the casts are on the tape
             found: Any = _TrialReplay.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return found  # type: ignore[no-any-return]
@@ -250,7 +250,7 @@ class _Trial:
         return added if gradient is None else gradient + added
 
     def _refuse_written(self, of_arguments: Refusal | None = None) -> None:
-        """What is written into a replacement would not be written into what it stands for."""
+        """Refuse writes into a tensor that stands for another one: that other one would not change."""
         written = [i for i, fake in enumerate(self.fakes) if written_so_far(fake) != self._versions[i]]
         if of_arguments is not None and any(i < len(self.arguments) for i in written):
             raise self._refused(of_arguments)
@@ -270,8 +270,8 @@ class _Trial:
         return refusal.error(function=f"{name} ({self.line})", **names)
 
     def _replaced(self, tensor: Tensor) -> Tensor:
-        """A fake tensor for one from outside: not made by the trial. While torch.export runs, the parameters of a model
-        are others than afterwards, so that they are known by their places."""
+        """A fake tensor for one that the trial did not make. Parameters are found by their places in the model: while
+        torch.export runs, the model has other parameter objects."""
         if is_fake_of(tensor, self.mode):
             return tensor
         count = len(self.arguments)
@@ -293,7 +293,7 @@ class _Trial:
 
 
 class _TrialReplay(torch.autograd.Function):
-    """What a trial has on its tapes, on other tensors."""
+    """Runs the tapes of a trial on other tensors, with the derivative that the trial recorded."""
 
     @staticmethod
     def forward(ctx: Any, trial: _Trial, *tensors: Tensor) -> Any:

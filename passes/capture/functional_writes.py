@@ -1,5 +1,5 @@
-"""What in-place writes have become in a functional graph, brought into a form that can be split, with the gradients,
-strides and random numbers that eager's writes have."""
+"""In-place writes after functionalisation: brought into a form that can be split, with the gradients, strides and
+random numbers of eager's writes."""
 
 from typing import Any
 

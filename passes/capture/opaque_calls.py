@@ -98,7 +98,8 @@ def form_of(node: Node) -> Hashable:
 
 
 def overwritten_by(node: Node) -> list[Node]:
-    """What the exchange of a Function writes into: nothing else may read it, since in the graph it does not change."""
+    """The tensors that the exchange of a Function writes into. Nothing else may read them: in the graph they do not
+    change."""
     if not is_call(node):
         return []
     tensors, name = node.args

@@ -86,7 +86,7 @@ _UNANSWERED: Mapping[tuple[str, ...], str] = {
 
 
 def refuse_unanswered(codes: Collection[CodeType], problem: Callable[[str], None]) -> None:
-    """Call `problem` if code that ran asks torch for what is another thing in a compiled step."""
+    """Call `problem` if code that ran asks torch for something that is different in a compiled step."""
     for names, asked in _UNANSWERED.items():
         for code in codes:
             if set(names) <= set(code.co_names):
@@ -161,8 +161,8 @@ def _equal(one: Any, other: Any) -> bool:
 
 @contextlib.contextmanager
 def output_of_forward(warning: Callable[[str], None]) -> Iterator[None]:
-    """Around a forward: call `warning` for every line that prints. The builtin itself must be replaced: it may write
-    to any file, and a file in the place of sys.stdout would be seen by forward, and missed by who kept the former."""
+    """Around a forward: call `warning` for every line that prints. The builtin itself must be replaced: forward may
+    print to any file, and would see a replaced sys.stdout, while code that has kept the original would bypass it."""
     original = builtins.print
 
     def noting(*args: Any, **kwargs: Any) -> None:

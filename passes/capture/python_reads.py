@@ -129,8 +129,8 @@ class PythonReads:
         return copied
 
     def _note_untold(self) -> None:
-        """Code was traced in another way, by its bytes (torch.cond): nothing has told what it reads, so that all
-        attributes of modules count, and what functions inside of the others name."""
+        """Note that code was traced by its bytecode (torch.cond), so that nothing reports what it reads: then all
+        attributes of modules count, and whatever functions name that are defined inside others."""
         modules: list[ReachedValue] = [each for each in self._reach.known.values() if isinstance(each.value, nn.Module)]
         for each in modules:
             for name in each.stored.keys() - TABLES:

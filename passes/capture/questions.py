@@ -15,7 +15,7 @@ import torch
 from torch.fx import Node
 from torch.fx.node import map_arg
 
-from zbcompile.passes.capture.data_dependent_shapes import OTHERWISE, with_known_size
+from zbcompile.passes.capture.data_dependent_shapes import with_known_size
 from zbcompile.passes.capture.deferred_checks import require_fit, required_answer
 from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, TracingWay
 from zbcompile.passes.graph.fx import is_random
@@ -94,7 +94,6 @@ def _storages(node: Node) -> Iterator[int]:
 
 
 Answer = Any  # a bool or a number
-NOT_ANSWERED = object()
 
 
 def _close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -129,14 +128,16 @@ QUESTIONS = frozenset((*DECISIONS, *NUMBERS, _T.__complex__))  # answered here o
 
 @dataclass(frozen=True)
 class ForeignAnswers:
-    """The answers of another rank, or another shape, and the way in which its model was traced to ask for them."""
+    """The answers of another rank, or for another shape, and the way in which the model was traced when it asked for
+    them."""
 
     way: TracingWay
     answers: tuple[Answer, ...]
 
 
 class Check(NamedTuple):
-    """What a step needs: the kind of the result that says whether it `holds`, and the Python lines that asked."""
+    """A check of a step: `kind` says what `holds`, the result of the graph, stands for; `lines` are the Python lines
+    that asked."""
 
     kind: Kind
     holds: torch.Tensor
@@ -174,7 +175,7 @@ class Questions:
         self._values = InputValues({node: UNKNOWN if isinstance(r, FakeTensor) else r for node, r in nodes.items()})
 
     def ask(self, function: Any, args: Any, kwargs: Any) -> Any:
-        """The answer to a call that asks about inputs; NOT_ANSWERED for any other call."""
+        """The answer to a call that asks about inputs; NotImplemented for any other call."""
         if "input" in kwargs:  # torch's name for the first argument
             args, kwargs = (kwargs["input"], *args), {name: each for name, each in kwargs.items() if name != "input"}
         if function in _EQUAL and _has_other_shape(*args, **kwargs):  # shapes are fixed: that is no question
@@ -182,27 +183,26 @@ class Questions:
         if function in DECISIONS:
             return self._answer(DECISIONS[function], bool, args, kwargs)
         if function not in NUMBERS:
-            result = with_known_size(function, args, kwargs, self._count)
-            return NOT_ANSWERED if result is OTHERWISE else result
+            return with_known_size(function, args, kwargs, self._count)
         if type(args[0]) is torch.Tensor:  # of a plain attribute or a global: nothing else is real inside of a trace
             return self._answer(*NUMBERS[function], (args[0].clone(),), kwargs)
         if args[0].is_floating_point():  # a float rarely repeats, so every batch would need its own program
-            return NOT_ANSWERED
+            return NotImplemented
         if not self.way.numbers:
             self.read_numbers = True
-            return NOT_ANSWERED
+            return NotImplemented
         return self._answer(*NUMBERS[function], args, kwargs)
 
     def defer(self, function: Any, args: Any) -> Any:
         """The answer that an assertion needs, if one is asking, which is then checked when the graph runs;
-        NOT_ANSWERED for any other call."""
+        NotImplemented for any other call."""
         if function is require_fit:
             return self._check("fits", args[0], None)
         if not args or not isinstance(args[0], FakeTensor) or traced_node(args[0]) is None:
-            return NOT_ANSWERED
+            return NotImplemented
         answer = required_answer(function)
         if answer is None:
-            return NOT_ANSWERED
+            return NotImplemented
         return self._check("check", (args[0].reshape(()) != 0) == answer, answer)
 
     def _check(self, kind: Kind, holds: torch.Tensor, answer: Any) -> Any:
@@ -211,12 +211,12 @@ class Questions:
 
     def _count(self, tensor: torch.Tensor) -> int | None:
         answer = self._answer(torch.count_nonzero, int, (tensor,), {})
-        return None if answer is NOT_ANSWERED else answer
+        return None if answer is NotImplemented else answer
 
     def _answer(self, make: _Make, convert: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:
         asked = [each for each in (*args, *kwargs.values()) if isinstance(each, FakeTensor)]
         if not asked or any(self._value(each) is None for each in asked):
-            return NOT_ANSWERED
+            return NotImplemented
         tensor = make(*args, **kwargs)
         value = self._value(tensor)
         if self.given is not None and len(self.answers) < len(self.given.answers):
@@ -225,7 +225,7 @@ class Questions:
             with outside_of_trace():
                 answer = value.tolist()
         else:
-            return NOT_ANSWERED
+            return NotImplemented
         self.answers.append(answer)
         self.lines.append(calling_line())
         self.tensors.append(tensor)

@@ -32,11 +32,11 @@ from zbcompile.passes.capture.python_effects import (
     refuse_unanswered,
 )
 from zbcompile.passes.capture.python_reads import PythonReads, Roots
-from zbcompile.passes.capture.questions import NOT_ANSWERED, QUESTIONS, Questions
+from zbcompile.passes.capture.questions import QUESTIONS, Questions
 from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.gpu_kernels import kernel_of
-from zbcompile.passes.graph.row_exchanges import OTHERWISE, RoutedExchanges
+from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.python_state.executed_code import line_that_writes
 from zbcompile.passes.python_state.premises import attribute, without_joined_loss
@@ -183,14 +183,12 @@ class _Calls(TorchFunctionMode):
             return args[0].detach()
         refuse_set_data(func)
         answer = self.watch.questions.ask(func, args, kwargs or {})
-        if answer is not NOT_ANSWERED:
+        if answer is NotImplemented:
+            answer = self.watch.questions.defer(func, args)
+        if answer is NotImplemented:
+            answer = self.routed.result(func, args, kwargs or {})
+        if answer is not NotImplemented:
             return answer
-        answer = self.watch.questions.defer(func, args)
-        if answer is not NOT_ANSWERED:
-            return answer
-        routed = self.routed.result(func, args, kwargs or {})
-        if routed is not OTHERWISE:
-            return routed
         if func in _HOOKS:
             self._refuse(Refusal.ACTIVATION_HOOK, function=func.__name__)
         if func in _GRADIENTS:

@@ -27,7 +27,7 @@ _PLAIN = (Tensor, torch.nn.Parameter, FakeTensor)
 
 @dataclass(frozen=True)
 class Place:
-    """Stands for a tensor: an input of the tape, or what one of its operations has made."""
+    """Stands for a tensor: an input of the tape, or a result of one of its operations."""
 
     number: int
 
@@ -95,7 +95,7 @@ class Tape(TorchDispatchMode):
 
     @property
     def text(self) -> str:
-        """Equal for tapes that compute alike."""
+        """A text that is equal for tapes with equal computations."""
         return "; ".join(
             f"{made} = {_SAME.get(operation, operation)} {pytree.tree_map_only(Tensor, _in_words, given)!r}"
             for operation, given, made in self.steps

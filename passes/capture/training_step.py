@@ -60,9 +60,9 @@ def register_dataclasses(value: Any) -> None:
 
 
 class TrainingStep(nn.Module):
-    """The model followed by its loss, and without gradients what `keep` names: the outputs, together with metrics if
-    the loss function returns `(loss, metrics)`, or the metrics alone. Everything else is dropped. Beside the result
-    stand the tensors that forward asked about."""
+    """The model followed by its loss, and without gradients what `keep` names: the outputs, with metrics if the loss
+    function returns `(loss, metrics)`, or the metrics alone. Everything else is dropped. It also returns the tensors
+    that forward asked about."""
 
     loss: LossFunction | None
 

@@ -58,7 +58,7 @@ def training_problems(model: nn.Module, loss: Any) -> Iterator[str]:
 
 
 def wrapper_problems(model: nn.Module) -> Iterator[str]:
-    """Modules that do more than their forward says, or have none that can be traced."""
+    """Modules that do more than their forward says, or whose forward cannot be traced."""
     for name, module in model.named_modules():
         classes = [cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.")]
         if wrapper := next((cls.__name__ for cls in classes if cls.__name__ in WRAPPERS), None):

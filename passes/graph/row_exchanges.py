@@ -18,7 +18,6 @@ from torch import Tensor
 
 from zbcompile.passes.torch_private import FakeTensor, group_called, replaced
 
-OTHERWISE = object()
 _REPEATS = (Tensor.repeat_interleave, torch.repeat_interleave)
 
 
@@ -102,17 +101,17 @@ class RoutedExchanges:
         return replaced(FakeTensor, "tolist", tolist)
 
     def result(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
-        """The result of a call; OTHERWISE if it does not deal with such numbers."""
+        """The result of a call; NotImplemented if it does not deal with such numbers."""
         if function in _REPEATS and kwargs.get("output_size") is not None:
             return self._repeated(*args, **kwargs)
         if getattr(function, "__name__", "") == "all_to_all_single" and len(args) == 4 and _are_routed(args[2]):
             return self._exchanged(*args)
-        return OTHERWISE
+        return NotImplemented
 
     def _exchanged(self, rows: Tensor, output_sizes: Any, input_sizes: Any, group: str) -> Any:
         """If what arrives is what was sent before by other sizes, as on the way back, it has as many rows."""
         if not _are_routed(output_sizes):
-            return OTHERWISE
+            return NotImplemented
         sent, arriving = input_sizes[0].counts, output_sizes[0].counts
         known = self.sizes.get(id(arriving))
         count = len(input_sizes) * rows.shape[0] if known is None else known.rows
@@ -123,9 +122,9 @@ class RoutedExchanges:
         """`repeat_interleave` to a number of rows that may be more than the repeats: the last value fills them."""
         counts, values = (first, None) if repeats is None else (repeats, first)
         if not (isinstance(counts, Tensor) and isinstance(output_size, int) and self.is_open(counts)):
-            return OTHERWISE
+            return NotImplemented
         if values is not None and (values.ndim != 1 or values.requires_grad):
-            return OTHERWISE
+            return NotImplemented
         ends, numbers = counts.cumsum(0), torch.arange(output_size, device=counts.device)
         found = torch.searchsorted(ends, numbers, right=True).clamp(max=counts.shape[0] - 1)
         return found if values is None else values[found]
