@@ -85,7 +85,6 @@ ONE_READER = {
     "inspection.closed_form",
     "inspection.compared_schedules",
     "integrations.accelerator",
-    "passes.capture.deferred_checks",
     "passes.machine.figures",
     "passes.partition.straight_ways",
     "passes.pass_list.stack_chunk",
@@ -99,8 +98,6 @@ ONE_READER = {
     "persistence.folder_writer",
     "persistence.saved_averages",
     "profiling.trace_steps",
-    "program_cache.apart_draws",
-    "program_cache.placement_check",
     "runtime.equal_results",
     "runtime.overlapped_pairs",
     "runtime.placed_step",
@@ -150,8 +147,8 @@ BUDGET = {
     "zbcompile/planning": 1307,
     "zbcompile/prediction": 1375,
     "zbcompile/profiling": 620,
-    "zbcompile/program": 1984,
-    "zbcompile/program_cache": 1428,
+    "zbcompile/program": 1990,
+    "zbcompile/program_cache": 1445,
     "zbcompile/runtime": 3630,
     "zbcompile/torch_pipelining": 496,
 }
@@ -268,8 +265,8 @@ def test_no_module_has_the_name_of_a_public_function() -> None:
     """A module `zbcompile.schedules.check` would hide the function of that name once it is imported."""
     for package in PACKAGE.values():
         public = {name.rpartition(".")[2] for name in public_names() if name.rpartition(".")[0] == package}
-        beside = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == package}
-        assert not public & beside - {"passes", "schedules"}
+        modules = {name.rpartition(".")[2] for name in MODULES if name.rpartition(".")[0] == package}
+        assert not public & modules - {"passes", "schedules"}
 
 
 def test_rooms_are_not_halls() -> None:

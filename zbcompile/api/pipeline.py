@@ -306,8 +306,8 @@ class Pipeline:
         The model's output for `args` and `kwargs` are the logits [..., words], or has them under `logits`; `labels` has
         their shape without the words, and nothing is shifted: for the next token pass labels that begin one token
         later. Label -100 gives 0. Results have the labels' shape and, like the normalisation, at least fp32. They are
-        computed where the logits are, which no other rank sees: that rank holds one microbatch's logits and, beside
-        them, its log-probabilities.
+        computed where the logits are, which no other rank sees: that rank holds one microbatch's logits, and its
+        log-probabilities.
 
         `microbatches`, `mode` and `outputs` as for `eval`; microbatches that are already split are
         `[(args, kwargs, labels), ...]`. Raises PipelineError and CompileError: for an output without logits, for labels
@@ -316,7 +316,7 @@ class Pipeline:
         >>> logp = pipe.log_probs(tokens[:, :-1], labels=tokens[:, 1:])                  # doctest: +SKIP
         """
         if not args and not kwargs and not isinstance(microbatches, Sequence):
-            raise PipelineError("log_probs runs a batch, and got no inputs beside labels=. Pass those of eval.")
+            raise PipelineError("log_probs runs a batch, and got no inputs besides labels=. Pass those of eval.")
         wanted, batch = "entropies" if entropies else "log_probs", (args, kwargs, labels, microbatches)
         return self._runs.evaluate(wanted, mode, outputs, self.step_index, *batch)
 

@@ -1,1 +1,1 @@
-"""What was compiled for the batches that a pipeline met, bound to its tensors."""
+"""Programs compiled for the batches met so far, bound to the pipeline's tensors."""

@@ -33,7 +33,7 @@ from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, have_hooks
-from zbcompile.profiling.watched_passes import inspected, with_draws_refused
+from zbcompile.profiling.pass_checks import inspected, with_draws_refused
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.state_dict import stream_state
 from zbcompile.runtime.data_parallel import sums_of
@@ -45,10 +45,13 @@ from zbcompile.torch_private import fingerprint
 
 
 class BoundPrograms:
-    """A model's tensors, and what is bound to them. `program` is the first of the programs (None before), `share` this
-    process's share of the model, `shards` that of an output layer that is sharded over the ranks; `compilations` say
-    what the backend did for each program. `parameters` are those that the next step trains, by name: the model's, of a
-    sharded output layer this rank's rows; `trained` the names of those that get a gradient in any program."""
+    """The tensors of a model, and the programs that are bound to them.
+
+    * `program` is the first of the programs (None before), `compilations` say what the backend did for each.
+    * `share` is this process's share of the model, `shards` that of an output layer that is sharded over the ranks.
+    * `parameters` are those that the next step trains, by name: the model's, and of a sharded output layer this rank's
+      rows. `trained` are the names of those that get a gradient in any program.
+    """
 
     def __init__(self, model: nn.Module, options: Options, ranks: Ranks) -> None:
         self.program: Program | None = None
@@ -96,13 +99,15 @@ class BoundPrograms:
         self._own = {n: tensor for n, tensor in self._saved.items() if self.is_own(n) and n not in elsewhere}
 
     def place(self, program: Program) -> None:
-        """`hold` the first program, for the placements that it says, with the values of the first replica."""
+        """`hold` the first program, and give all replicas the values of the first one. Raises PipelineError for
+        a pattern of `placements=` that fits no parameter or buffer."""
         self.hold(program)
         require_matches(program.step.placements or {}, program.homes)
         self._copy_first_replica()
 
     def fill(self) -> None:
-        """Do the loads that have waited; they are told whether a step is compiled, which optimizers wait for."""
+        """Run the loads that have waited for parameters. Each is told whether a step is compiled, for which optimizers
+        wait."""
         for load in self.loads:
             load(self.trains)
         if self.trains:
@@ -166,7 +171,7 @@ class BoundPrograms:
 
     @property
     def form(self) -> tuple[Any, ...]:
-        """What bound programs take for granted of the model, to be compared in every step."""
+        """What bound programs assume about the model, compared in every step."""
         return fingerprint(self._model), global_hooks(), function_modes(), have_hooks(self._accumulators)
 
     def is_own(self, name: str) -> bool:

@@ -37,8 +37,8 @@ UNKNOWN = ""  # the dimension of a process group that is not of the mesh
 
 
 class ProgramKey(NamedTuple):
-    """Of a captured step: the form of its inputs, training mode and forward hooks of each module, which parameters
-    train, the modes of torch, and what is kept to be returned besides the loss."""
+    """What the graphs of a step are specialised for: the form of its inputs, training mode and forward hooks of each
+    module, which parameters train, the modes of torch, and what is returned besides the loss."""
 
     signature: tuple[Any, ...]
     modules: tuple[tuple[bool, tuple[int, ...]], ...]
@@ -69,9 +69,9 @@ def batches_apart(exchanges: frozenset[str]) -> tuple[str, ...]:
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """What was compiled for `key`: of a step the graphs of one microbatch, of what `evaluates` those of each microbatch
-    of a batch. Right for microbatches that answer `guards` as it says, while Python has the values of `standing`.
-    Entries are numbered alike on all ranks."""
+    """The graphs that were compiled for `key`: those of one microbatch of a step, or, if it `evaluates`, those of each
+    microbatch of a batch. They are right for microbatches that give the answers of `guards`, while Python has the
+    values of `standing`. Entries are numbered alike on all ranks."""
 
     number: int
     key: Any
@@ -82,12 +82,36 @@ class Entry:
     evaluates: bool = False
 
     def holds(self) -> bool:
-        """Whether what was read in Python is what it was."""
+        """Whether the Python values that were read are unchanged."""
         return all(each.hold() for each in self.standing)
 
     def change(self) -> str:
-        """The first value read in Python that is another one, in words; "" if there is none."""
+        """The first Python value that has changed, in words; "" if none has."""
         return next(filter(None, (each.change() for each in self.standing)), "")
+
+
+class Lookup(NamedTuple):
+    """What the cache has for some microbatches of one key.
+
+    `known` are the entries of that key, `own` those of this process's microbatches, None for one whose answers no entry
+    has; `everywhere` those that any rank needs. `complete`: whether every rank has one for each of its microbatches.
+    All but `own` is alike on all ranks.
+    """
+
+    known: list[Entry]
+    own: list[Entry | None]
+    everywhere: list[Entry]
+    complete: bool
+
+    @property
+    def missing(self) -> int | None:
+        """The first of this process's microbatches without an entry."""
+        return self.own.index(None) if None in self.own else None
+
+    @property
+    def graphs(self) -> list[tuple[BoundGraphs, ...]]:
+        """The graphs of each of this process's microbatches, if it is `complete`."""
+        return [each.graphs for each in self.own if each is not None]
 
 
 class ProgramCache:
@@ -102,12 +126,12 @@ class ProgramCache:
 
     @property
     def steps(self) -> list[Entry]:
-        """Those of steps, in the order in which they were made."""
+        """The entries of steps, in the order in which they were made."""
         return self._of(evaluates=False)
 
     @property
     def evaluations(self) -> list[Entry]:
-        """Those of evaluations, in that order."""
+        """The entries of evaluations, in the order in which they were made."""
         return self._of(evaluates=True)
 
     def _of(self, evaluates: bool) -> list[Entry]:
@@ -120,11 +144,11 @@ class ProgramCache:
         return list(self._plans.values())
 
     def right(self, key: Any) -> list[Entry]:
-        """The entries of `key` that are right for what Python reads now, the last one that was used first."""
+        """The entries of `key` that are right for what Python reads now, the most recently used first."""
         return [each for each in reversed(self._entries.values()) if each.key == key and each.holds()]
 
     def change(self, key: Any) -> str:
-        """In what Python differs from the last entry of `key`, in words; "" if there is none."""
+        """What Python reads differently than for the last entry of `key`, in words; "" if nothing."""
         return next((each.change() for each in reversed(self._entries.values()) if each.key == key), "")
 
     def add(
@@ -136,14 +160,14 @@ class ProgramCache:
         exchanges: Iterable[str] = (),
         evaluates: bool = False,
     ) -> Entry:
-        """A new entry, which all ranks add."""
+        """Add an entry; all ranks call it."""
         along = frozenset(name if name in DIMENSIONS else UNKNOWN for name in exchanges)
         entry = Entry(next(self._numbers), key, guards, tuple(standing), tuple(graphs), along, evaluates)
         self._entries[entry.number] = entry
         return entry
 
     def trim(self) -> bool:
-        """Evicts what is too many after an entry was added; whether there was any."""
+        """Evict the entries that are too many after one was added. Returns whether there were any."""
         *others, new = self._entries.values()
         alike = self._of(new.evaluates)
         usable = (each for each in others if each.evaluates == new.evaluates)
@@ -164,8 +188,9 @@ class ProgramCache:
         order: Callable[[Program, int], Lowered],
         finish: Callable[[Executable], Executable] = lambda planned: planned,
     ) -> Executable:
-        """The plan of a step, or of an evaluation, whose microbatches run `graphs`, and those of all replicas any of
-        `everywhere`, in the `order` of a program for as many; a new one as `finish` makes it."""
+        """The plan of a step or an evaluation. Its microbatches run `graphs`, those of all replicas run graphs among
+        `everywhere`, in the order that `order` gives for as many microbatches. Plans are kept; `finish` completes a new
+        one."""
         first = graphs[0].program
         evaluates = not first.trains
         named = evaluates, tuple(map(NUMBER, graphs)), tuple(map(NUMBER, everywhere))
@@ -182,37 +207,33 @@ class ProgramCache:
         """Let plans be made again, with new memory: a message of a failed step may still arrive in the old one."""
         self._plans.clear()
 
-    def find(
-        self,
-        key: Callable[[], Any],
-        microbatches: Sequence[Tensors],
-        add: Callable[[int | None, Sequence[Entry]], object],
-    ) -> tuple[list[Entry], list[Entry]]:
-        """The entries for this process's microbatches, all of one key, and those that any rank needs, alike on all
-        ranks.
+    def look_up(self, key: Any, microbatches: Sequence[Tensors]) -> Lookup:
+        """The entries of `key` that this process's microbatches run. All ranks call it, and exchange which they need.
 
-        `add(i, known)` adds the entry for microbatch i together with all ranks; those without a new answer pass None.
-        `known` are the entries for other answers. The key is computed anew after it: forward may install hooks when it
-        first runs. Raises PipelineError if ranks of one pipeline answer differently, or if one step needs more entries
-        than are kept.
+        Raises PipelineError if ranks that must run the same graphs answer differently what forward asks.
         """
-        for _ in range(self._limit + 1):
-            known = self.right(key())
-            own = [each.number if each else None for each in _matching(known, microbatches)]
-            found = self._exchanged(known, own)
-            needed = sorted({number for _, numbers in found for number in numbers if number is not None})
-            for number in needed:  # not by what is needed here alone: all ranks must evict alike
-                self._entries[number] = self._entries.pop(number)
-            if not any(None in numbers for _, numbers in found):
-                return [self._entries[n] for n in own if n is not None], [self._entries[n] for n in needed]
-            add(own.index(None) if None in own else None, known)
-        if not any(each.guards for each in known):
-            raise PipelineError(
+        known = self.right(key)
+        own = [each.number if each else None for each in _matching(known, microbatches)]
+        found = self._exchanged(known, own)
+        needed = sorted({number for _, numbers in found for number in numbers if number is not None})
+        for number in needed:  # not by what is needed here alone: all ranks must evict alike
+            self._entries[number] = self._entries.pop(number)
+        return Lookup(
+            known,
+            own=[None if number is None else self._entries[number] for number in own],
+            everywhere=[self._entries[number] for number in needed],
+            complete=not any(None in numbers for _, numbers in found),
+        )
+
+    def never_complete(self, last: Lookup) -> PipelineError:
+        """The error for a step that has more answers than entries are kept: each that is added evicts another one."""
+        if not any(each.guards for each in last.known):
+            return PipelineError(
                 "no program that was compiled for this step fits it: the Python state that forward reads was different "
                 "in every capture. Keep it the same from step to step, or pass it as an argument of step."
             )
-        raise PipelineError(
-            f"the answers of this batch to {_first_line(known)} take more programs than the {self._limit} that "
+        return PipelineError(
+            f"the answers of this batch to {_first_line(last.known)} take more programs than the {self._limit} that "
             "max_shapes keeps. Raise it, or decide by a tensor operation (torch.where)."
         )
 
@@ -223,8 +244,8 @@ class ProgramCache:
         guards_of: Callable[[Capture], Guards | None],
         leads: bool,
     ) -> Capture:
-        """What `capture` makes on every rank with the answers of the first rank that `leads`: it has a microbatch with
-        answers of its own, the others capture with those."""
+        """What `capture` makes on every rank, with the answers of the first rank that `leads`. A rank leads if it has a
+        microbatch with new answers; the others capture with the answers of that rank."""
         made = together(self._ranks, what, lambda: capture(None) if leads else None)
         own = guards_of(made) if made is not None else None
         mine = (leads, own.given if own else None)
@@ -281,11 +302,13 @@ def _match(known: Sequence[Entry], begun: Mapping[str, list[torch.Tensor]]) -> E
     return None
 
 
-def refuse_answers(known: Sequence[Entry], index: int, microbatch: Tensors) -> NoReturn:
+def refuse_answers(found: Lookup, microbatches: Sequence[Tensors]) -> NoReturn:
     """Raise PipelineError for a microbatch whose answers a loaded program does not hold."""
-    guards = next(each.guards for each in known if each.guards)
+    index = found.missing or 0
+    guards = next(each.guards for each in found.known if each.guards)
     raise PipelineError(
-        f"microbatch {index} gives another answer than the program was compiled for: {guards.different(microbatch)}. "
+        f"microbatch {index} gives another answer than the program was compiled for: "
+        f"{guards.different(microbatches[index])}. "
         "Pass batches that answer alike, or step with such a batch before saving the program."
     )
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -39,10 +39,10 @@ from zbcompile.passes.python_state.premises import StandingPremises
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program, call_of, listed
-from zbcompile.program_cache.apart_draws import draw_apart
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.cache import (
     Entry,
+    Lookup,
     ProgramCache,
     batches_apart,
     key_of,
@@ -50,8 +50,8 @@ from zbcompile.program_cache.cache import (
     torch_modes,
     what_is_new,
 )
+from zbcompile.program_cache.compared_graphs import draw_apart, with_proof
 from zbcompile.program_cache.orders import step_order
-from zbcompile.program_cache.placement_check import with_proof
 from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
@@ -64,10 +64,19 @@ from zbcompile.schedules import Schedule
 Graphs = tuple[BoundGraphs, ...]
 
 
+class CompiledGraphs(NamedTuple):
+    """The graphs of a step, or those of each microbatch of an evaluation, with what they are right for: the answers
+    `guards` to what forward asks, and the Python state of `standing`."""
+
+    guards: Guards | None
+    standing: list[StandingPremises]
+    graphs: Graphs
+
+
 class Programs:
-    """The steps and the evaluations of a pipeline, by what their microbatches are; `schedule` is that of the usual
-    steps. A program that is `saved` holds all that there is. Before the first step there may be evaluations, of which
-    the first places the parameters."""
+    """The compiled steps and evaluations of a pipeline, found by what their microbatches are. `schedule` is that of the
+    usual steps. A program that was loaded (`saved`) holds all that there is: nothing is compiled. Before the first step
+    there may be evaluations, of which the first places the parameters."""
 
     def __init__(
         self,
@@ -103,9 +112,9 @@ class Programs:
         return next(iter(self))
 
     def get(self, step: Microbatches, runs: bool = False) -> Executable:
-        """What the microbatches of a step, which `runs` now, run: by their number and shapes and by their answers to
-        what forward asks; compiled if it is not there. Raises PipelineError and CaptureError if the model is no longer
-        the one that was compiled."""
+        """The executable of a step (which `runs` now), compiled if need be: found by the number and shapes of its
+        microbatches, and by their answers to what forward asks. Raises PipelineError or CaptureError if the model is no
+        longer the one that was compiled."""
         first = self._last_state is None  # a lazy parameter has no state yet
         same = step.alike and not first and self._state(step.each[0]) == self._last_state
         known = same and all(each.holds() for each in self._last)
@@ -122,9 +131,9 @@ class Programs:
             kinds.setdefault(each.signature, []).append(place)
         own, everywhere = dict[int, BoundGraphs](), dict[int, BoundGraphs]()
         for places in kinds.values():
-            found, needed = self._find_step([step.each[place] for place in places])
-            own |= {place: entry.graphs[0] for place, entry in zip(places, found, strict=True)}
-            everywhere |= {each.number: each for entry in needed for each in entry.graphs}
+            found = self._find_step([step.each[place] for place in places])
+            own |= {place: graphs for place, (graphs,) in zip(places, found.graphs, strict=True)}
+            everywhere |= {each.number: each for entry in found.everywhere for each in entry.graphs}
         if not known:
             self.bound.require_same_model()
         if step.alike:
@@ -135,8 +144,8 @@ class Programs:
         needed_anywhere = [each for _, each in sorted(everywhere.items())]
         return self.cache.plan(ordered, needed_anywhere, step_order, self._with_memory)
 
-    def _find_step(self, microbatches: Sequence[Microbatch]) -> tuple[list[Entry], list[Entry]]:
-        """The entries of microbatches of one shape, and those that any replica needs."""
+    def _find_step(self, microbatches: Sequence[Microbatch]) -> Lookup:
+        """The graphs of microbatches of one shape."""
         first = microbatches[0]
         key = partial(self._key, first)
         if self.saved is not None and not self.cache.right(key()):
@@ -152,30 +161,32 @@ class Programs:
         key: Callable[[], Any],
         microbatches: Sequence[Mapping[str, torch.Tensor]],
         what: str,
-        make: Callable[[Sequence[Entry], int | None, str], tuple[Guards | None, list[StandingPremises], Graphs]],
+        make: Callable[[Lookup, str], CompiledGraphs],
         evaluates: bool = False,
-    ) -> tuple[list[Entry], list[Entry]]:
-        """The entries for microbatches of one `key`, which changes if forward installs hooks when it first runs, and
-        those that any rank needs. If none is right, all ranks compile `what` (in words) together: `make` is given the
-        entries for other answers, which of this rank's microbatches has new ones (None: none has), and what has changed
-        since the last entry; it returns the answers that the graphs are right for, what they take for granted of
-        Python, and the graphs."""
-
-        def add(new: int | None, known: Sequence[Entry]) -> None:
+    ) -> Lookup:
+        """The graphs of microbatches of one `key`, which is asked again after compiling: forward may install hooks when
+        it first runs. As long as a microbatch of any rank has none, all ranks compile `what` (in words) together:
+        `make` is given what was found and what has changed since the last entry, in words."""
+        for _ in range(self._options.max_shapes + 1):
+            found = self.cache.look_up(key(), microbatches)
+            if found.complete:
+                return found
             if self.saved is not None:
-                refuse_answers(known, new or 0, microbatches[new or 0])
+                refuse_answers(found, microbatches)
             change = self.cache.change(key())
             title = f"compiling {what}" + f" (on this rank, of {change})" * bool(change)
             with self.ranks.watch.position.turn_to(title), Progress(f"zbcompile: {title}", first=LONG):
-                guards, standing, graphs = make(known, new, change)
-                exchanges = frozenset[str]().union(*(each.program.exchanges for each in graphs))
-                self.cache.add(key(), guards, standing, graphs, exchanges, evaluates)
-            if self.cache.trim() and not evaluates:
-                self._last, self._last_state = [], None
-                if self.ranks.is_first:
-                    print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
+                made = make(found, change)
+            self._add(key(), made, evaluates)
+        raise self.cache.never_complete(found)
 
-        return self.cache.find(key, microbatches, add)
+    def _add(self, key: Any, made: CompiledGraphs, evaluates: bool) -> None:
+        exchanges = frozenset[str]().union(*(each.program.exchanges for each in made.graphs))
+        self.cache.add(key, made.guards, made.standing, made.graphs, exchanges, evaluates)
+        if self.cache.trim() and not evaluates:
+            self._last, self._last_state = [], None
+            if self.ranks.is_first:
+                print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
 
     def _with_memory(self, planned: Executable) -> Executable:
         """With cuda_graphs="step", the step with a place for each value, so that one recording can hold it. Raises
@@ -223,7 +234,8 @@ class Programs:
             self.agreement.require()
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
-        """If it is that of the last step, the same entries are right."""
+        """The state of model and torch in which a microbatch runs: if it is that of the last step, the same entries are
+        right."""
         return microbatch.signature, kept_for(self.outputs), torch_modes(self.ranks.device), self.bound.form
 
     @contextmanager
@@ -240,17 +252,16 @@ class Programs:
             self.cache.forget_plans()
             raise
 
-    def _make_step(
-        self, microbatches: Sequence[Microbatch], known: Sequence[Entry], new: int | None, change: str
-    ) -> tuple[Guards | None, list[StandingPremises], Graphs]:
-        microbatch = microbatches[new or 0]
-        laid_out = self.searched[0] if self.searched else self.laid_out(microbatch, leads=new is not None)
+    def _make_step(self, microbatches: Sequence[Microbatch], found: Lookup, change: str) -> CompiledGraphs:
+        microbatch, leads = microbatches[found.missing or 0], found.missing is not None
+        laid_out = self.searched[0] if self.searched else self.laid_out(microbatch, leads)
         guards = laid_out.captured.guards
         standing = StandingPremises(laid_out.captured.premises, {"model": self._model, "loss": self._options.loss})
-        asked = [each.guards for each in known if each.guards]
+        asked = [each.guards for each in found.known if each.guards]
         reason = (guards.unlike(asked) if guards is not None and asked else "") or change
-        graphs = next((each.graphs for each in known if is_laid_out_as(each.graphs[0].program, laid_out)), None)
-        return guards, [standing], graphs or (self._compile(microbatch, laid_out, reason),)
+        same = (each.graphs for each in found.known if is_laid_out_as(each.graphs[0].program, laid_out))
+        graphs = next(same, None) or (self._compile(microbatch, laid_out, reason),)
+        return CompiledGraphs(guards, [standing], graphs)
 
     def _key(self, microbatch: Microbatch) -> Any:
         if self.saved is not None:
@@ -278,7 +289,7 @@ class Programs:
         return self.bound.prepare_step(program)
 
     def laid_out(self, microbatch: Microbatch, leads: bool) -> LaidOut:
-        """The captured step, with the same answers on all ranks."""
+        """The captured step; all ranks capture it with the same answers."""
 
         def draw(given: ForeignAnswers | None) -> LaidOut:
             undecided = is_searched(self._options) and not self.bound.trains and self.decided is None
@@ -308,8 +319,8 @@ class Programs:
         first, *others = self.cache.steps
         if first.graphs[0].program is program:
             found = [replace(each.graphs[0].program, guards=each.guards) for each in others if each.key == first.key]
-            beside = {f"{ANSWERS}{number}": each for number, each in enumerate(found, 1)}
-            program = replace(program, also={**program.also, **beside})
+            others_answers = {f"{ANSWERS}{number}": each for number, each in enumerate(found, 1)}
+            program = replace(program, also={**program.also, **others_answers})
         save_program(program, directory, self.ranks)
 
     def make(
@@ -337,8 +348,9 @@ class Programs:
 
     @property
     def _placed(self) -> Program | None:
-        """The program whose placement a step keeps: not that of an evaluation if a layout is searched for training, or
-        the output layer is to be sharded, which the evaluation of a model that trains leaves to the step."""
+        """The program whose placement a new one keeps; None if it may place parameters anew. An evaluation's placement
+        is not kept if a layout is searched for training, or if the output layer is to be sharded, which the evaluation
+        of a model that trains leaves to the step."""
         found = self.bound.program
         if found is None or self.bound.trains:
             return found
@@ -375,13 +387,13 @@ class Programs:
         task = batch, wanted, count or self.schedule.microbatches
         key, make = partial(self._forward_key, *task), partial(self._make_forwards, *task)
         what = f"{wanted.computes} for {batch.whole.summary()}"
-        (found,), _ = self._find(key, [batch.whole.tensors], what, make, evaluates=True)
+        (graphs,) = self._find(key, [batch.whole.tensors], what, make, evaluates=True).graphs
         self.bound.require_same_model()
-        require_words(batch, found.graphs[0].program)
-        return found.graphs
+        require_words(batch, graphs[0].program)
+        return graphs
 
     def _saved_forwards(self, batch: Batch, wanted: Computation) -> Graphs:
-        """As `forwards`, of what a saved program holds; it answers for each microbatch."""
+        """As `forwards`, from a saved program, which answers for each microbatch by itself."""
         if wanted.training:
             raise PipelineError('a program holds forwards in eval mode; for mode="train" make a pipeline of the model.')
         held = {each.key: each.graphs[0].program for each in self.cache.evaluations}
@@ -393,14 +405,14 @@ class Programs:
         program = held[wanted.computes]
         require_words(batch, program)
         parts = batch.into(microbatches_like(program, batch)).tensors
-        found, _ = self.cache.find(
-            lambda: wanted.computes, parts, lambda new, known: refuse_answers(known, new or 0, parts[new or 0])
-        )
-        return tuple(each.graphs[0] for each in found)
+        found = self.cache.look_up(wanted.computes, parts)
+        if not found.complete:
+            refuse_answers(found, parts)
+        return tuple(graphs for (graphs,) in found.graphs)
 
     def _make_forwards(
-        self, batch: Batch, wanted: Computation, count: int, known: Sequence[Entry], new: int | None, change: str
-    ) -> tuple[Guards | None, list[StandingPremises], Graphs]:
+        self, batch: Batch, wanted: Computation, count: int, found: Lookup, change: str
+    ) -> CompiledGraphs:
         if change and self.ranks.is_first:
             print(f"zbcompile: compiling {wanted.computes} again for {change}.")
 
@@ -408,10 +420,11 @@ class Programs:
             with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
                 return compile_forwards(self._model, batch, count, wanted, self._frame, given)
 
-        made = self.cache.capture("compiling a forward", compile_, lambda each: each[0].guards, new is not None)
+        leads = found.missing is not None
+        made = self.cache.capture("compiling a forward", compile_, lambda each: each[0].guards, leads)
         graphs = {id(each): self._bind_forward(each) for each in {id(each): each for each in made}.values()}
         standing = [StandingPremises(each.premises, {"model": self._model}) for each in made]
-        return made[0].guards, standing, tuple(graphs[id(each)] for each in made)
+        return CompiledGraphs(made[0].guards, standing, tuple(graphs[id(each)] for each in made))
 
     def _bind_forward(self, program: Program) -> BoundGraphs:
         program = draw_apart(self.ranks, replace(program, step=self._options.step))
@@ -434,8 +447,8 @@ class Programs:
         return Frame(self.schedule, self.bound.program, choices, self.ranks.mesh.labels, sharded)
 
     def evaluation(self, own: Sequence[BoundGraphs], training: bool) -> Executable:
-        """The executable of microbatches that run these graphs, on the tensors that the model has now. In train mode
-        what forward writes into buffers is dropped."""
+        """The executable of microbatches that run the graphs `own`, on the tensors that the model has now. In train
+        mode, what forward writes into buffers is dropped."""
         executable = self.cache.plan(own, list({each.number: each for each in own}.values()), forward_order)
         read = {name for stage in executable.program.stages for name in stage.parameters}
         rows = gather_rows(self.ranks, self.bound.shards, read)

@@ -15,7 +15,8 @@ Owner = Callable[[str], tuple[int, ...]]
 
 
 def gather_rows(ranks: Ranks, shards: VocabularyShards | None, names: Collection[str]) -> dict[str, torch.Tensor]:
-    """The parameters `names` of a sharded output layer, whole, in the model's own if these have memory; collective."""
+    """The parameters `names` of a sharded output layer, whole; in the model's own memory if it has any. All ranks call
+    it."""
     group = ranks.collective_group() if shards is not None else None
     if shards is None or group is None:
         return {}

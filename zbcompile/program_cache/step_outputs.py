@@ -35,7 +35,7 @@ def kept_for(kind: bool | str) -> Kept:
 
 
 def keyword(kind: bool | str) -> str:
-    """The keyword with which a step is asked for what it returns, as text."""
+    """The keyword argument that asks a step for this, as text."""
     return "return_metrics=True" if kind == METRICS else f"return_outputs={kind!r}"
 
 
@@ -61,7 +61,8 @@ def _joined(parts: list[torch.Tensor], rows: int | None, reduction: str) -> Any:
 
 
 def joined_rows(made: Made, outputs: dict[int, Output]) -> Any:
-    """What an evaluation returns for these microbatches, whose rows are one batch; each program says what it is."""
+    """The output of an evaluation: the rows of its microbatches, joined into one batch. `outputs` says, by microbatch,
+    how to rebuild it."""
     chosen = {name: [parts[i] for i in outputs] for name, parts in made.items()}
     leaves = {name: torch.cat(parts) if len(parts) > 1 else parts[0] for name, parts in chosen.items()}
     return next(iter(outputs.values())).rebuild(leaves)

@@ -1,5 +1,5 @@
 """What ranks outside the pipeline must have in common is compared in the first step, unless it was proven at compile
-time (`zbcompile.program_cache.placement_check`). What was zero then is compared once it is not.
+time (`zbcompile.program_cache.compared_graphs`). What was zero then is compared once it is not.
 
 No digest can carry this (`zbcompile.distributed.agreement`): ranks that sum in another order have gradients that differ
 in their last bits, and contributions to one sum must differ, not agree. A step without news exchanges nothing for it:

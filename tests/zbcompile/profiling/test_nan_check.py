@@ -10,7 +10,7 @@ from tests.support.pool import Pool
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.torch_private import make_fx
-from zbcompile.profiling.watched_passes import checked
+from zbcompile.profiling.pass_checks import checked
 
 
 def gathered_late() -> torch.Tensor:

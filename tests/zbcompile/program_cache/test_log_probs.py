@@ -127,7 +127,7 @@ def test_what_is_refused_says_why_in_one_line(pipe: zbcompile.Pipeline) -> None:
         with pytest.raises((zbcompile.PipelineError, zbcompile.CompileError), match=reason) as raised:
             pipe.log_probs(tokens, **given)
         assert "\n" not in str(raised.value)
-    with pytest.raises(zbcompile.PipelineError, match="got no inputs beside labels="):
+    with pytest.raises(zbcompile.PipelineError, match="got no inputs besides labels="):
         pipe.log_probs(labels=labels)
     assert len(pipe._compiled.cache.evaluations) == kept
 

@@ -1,5 +1,6 @@
-"""What passes are watched for: the origin of a NaN or an infinity, found by running graphs operation by operation, and
-operators of a user that draw random numbers without saying so, whose seeds would be anything."""
+"""Checks around the passes of a step: for the operation that introduces a NaN or an infinity, found by running graphs
+operation by operation, and for a user's operators that draw random numbers without saying so, which no seed would
+reach."""
 
 import math
 from collections.abc import Sequence
@@ -42,7 +43,8 @@ ROOTS = ("input", "parameter", "buffer")  # a NaN in anything else that a pass r
 
 
 class _Inspector(Interpreter):
-    """Infinities are often meant (a mask of -inf): one is reported if all inputs are finite, a NaN if none has one."""
+    """Runs a pass and reports its first NaN that no input has. Infinities are often meant (a mask of -inf): one is
+    reported only if all inputs are finite."""
 
     def __init__(self, stage: int, piece: Piece) -> None:
         super().__init__(piece.module)
@@ -88,16 +90,16 @@ TORCHS = ("aten", "prim", "prims", "zbcompile", "higher_order", "_c10d_functiona
 
 
 def with_draws_refused(stage: CompiledStage) -> CompiledStage:
-    """`stage`, whose passes raise PipelineError if an operator that is not torch's draws from torch's generator, but
-    has no tag that says so. Stages without such an operator stay as they are. Two passes that run together are still
-    one graph, and are not watched: each runs alone, too, at the beginning or the end of a step."""
+    """`stage` with passes that raise PipelineError if an operator that is not torch's draws from torch's generator and
+    has no tag that says so. Stages without foreign operators stay as they are. A pair of passes is still one graph and
+    is not watched: each of its passes also runs alone, at the beginning or the end of a step."""
     watched = {name: found for name, piece in stage.program.pieces.items() if (found := _operators(piece))}
     runs = {name: _watched(stage.calls[name].run, found, stage.device) for name, found in watched.items()}
     return replace(stage.with_runs(runs), mergeable=stage.mergeable) if runs else stage
 
 
 def _operators(piece: Piece) -> list[str]:
-    """Those that may draw; none in a pass that is known to draw, in which the generator stands where eager's does."""
+    """The foreign operators that may draw; none in a pass known to draw, where the generator stands as in eager."""
     nodes = [node for node in piece.module.graph.nodes if isinstance(node.target, OpOverload)]
     others = sorted({str(node.target) for node in nodes if node.target.namespace not in TORCHS})
     return [] if any(map(is_random, nodes)) else others
