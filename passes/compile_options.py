@@ -3,7 +3,7 @@
 import math
 import re
 from collections.abc import Sequence
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 
@@ -41,7 +41,10 @@ HALF = (torch.bfloat16, torch.float16)  # dtypes of parameters that have float32
 def _read_recompute(given: Any) -> Recompute:
     if not isinstance(given, list | tuple):
         return _read_policy(given)
-    return tuple(map(_read_policy, given)) if len(given) > 1 else _read_policy(*given)
+    if not given:
+        raise ValueError
+    policies = tuple(map(_read_policy, given))
+    return policies if len(policies) > 1 else policies[0]
 
 
 def _read_policy(given: Any) -> Policy:
@@ -107,17 +110,16 @@ def read_channels(text: str | None) -> dict[str, tuple[float, float]]:
     >>> read_channels("tp=2e-05:50GB,cp=0.001:1GB")
     {'tp': (2e-05, 50000000000), 'cp': (0.001, 1000000000)}
     """
-    found = (re.fullmatch(r"(\w+)=([^:]+):([^:]+)", part) for part in (text or "").split(",") if text)
-    channels: dict[str, tuple[float, float]] = {
-        each[1]: (float(each[2]), read_bytes(each[3])) for each in found if each or _refuse()
-    }
-    if any(not 0 <= latency < math.inf or not bandwidth for latency, bandwidth in channels.values()):
-        _refuse()
+    channels: dict[str, tuple[float, float]] = {}
+    for part in text.split(",") if text else ():
+        found = re.fullmatch(r"(\w+)=([^:]+):([^:]+)", part)
+        if found is None:
+            raise ValueError
+        latency, bandwidth = float(found[2]), read_bytes(found[3])
+        if not 0 <= latency < math.inf or not bandwidth:
+            raise ValueError
+        channels[found[1]] = latency, bandwidth
     return channels
-
-
-def _refuse() -> NoReturn:
-    raise ValueError
 
 
 def _read_channels(given: Any) -> str:

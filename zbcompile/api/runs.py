@@ -172,7 +172,7 @@ class Runs:
             recorder, wanted = self.observation.of_forward(), Computation(computes, mode == "train")
             count = None if isinstance(microbatches, Sequence) else checked("microbatches", microbatches)
             if isinstance(microbatches, Sequence):
-                batches = split_batches(microbatches, computes, beside=bool(args or kwargs or labels is not None))
+                batches = split_batches(microbatches, computes, also_inputs=bool(args or kwargs or labels is not None))
             else:
                 batches = [flatten_batch(args, kwargs, labels, self.options.split, True)]
             _require_same_calls(self.engine.ranks, wanted, outputs, count, recorder is not None, batches)

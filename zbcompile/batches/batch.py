@@ -215,32 +215,34 @@ def require_divisible(batch: Batch, microbatches: int) -> None:
         return
     near = [n for n in range(1, batch.size + 1) if batch.divides_into(n)]
     lengths = [f"{path} has {n}" for path, n in batch.lengths.items() if n != batch.size]
-    beside = f" ({', '.join(lengths)})" if lengths else ""
+    others = f" ({', '.join(lengths)})" if lengths else ""
     raise PipelineError(
-        f"a batch of {batch.size} samples{beside} cannot be split into {microbatches} equal microbatches. Pass a batch "
+        f"a batch of {batch.size} samples{others} cannot be split into {microbatches} equal microbatches. Pass a batch "
         f"size divisible by {microbatches}, or choose microbatches= among {near}."
     )
 
 
 Given = Sequence[tuple[Any, ...]]
-THIRD = {"eval": None, "step": "target"}  # what follows args and kwargs; labels for the rest
+ARGS = "args", "kwargs"
+FORMS = {"eval": (ARGS,), "step": (ARGS, (*ARGS, "target"))}  # of a microbatch that is passed; the rest takes labels
 
 
-def split_batches(given: Any, computes: str, beside: bool) -> list[Batch]:
-    """The microbatches of `microbatches=[...]`; `beside` says whether there are other inputs. Raises PipelineError."""
-    third = THIRD.get(computes, "labels")
-    form = ", ".join(("args", "kwargs", *([third] if third else ())))
-    expected = f"expected one or more ({form}), args a tuple and kwargs a mapping"
+def split_batches(given: Any, computes: str, also_inputs: bool) -> list[Batch]:
+    """The microbatches of `microbatches=[...]`, a batch of each, for a step or for what an evaluation `computes`;
+    `also_inputs` says whether the call has other inputs as well. Raises PipelineError for these, and for another form.
+    """
+    forms = FORMS.get(computes, ((*ARGS, "labels"),))
+    expected = f"expected one or more ({', '.join(forms[-1])}), args a tuple and kwargs a mapping"
     if isinstance(given, str) or not isinstance(given, Sequence) or not given:
         count = "; how many is said when the pipeline is made" if computes == "step" else ", or how many to split into"
         raise PipelineError(f"microbatches={given!r}; {expected}{count}.")
-    if beside:
+    if also_inputs:
         raise PipelineError(
             "microbatches= takes a batch that is split already, and other inputs were passed as well. Pass one."
         )
-    lengths = {"eval": (2,), "step": (2, 3)}.get(computes, (3,))
+    lengths = set(map(len, forms))
     for index, each in enumerate(given):
         fits = isinstance(each, Sequence) and len(each) in lengths
         if not (fits and isinstance(each[0], tuple) and isinstance(each[1], Mapping)):
             raise PipelineError(f"microbatches[{index}] is a {type(each).__name__} of another form; {expected}.")
-    return [whole_batch(each[0], dict(each[1]), (*each[2:], None)[0]) for each in given]
+    return [whole_batch(each[0], dict(each[1]), each[2] if len(each) > 2 else None) for each in given]

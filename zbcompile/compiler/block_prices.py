@@ -42,12 +42,15 @@ Use = tuple[int, Hashable, int]  # of a storage: the operation that reads it, wh
 
 @dataclass
 class Prices:
-    """By operation of a block or line: seconds of its F, B and W, of F's and B's those in which they wait for exchanges
-    that a W can hide, and of what B recomputes (`again`: as the last of a stage, `passing`: on the way to later ones);
-    the storages that wait for B and for W; the most bytes alive beside these while its F and its B run (None: they run
-    nothing). `held` is what waits for B once all is remade that blocks receive from
-    others. `blocks` are the first operations of the blocks, each with the bytes of what it received that a stage keeps
-    if it begins there, and remakes otherwise."""
+    """The prices of a block or line, by operation.
+
+    * Seconds: `seconds` of its F, B and W; `exchange`: of F's and B's those in which they wait for exchanges that a W
+      can hide; of what B recomputes, `again` as the last block of a stage, `passing` on the way to later blocks.
+    * Storages: `kept` waits for B, `residue` for W; `held` waits for B once all is remade that blocks receive from
+      others. `extra` are the most bytes that are alive besides while its F and its B run (None: they run nothing).
+    * `blocks` are the first operations of the blocks, each with the bytes of what the block received that a stage
+      keeps if it begins there, and remakes otherwise.
+    """
 
     seconds: tuple[list[float], ...]
     exchange: tuple[list[float], ...]
@@ -56,7 +59,7 @@ class Prices:
     kept: list[Use]
     held: list[Use]
     residue: list[Use]
-    beside: tuple[list[int | None], ...]
+    extra: tuple[list[int | None], ...]
     blocks: dict[int, int]
 
 
@@ -181,7 +184,7 @@ class _Block:
             kept,  # type: ignore[arg-type]
             held,  # type: ignore[arg-type]
             residue,  # type: ignore[arg-type]
-            (self._beside("F", kept, []), self._beside("B", counted, residue)),
+            (self._extra("F", kept, []), self._extra("B", counted, residue)),
             {0: received},
         )
         for op, times in zip("FBW", found.seconds, strict=True):
@@ -241,7 +244,8 @@ class _Block:
                         yield from ((key, (kinds[slot.kind], names[slot.name])) for key in storages_behind([node]))
 
     def _uses(self, op: str, made_before: bool = False) -> dict[tuple[int, Any], int]:
-        """By what reads it in a pass, what waited for that; `made_before`: for B as well, so no gradients."""
+        """Bytes that wait for a pass, by the place and the storage at which it reads them; `made_before`: only of what
+        waits for B as well, so no gradients."""
         piece, found = self.program.pieces[op], dict[tuple[int, Any], int]()
         backward = self.program.pieces["B"].module.graph
         made = storages_behind(n for n in backward.nodes if n.op == "call_function")
@@ -257,8 +261,9 @@ class _Block:
                     found |= dict.fromkeys(((place, which) for place in readers), tensor.untyped_storage().nbytes())
         return found
 
-    def _beside(self, op: str, kept: Sequence[Any], residue: Sequence[Any]) -> list[int | None]:
-        """What is alive beside what waits for the operations up to a place, and was left by those behind it."""
+    def _extra(self, op: str, kept: Sequence[Any], residue: Sequence[Any]) -> list[int | None]:
+        """By place, the most bytes that are alive while a pass runs there, apart from those that wait for the
+        operations up to that place (`kept`) and those that the operations behind it have left (`residue`)."""
         found: list[int | None] = [None] * self.length
         crossing = self.program.crossing
         aside = crossing.kept - crossing.forward_to_backward if op == "B" else 0  # what only W reads
@@ -295,7 +300,7 @@ def _joined(canonical: Canonical, blocks: Sequence[tuple[Stage, Prices]]) -> Pri
         names = {"received": _received(stage), "sent": _sent(stage), "own": [n.name for n in stage.module.graph.nodes]}
         for times, more in zip((*found.seconds, *found.exchange), (*prices.seconds, *prices.exchange), strict=True):
             times += more
-        for sizes, others in zip(found.beside, prices.beside, strict=True):
+        for sizes, others in zip(found.extra, prices.extra, strict=True):
             sizes += others
         found.again += prices.again
         found.passing += prices.passing

@@ -250,7 +250,7 @@ def _loss_dtype(stage: Stage) -> str:
 
 
 def output_of(computes: str, captured: Captured, canonical: Canonical, stages: Sequence[Stage]) -> Output:
-    """What is returned; shards return it as the last stage would."""
+    """What of its forward a program returns; shards return it as the last stage would."""
     found = {slot.name: len(stages) - 1 for slot, node in canonical.outputs if slot.kind == "output"}
     found |= {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
     results = [(slot.name, node) for slot, node in canonical.outputs if slot.name in found and isinstance(node, Node)]

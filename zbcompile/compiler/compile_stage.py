@@ -34,8 +34,8 @@ def compile_stage(
     labels: Mapping[str, str] = MappingProxyType({}),
     several: frozenset[str] = frozenset(),
 ) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
-    """One stage's program, and the fake gradient of each activation that it receives. `labels`: what the graphs call
-    each process group of this process; `several`: the parameters of several stages."""
+    """The program of one stage, and the fake gradient of each activation that it receives. `labels`: what the graphs
+    call each process group of this process; `several`: the parameters of several stages."""
     task = StageTask(trainable, choices, tangents, labels, several)
     made = (manager or make_manager()).run_all(STAGE_PASSES, stage, task, stage=stage.index)
     *_, pieces, program = made

@@ -46,8 +46,8 @@ from zbcompile.schedules.generators.forward_only import forward_only
 
 @dataclass(frozen=True)
 class Computation:
-    """What of the model's forward: its output, or what is read of that (`FORWARDS`); in eval mode, or if `training` in
-    the modes that the modules are in, each microbatch seeded as in a step."""
+    """What is computed of a forward: the model's output, or one of `FORWARDS`. Modules are in eval mode, or if
+    `training` each in its own mode, and every microbatch is seeded as in a step."""
 
     computes: str = "eval"
     training: bool = False
@@ -55,9 +55,9 @@ class Computation:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where a forward is compiled for: the schedule whose stages and ranks it takes, `like` a program of the same model
-    that has placed the parameters (None: it is cut for itself), the options, `dimensions` as in `Captured`, and the
-    parameters that are `sharded` along any of them."""
+    """What a forward is compiled for: the schedule whose stages and ranks it takes, `like` a program of the same model
+    that has placed the parameters (None if the forward is partitioned on its own), the options, `dimensions` as in
+    `Captured`, and the parameters that are `sharded` along any of them."""
 
     schedule: Schedule
     like: Program | None
@@ -122,13 +122,12 @@ def compile_forward(
 def compile_forwards(
     model: nn.Module, batch: Batch, count: int, wanted: Computation, frame: Frame, given: ForeignAnswers | None = None
 ) -> tuple[Program, ...]:
-    """The programs of the microbatches of this batch, with the batch's own answers to what forward asks, or those
-    `given`; each is right for batches that answer as the `guards` of the first one say.
+    """The programs of the microbatches of a batch, right for batches that answer as the `guards` of the first one say.
+    The answers are the batch's own, or those `given`; forward is asked about the batch as a whole, as in eager mode.
 
-    There are `count`, the last of which may be smaller, if every output has one row per sample; an output of another
-    kind (a loss, say) is computed on the whole batch, so that it is what the model itself returns. So is a forward that
-    changes buffers in eval mode, which a batch changes once. What forward asks is answered for the batch as a whole, as
-    in eager mode.
+    There are `count` programs, the last of which may be for fewer rows, if every output has one row per sample. An
+    output of another kind (a loss, say) is computed on the whole batch, so that it is what the model itself returns. So
+    is a forward that changes buffers in eval mode, which a batch changes once.
     """
     whole = compile_forward(model, batch.whole, wanted, frame, given)
     changes = not wanted.training and any(stage.changed for stage in whole.stages)

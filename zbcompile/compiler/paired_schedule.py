@@ -16,7 +16,7 @@ from zbcompile.schedules.searching.pairs import beside, with_pairs
 
 
 def seen(program: Program, stage: StageProgram) -> tuple[Collective, ...]:
-    """The collectives of a stage with the time that each takes, and what it hides behind, how often in a step."""
+    """The collectives of a stage: seconds of each, and what it hides behind, how often in a step."""
     found = []
     for each in collectives_of(stage):
         counts = beside(program.schedule, each.name, stage.stage).items() if each.name in ("F", "B") else ()

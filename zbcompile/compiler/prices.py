@@ -1,6 +1,7 @@
 """The price of a stage, wherever a captured step is cut: from the graphs of its distinct blocks, before any stage is
 compiled."""
 
+import copy
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -28,8 +29,9 @@ PRICES = (1, 2, 4, 6, 8, 12, 16)  # of a byte, in the time to move it; above, st
 
 
 class ShardPrice(NamedTuple):
-    """Seconds of the vocabulary passes S and T of one microbatch, bytes that it leaves from S to T, bytes of the
-    parameters, and those of the last stage's output, which all ranks get, and of its gradient, which they sum."""
+    """The price of one rank's shard of an output layer, for one microbatch: seconds of the vocabulary passes S and T
+    (`scan`, `update`); bytes that wait from S to T (`state`), of its parameters, and of the last stage's output, which
+    all ranks get and whose gradient they sum."""
 
     scan: float = 0.0
     update: float = 0.0
@@ -42,7 +44,8 @@ WHOLE = ShardPrice()  # of an output layer that is not sharded
 
 
 class PolicyPrices(NamedTuple):
-    """The prices of a line for one policy, what waits there for B and for W, and for B once it is remade."""
+    """The prices of a line under one policy of recomputing, and its distinct bytes that wait for B (`kept`), for B once
+    everything that blocks receive is remade (`held`), and for W (`residue`)."""
 
     prices: Prices
     kept: DistinctBytes
@@ -68,15 +71,15 @@ class LinePrices:
     shard: ShardPrice = WHOLE
     link: Connection | None = None
 
+    _stages: dict[tuple[int, int, Policy], StagePrice] = field(init=False, default_factory=dict)
+    _corners: dict[Policy, tuple[Policy, ...]] = field(init=False, default_factory=dict)
+    _by_policy: dict[Policy, PolicyPrices] = field(init=False, default_factory=dict)
+
     def with_shard(self, shard: ShardPrice) -> "LinePrices":
-        """The same stages, whose prices are known already, beside another shard of the output layer."""
-        found = replace(self, shard=shard)
-        found.__dict__.update(
-            {
-                name: getattr(self, name)
-                for name in ("_by_policy", "_corners", "_read", "_stages", "footprint", "_scales")
-            }
-        )
+        """The same line with another shard of the output layer. The prices of its stages do not depend on the shard:
+        both share what either has computed of them."""
+        found = copy.copy(self)  # unlike `replace` with these dicts, and with the cached properties
+        object.__setattr__(found, "shard", shard)
         return found
 
     @cached_property
@@ -143,7 +146,7 @@ class LinePrices:
 
     @cached_property
     def corners(self) -> tuple[Policy, ...]:
-        """What stages may recompute, from nothing but what was hinted at to everything."""
+        """The policies of recomputing among which stages choose, from nothing but what was hinted at to everything."""
         return self._corners_from("hints")
 
     def _corners_from(self, first: Policy) -> tuple[Policy, ...]:
@@ -198,8 +201,8 @@ class LinePrices:
         return self.line.boundary_bytes(edge - 1) if 0 < edge < len(self.line.nodes) else 0
 
     def _seconds(self, begin: int, end: int, policy: Policy) -> tuple[tuple[float, float, float], float]:
-        """Of F, B and W, and of B's those in which it recomputes. Blocks before one that
-        receives what is remade run again for it, not only for themselves."""
+        """Seconds of F, B and W, and of B's those in which it recomputes. Blocks before one that receives what is
+        remade run again for it, not only for themselves."""
         prices = self._known(policy).prices
         last = max((block for block, size in prices.blocks.items() if begin < block < end and size), default=begin)
         first = min(last, self._received(begin, policy)[1])
@@ -223,7 +226,7 @@ class LinePrices:
         last = max(block for block in prices.blocks if block < end)  # it counts gradients that arrive for a whole block
         second = next((block for block in prices.blocks if block > begin), end)  # the first one counts what it receives
         for at in range(begin, end):
-            in_forward, in_backward = (each[at] for each in prices.beside)
+            in_forward, in_backward = (each[at] for each in prices.extra)
             if in_forward is not None:
                 forward = max(forward, grown[at - begin] + in_forward + (received if at >= second else 0))
             if in_backward is not None:
@@ -239,7 +242,7 @@ class LinePrices:
 
     @property
     def shard_bytes(self) -> float:
-        """What a rank holds all the time of a sharded output layer."""
+        """Bytes that a rank holds all the time of a sharded output layer."""
         return self.shard.parameters * (2 + self.choices.optimizer_state)
 
     def resident(self, edges: Sequence[int], placement: Placement) -> tuple[float, ...]:
@@ -248,11 +251,11 @@ class LinePrices:
         copies = (0, 1) if placement.kind == "dual" else (0,)
         found = [self.shard_bytes] * placement.ranks
         for stage, size in enumerate(held):
-            for copy in copies:
-                found[placement.rank(stage, copy)] += size
+            for each in copies:
+                found[placement.rank(stage, each)] += size
         for positions, size, gradient in self.footprint.shared:
             stages = {bisect_right(edges, at) for at in positions}
-            owners = Counter(placement.rank(stage, copy) for stage in stages for copy in copies if len(stages) > 1)
+            owners = Counter(placement.rank(stage, each) for stage in stages for each in copies if len(stages) > 1)
             for rank, count in owners.items():  # held once, and a sum of gradients for each stage
                 found[rank] += count * gradient - (count - 1) * size
         return tuple(found)
@@ -268,8 +271,8 @@ class LinePrices:
         """`resident`, and buffers for one message over each cut between two ranks."""
         found = list(self.resident(edges, placement))
         for stage, edge in enumerate(edges):
-            for copy in (0, 1) if placement.kind == "dual" else (0,):
-                ranks = {placement.rank(stage, copy), placement.rank(stage + 1, copy)}
+            for each in (0, 1) if placement.kind == "dual" else (0,):
+                ranks = {placement.rank(stage, each), placement.rank(stage + 1, each)}
                 for rank in ranks if len(ranks) > 1 else ():
                     found[rank] += rows * self._crossing(edge)
         return tuple(found)
@@ -277,7 +280,7 @@ class LinePrices:
     def held_by_any_order(
         self, placement: Placement, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None
     ) -> tuple[float, ...]:
-        """The same with the pass that runs, as if it always were the one that needs most."""
+        """`always_held` with the bytes of the running pass, taken as those of the pass that needs most."""
         costs = with_messages(self.costs(edges, rows, recompute), placement)
         beside = most_beside(placement, costs, running_of(self.stages(edges, recompute, rows)))
         return tuple(map(sum, zip(self.always_held(placement, edges, rows), beside, strict=True)))
@@ -300,18 +303,6 @@ class LinePrices:
     def footprint(self) -> Footprint:
         """What spans of the line hold all the time."""
         return Footprint(self.canonical, self.line, self.choices.optimizer_state)
-
-    @cached_property
-    def _stages(self) -> dict[tuple[int, int, Policy], StagePrice]:
-        return {}
-
-    @cached_property
-    def _corners(self) -> dict[Policy, tuple[Policy, ...]]:
-        return {}
-
-    @cached_property
-    def _by_policy(self) -> dict[Policy, PolicyPrices]:
-        return {}
 
     def _known(self, policy: Policy) -> PolicyPrices:
         if isinstance(policy, int) or (policy == "hints" and not self._has_hints):  # bytes decide about whole stages

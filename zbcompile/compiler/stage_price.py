@@ -93,12 +93,12 @@ def price_of(
 
 
 def pass_seconds(piece: Piece, hardware: Hardware, fused: bool = False, factor: float = 1.0) -> float:
-    """Of the computation of a pass alone."""
+    """Seconds of a pass without its exchanges."""
     return 0.0 if piece.empty else factor * (hardware.start + seconds_of(piece.module, hardware, fused))
 
 
 def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:
-    """What B takes for the operations of the forward that it runs again."""
+    """Seconds of B in which it runs operations of the forward again."""
     if "B" not in stage.pieces or stage.recomputed is None:
         return 0.0
     kernels = kernel_seconds(stage.pieces["B"].module, hardware)
@@ -106,8 +106,8 @@ def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:
 
 
 def exchange_of(stage: StageProgram, op: str, choices: Choices, device: str) -> tuple[float, float]:
-    """How long a pass waits for collectives, altogether and for those that a W can hide. Operators that wait for their
-    own exchange hide behind nothing."""
+    """Seconds for which a pass waits for collectives: for all of them, and for those that a W can hide. Operators that
+    wait for their own exchange hide behind nothing."""
     found = [(each.hides, exchange_seconds(each, choices, device)) for each in collectives_of(stage) if each.name == op]
     return sum(seconds for _, seconds in found), sum(seconds for hides, seconds in found if hides)
 

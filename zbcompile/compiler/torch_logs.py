@@ -14,7 +14,8 @@ from zbcompile.torch_private import no_graphs_printed
 
 @contextlib.contextmanager
 def without_torchs_logs() -> Iterator[None]:
-    """Hide it inside, unless ZBCOMPILE_TORCH_LOGS=1. Loggers that do not have torch's usual level are left alone."""
+    """Hide torch's logs inside, unless ZBCOMPILE_TORCH_LOGS=1. Loggers that do not have torch's usual level are left
+    alone."""
     if TORCH_LOGS.read():
         yield
         return
@@ -32,7 +33,7 @@ def without_torchs_logs() -> Iterator[None]:
 
 @contextlib.contextmanager
 def with_torchs_logs() -> Iterator[None]:
-    """As if ZBCOMPILE_TORCH_LOGS were 1 inside."""
+    """Show torch's logs inside, as with ZBCOMPILE_TORCH_LOGS=1."""
     before = os.environ.get(TORCH_LOGS.name, "")
     os.environ[TORCH_LOGS.name] = "1"
     try:
