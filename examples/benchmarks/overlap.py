@@ -31,7 +31,7 @@ import torch.distributed._functional_collectives as collectives
 from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, forward, measured  # type: ignore[import-not-found]
 from tabulate import tabulate
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import zbcompile
 from zbcompile.schedules import Schedule, build
@@ -128,6 +128,45 @@ def row(name: str, group: KnownLength, mesh: Any, microbatches: int, seconds: fl
             found.append(run())
     apart, together, free = (1e3 * median(found[1:]) for found in times)
     return [name, microbatches, apart, together, free, 100 * (apart - together) / (apart - free)]
+
+
+def gated_mesh(
+    gate_of: Callable[[dist.ProcessGroup], KnownLength], dimension: str, pipeline: int, ranks: int
+) -> tuple[DeviceMesh, Any]:
+    """A mesh of `pipeline` x `ranks` processes, and the gate through which collectives along `dimension` go."""
+    rank, places = dist.get_rank(), torch.arange(pipeline * ranks).view(pipeline, ranks)
+    inner = dist.new_group(places[rank // ranks].tolist(), use_local_synchronization=True)
+    pp = dist.new_group(places[:, rank % ranks].tolist(), use_local_synchronization=True)
+    gate = gate_of(inner)
+    dist.Backend.register_backend("gated", lambda *_: gate, devices=["cpu"])
+    gated = dist.new_group(dist.get_process_group_ranks(inner), backend="gated", use_local_synchronization=True)
+    return DeviceMesh.from_group([pp, gated], "cpu", places, mesh_dim_names=("pp", dimension)), gate
+
+
+def pipeline_step(
+    model: nn.Module, mesh: DeviceMesh, x: Tensor, loss: Callable[[Tensor, Tensor], Tensor], **options: Any
+) -> Callable[[], object]:
+    """A function that runs a step on `x`. Each sublayer of `model` has a part `between`; stages have equally many."""
+    (dimension,) = set(mesh.mesh_dim_names or ()) - {"pp"}
+    placements = {"*between": {dimension: "shard"}}
+    pipe = zbcompile.pipeline(model, mesh=mesh, loss=loss, placements=placements, **options)
+    pipe.compile(x, target=x)
+    counts = [sum("between" in name for name in stage.trained) for stage in pipe.program.stages]
+    assert set(counts) == {sum(counts) // len(counts)}, f"equal stages, not {counts}"
+    return partial(pipe.step, x, target=x)
+
+
+def medians_in_turn(
+    kinds: list[tuple[Callable[[], object], float]], gate: Any, steps: int, measure: Callable[..., list[float]]
+) -> list[list[float]]:
+    """Of each step, with exchanges of so many seconds, the medians of what `measure(step, gate)` finds in `steps` runs;
+    the steps take turns, and a first run of each warms up."""
+    found: list[list[list[float]]] = [[] for _ in kinds]
+    for _ in range(steps + 1):
+        for each, (step, seconds) in zip(found, kinds, strict=True):
+            gate.seconds = seconds
+            each.append(measure(step, gate))
+    return [[median(of) for of in zip(*each[1:], strict=True)] for each in found]
 
 
 def arguments(doc: str | None, schedules: str) -> argparse.ArgumentParser:

@@ -22,12 +22,11 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap import Until, arguments, on_processes  # type: ignore[import-not-found]
+from overlap import Until, arguments, gated_mesh, medians_in_turn, on_processes, pipeline_step  # type: ignore[import-not-found]
 from overlap_tp import SHARE, Gate, opened_order, simulated  # type: ignore[import-not-found]
 from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, pause  # type: ignore[import-not-found]
 from tabulate import tabulate
@@ -163,21 +162,11 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 def stepper(
     mesh: DeviceMesh, schedule: str | Schedule, microbatches: int, pairs: str, seconds: float
 ) -> Callable[[], object]:
-    x = torch.ones(microbatches * ROWS, WIDTH)
-    pipe = zbcompile.pipeline(
-        Model(PER_RANK * mesh["pp"].size(), mesh["ep"].get_group()),
-        mesh=mesh,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss=loss_of,
-        placements={"*between": {"ep": "shard"}},
-        channels=f"ep=0:{ROWS * WIDTH * 4 / seconds / 1e3:.6f}KB",
-        pairs=pairs,
-    )
-    pipe.compile(x, target=x)
-    counts = [sum("between" in name for name in stage.trained) for stage in pipe.program.stages]
-    assert set(counts) == {sum(counts) // len(counts)}, f"equal stages, not {counts}"
-    return partial(pipe.step, x, target=x)
+    model = Model(PER_RANK * mesh["pp"].size(), mesh["ep"].get_group())
+    x, channels = torch.ones(microbatches * ROWS, WIDTH), f"ep=0:{ROWS * WIDTH * 4 / seconds / 1e3:.6f}KB"
+    options = {"schedule": schedule, "microbatches": microbatches, "channels": channels, "pairs": pairs}
+    step: Callable[[], object] = pipeline_step(model, mesh, x, loss_of, **options)
+    return step
 
 
 def length_and_hidden(step: Callable[[], object], gate: TokenGate) -> list[float]:
@@ -202,29 +191,17 @@ def row(mesh: DeviceMesh, gate: TokenGate, options: argparse.Namespace, name: st
     seconds, count = share * WEIGHT * SHARE / 2, options.microbatches
     apart = stepper(mesh, opened_order(name, count, mesh["pp"].size()), count, "given", seconds)
     kinds = [(apart, seconds), (stepper(mesh, name, count, "auto", seconds), seconds), (apart, 0.0)]
-    found: list[list[list[float]]] = [[], [], []]
-    for _ in range(options.steps + 1):  # the first one warms up
-        for each, (step, length) in zip(found, kinds, strict=True):
-            gate.seconds = length
-            each.append(length_and_hidden(step, gate))
-    alone, paired, free = ([median(of) for of in zip(*each[1:], strict=True)] for each in found)
+    alone, paired, free = medians_in_turn(kinds, gate, options.steps, length_and_hidden)
     foreseen = simulated(name, mesh["pp"].size(), count, share)[-2:]
     return [name, share, alone[0], paired[0], free[0], *alone[1:], *paired[1:], *foreseen]
 
 
 def main(options: argparse.Namespace) -> None:
-    rank, pipeline = dist.get_rank(), options.pipeline
     CLOCK.moment = None if options.sleep else 0.0
-    places = torch.arange(RANKS * pipeline).view(pipeline, RANKS)
-    inner = dist.new_group(places[rank // RANKS].tolist(), use_local_synchronization=True)
-    pp = dist.new_group(places[:, rank % RANKS].tolist(), use_local_synchronization=True)
-    gate = TokenGate(inner)
-    dist.Backend.register_backend("gated", lambda *_: gate, devices=["cpu"])
-    ep = dist.new_group(dist.get_process_group_ranks(inner), backend="gated", use_local_synchronization=True)
-    mesh = DeviceMesh.from_group([pp, ep], "cpu", places, mesh_dim_names=("pp", "ep"))
+    mesh, gate = gated_mesh(TokenGate, "ep", options.pipeline, RANKS)
     cases = product(options.schedules.split(","), map(float, options.exchanges.split(",")))
     table = [row(mesh, gate, options, *case) for case in cases]
-    if rank == 0:
+    if dist.get_rank() == 0:
         print(tabulate(table, HEAD, floatfmt=("", "g", *[".0f"] * 9)), flush=True)
 
 

@@ -20,12 +20,20 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from itertools import product
-from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from overlap import KnownLength, Until, arguments, on_processes, opened  # type: ignore[import-not-found]
+from overlap import (  # type: ignore[import-not-found]
+    KnownLength,
+    Until,
+    arguments,
+    gated_mesh,
+    medians_in_turn,
+    on_processes,
+    opened,
+    pipeline_step,
+)
 from promise import BACKWARD, FORWARD, WEIGHT, WIDTH, forward, measured  # type: ignore[import-not-found]
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -33,7 +41,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-import zbcompile
 from zbcompile.schedules import Costs, Schedule, build, simulate
 from zbcompile.schedules.ir.actions import Action, flatten
 from zbcompile.schedules.searching.pairs import waits, with_pairs
@@ -102,21 +109,10 @@ def ours(
     mesh: DeviceMesh, schedule: str | Schedule, microbatches: int, pairs: str, seconds: float
 ) -> Callable[[], object]:
     """A step of our pipeline."""
-    x = torch.ones(microbatches * ROWS, WIDTH)
-    pipe = zbcompile.pipeline(
-        Model(mesh["tp"]),
-        mesh=mesh,
-        schedule=schedule,
-        microbatches=microbatches,
-        loss=loss_of,
-        placements={"*between": {"tp": "shard"}},
-        channels=f"tp={seconds}:1TB",
-        pairs=pairs,
-    )
-    pipe.compile(x, target=x)
-    counts = [sum("columns" in name for name in stage.trained) for stage in pipe.program.stages]
-    assert set(counts) == {SUBLAYERS // len(counts)}, f"equal stages, not {counts}"
-    return partial(pipe.step, x, target=x)
+    x, channels = torch.ones(microbatches * ROWS, WIDTH), f"tp={seconds}:1TB"
+    options = {"schedule": schedule, "microbatches": microbatches, "channels": channels, "pairs": pairs}
+    step: Callable[[], object] = pipeline_step(Model(mesh["tp"]), mesh, x, loss_of, **options)
+    return step
 
 
 def torchs(mesh: DeviceMesh, microbatches: int) -> Callable[[], object]:
@@ -155,12 +151,8 @@ def row(mesh: DeviceMesh, gate: Gate, options: argparse.Namespace, name: str, sh
     else:
         apart = ours(mesh, opened_order(name, count), count, "given", seconds)
         kinds = [(apart, seconds), (ours(mesh, name, count, "auto", seconds), seconds), (apart, 0.0)]
-    found: list[list[list[float]]] = [[] for _ in kinds]
-    for _ in range(options.steps + 1):  # the first one warms up
-        for each, (step, length) in zip(found, kinds, strict=True):
-            gate.seconds = length
-            each.append(time_and_hidden(step, gate))
-    apart_, paired, free = ([median(of) for of in zip(*each[1:], strict=True)] for each in (*found, *[NONE] * 2)[:3])
+    found = medians_in_turn(kinds, gate, options.steps, time_and_hidden)
+    apart_, paired, free = (*found, NONE, NONE)[:3]
     return [name, share, apart_[0], paired[0], free[0], *apart_[1:], *paired[1:]]
 
 
@@ -185,20 +177,13 @@ def simulated(name: str, ranks: int, microbatches: int, share: float) -> list[An
     return [name, share, apart, paired, simulate(opened(schedule), free).makespan, *before, *after]
 
 
-NONE = [[float("nan")] * 3] * 2
+NONE = [float("nan")] * 3
 
 
 def main(options: argparse.Namespace) -> None:
-    rank = dist.get_rank()
-    places = torch.arange(4).view(2, 2)  # pp, tp
-    inner = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
-    pp = dist.new_group([rank % 2, rank % 2 + 2], use_local_synchronization=True)
-    gate = Gate(inner)
-    dist.Backend.register_backend("gated", lambda *_: gate, devices=["cpu"])
-    tp = dist.new_group(dist.get_process_group_ranks(inner), backend="gated", use_local_synchronization=True)
-    mesh = DeviceMesh.from_group([pp, tp], "cpu", places, mesh_dim_names=("pp", "tp"))
+    mesh, gate = gated_mesh(Gate, "tp", 2, 2)
     table = [row(mesh, gate, options, *case) for case in cases(options)]
-    if rank == 0:
+    if dist.get_rank() == 0:
         parts = [1e3 * SHARE * length for length in (FORWARD, BACKWARD, WEIGHT)]
         print("a sublayer computes " + ", ".join(f"{part:.1f} ms {op}" for part, op in zip(parts, "FBW", strict=True)))
         show(table)
