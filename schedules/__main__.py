@@ -132,7 +132,7 @@ def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
     add("--placements", type=lambda text: text.split(","), metavar="P,...", help="of linear, looped:N, v, dual")
     add("--no-barrier", action="store_true", help="the longest own span of a rank counts, not the whole step")
     add("--seconds", type=float, default=20, metavar="X", help="at most; default 20")
-    add("--moves", type=int, metavar="N", help="so many, for the same order every time")
+    add("--moves", type=int, metavar="N", help="how many moves, for the same order every time")
     add("--seed", type=int, default=0, metavar="N", help="of the moves; default 0")
     add("--noise", type=float, metavar="X", help="judge by the ninth of ten steps whose passes spread by this share")
     add("--late", type=float, default=0.0, metavar="X", help="with --noise: messages are late by this share on average")

@@ -61,9 +61,9 @@ _PARTS: Mapping[Any, tuple[str, ...]] = {
 
 @dataclass(eq=False)
 class ReachedValue:
-    """A value that forward can reach. `stored` is what it held when it was found, of a module beside it `hooks`, each
-    table with what was in it; `asked` are the names read since, `code` is that of the function whose closure it is in.
-    """
+    """A value that forward can reach. `stored` is what it held when it was found, `hooks` the tables of hooks of a
+    module, each with what was in it; `asked` are the names read since, `code` that of the function in whose closure it
+    is."""
 
     path: str
     parent: "ReachedValue | None"
@@ -175,8 +175,8 @@ class Reach:
         self._names |= new
         for each in list(self._namespaces):
             self._name(each, new)
-        beside = words | (names & space.keys()) if indirect else set()
-        self.read_globals(space, {*names_in(code), *beside})
+        by_text = words | (names & space.keys()) if indirect else set()
+        self.read_globals(space, {*names_in(code), *by_text})
         self._note_library("builtins", builtins)
         for module in (*names_in(code, ("IMPORT_NAME",)), *(word for word in words if word in sys.modules)):
             imported = sys.modules.get(module)

@@ -1,9 +1,9 @@
-"""Random numbers of ranks that share a microbatch, along "tp" and "cp" of the mesh: what they all compute draws alike,
-what is one rank's part draws apart.
+"""Random numbers of ranks that share a microbatch, along "tp" and "cp" of the mesh: ranks that compute the same values
+draw the same numbers; ranks that compute different parts of a value draw different ones.
 
-All generators begin alike. Around an operation that draws for a part stand two more: `begin_apart` takes one number
-from the common sequence, and seeds the generator by that and by the rank's place; `end_apart` returns to the common
-sequence, which so moves by as much on every rank, whatever the sizes of their parts.
+All generators begin in the same state. An operation that draws for a part stands between two more: `begin_apart` takes
+one number from the common sequence, and seeds the generator by that number and the rank's place; `end_apart` returns to
+the common sequence. So that moves by as much on every rank, whatever the sizes of their parts.
 """
 
 import hashlib
@@ -137,7 +137,8 @@ def _hashed(*values: object) -> str:
 
 
 def with_draws_apart(forward: Piece, dimensions: Sequence[Sequence[str]]) -> Piece:
-    """The piece with each of its draws apart along the given dimensions of the mesh."""
+    """The piece with different random numbers on ranks along a dimension of the mesh; `dimensions` gives those of each
+    operation that draws."""
     of_draw = dict(zip(drawing(forward), dimensions, strict=True))
     graph, copies = Graph(), dict[Node, Node]()
     for node in forward.module.graph.nodes:
@@ -159,7 +160,7 @@ def _begun(graph: Graph, dimension: str, device: torch.device) -> Node:
 
 
 def is_apart(piece: Piece) -> bool:
-    """Whether a piece sets the generator."""
+    """Whether some operation of a piece draws different numbers on the ranks."""
     return any(node.target is BEGIN for node in piece.module.graph.nodes)
 
 

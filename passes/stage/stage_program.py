@@ -103,7 +103,7 @@ class StageProgram:
         return max((self.message_bytes("F", hops) for hops in {spec.hops for spec in self.sends.values()}), default=0)
 
     def message_bytes(self, event: str, hops: int) -> int:
-        """Bytes of what F sends so many stages onwards, or B so many back."""
+        """Bytes of what F sends to the stage that is `hops` further on, or B to the one that is `hops` back."""
         leaving = self.sends if event == "F" else self.gradients_out
         return sum(spec.bytes for spec in leaving.values() if spec.hops == hops)
 

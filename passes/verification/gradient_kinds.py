@@ -136,7 +136,7 @@ class GradientKinds:
         found = [(each, known[each]) for each in read]
         given = [arriving for _, arriving in found if arriving is not None]
         kinds = self.forward.of
-        beside = [kinds[each] for each, arriving in found if arriving is None and each in kinds]
+        others = [kinds[each] for each, arriving in found if arriving is None and each in kinds]
         if not given:
             return None
         crossed = max(given, key=lambda each: each.times)
@@ -146,10 +146,10 @@ class GradientKinds:
         if group == self.forward.dimension:
             local = (exchange := self.forward.exchange(node)) is not None and exchange.what == "none"
             return crossed if local else IncomingGradient(self._exchanged(node, share), node, crossed.times + 1)
-        if share == "unknown" or (group is not None and is_numbered(group)) or "unknown" in beside:
+        if share == "unknown" or (group is not None and is_numbered(group)) or "unknown" in others:
             return crossed._replace(share="unknown")
         if share in ("whole", "alike") and not is_wait(node):
-            share = "own" if self.forward.is_apart(node) else "loose" if "differing" in beside else share
+            share = "own" if self.forward.is_apart(node) else "loose" if "differing" in others else share
         elif share == "own" and not _is_laid_out_anew(node, len(given) == len(found)):
             share = "loose"
         return crossed._replace(share=share)

@@ -255,8 +255,8 @@ class PlacementProof:
 
 
 def _first_differing(values: ValueKinds, node: Node) -> Node:
-    """Where what differs entered a value that should not: the last operation on the way to it that reads what differs
-    beside what is equal."""
+    """Where a differing value entered one that should be equal: the last operation on the way that reads both differing
+    and equal values."""
     while True:
         given = [each for each in node.all_input_nodes if each.op == "call_function"]
         differing = [each for each in given if values.of[each] == "differing"]

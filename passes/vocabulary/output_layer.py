@@ -129,7 +129,7 @@ def _require_range(loss: RowLoss, rows: torch.dtype) -> None:
     wide = [node for node in loss.terms if torch.promote_types(node.meta["val"].dtype, rows) != rows]
     if wide and rows == torch.float16:
         raise NotShardable(
-            f"the loss also reads {wide[0].name} in {wide[0].meta['val'].dtype}, beside a layer in {rows}"
+            f"the loss also reads {wide[0].name} in {wide[0].meta['val'].dtype}, but the layer is in {rows}"
         )
 
 

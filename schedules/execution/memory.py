@@ -22,7 +22,7 @@ def peak_memory(schedule: Schedule, costs: Costs, running: Running | None = None
     """
     if running is None:
         return tuple(max(accumulate(deltas(order, costs)), default=0) for order in schedule.orders)
-    extra = beside(costs, running)
+    extra = only_while_running(costs, running)
     return tuple(max(_while_running(order, costs, extra), default=0) for order in schedule.orders)
 
 
@@ -32,7 +32,7 @@ def _while_running(order: Sequence[Step], costs: Costs, extra: Running) -> Itera
         yield max(held) + (extra[op][stage] if op in extra else 0)
 
 
-def beside(costs: Costs, running: Running) -> dict[str, tuple[float, ...]]:
+def only_while_running(costs: Costs, running: Running) -> dict[str, tuple[float, ...]]:
     """The bytes that F, B and BW of each stage hold only while they run."""
     kept, most = costs.activation, tuple(map(max, costs.activation, costs.residue))
     counted = {F: (F, kept), B: (B, most), BW: (B, kept)}
@@ -41,7 +41,7 @@ def beside(costs: Costs, running: Running) -> dict[str, tuple[float, ...]]:
 
 def most_beside(placement: Placement, costs: Costs, running: Running) -> tuple[float, ...]:
     """The largest of these on each rank, if backwards are split."""
-    found = beside(costs, running)
+    found = only_while_running(costs, running)
     stages = map(placement.stages_of, range(placement.ranks))
     return tuple(max(found[op][stage] for op in (F, B) for stage in each) for each in stages)
 

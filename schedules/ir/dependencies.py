@@ -67,11 +67,11 @@ def receives_before(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
 def _messages(schedule: Schedule, direction: str, event: str, stage: int) -> tuple[str, ...]:
     if event not in SEND_OF:
         return ()
-    beside = (target if direction == "SEND" else source)(event, stage, schedule.stages)
+    neighbour = (target if direction == "SEND" else source)(event, stage, schedule.stages)
     starts = (direction == "SEND") == (event == "F")  # else the way ends here
     ways = (way for way in schedule.ways if (way.source if starts else way.target) == stage)
     hops = sorted((way.target - way.source for way in ways if event == "F" or way.back), reverse=True)
-    return tuple(message_op(direction, event, each) for each in [*hops, *[1] * (beside is not None)])
+    return tuple(message_op(direction, event, each) for each in [*hops, *[1] * (neighbour is not None)])
 
 
 def messages_of(schedule: Schedule) -> frozenset[str]:

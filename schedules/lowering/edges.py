@@ -21,8 +21,8 @@ HIDDEN_MESSAGE, GRADIENT_MESSAGE, ROWS_MESSAGE = "HIDDEN", "GRADIENT", "ROWS"
 
 
 class Message(NamedTuple):
-    """The `F` or `B` values that arrive at `stage` for `microbatch`, from a stage that is so many `hops` away; or what
-    a collective of the vocabulary passes takes from there or brings there."""
+    """The `F` or `B` values that arrive at `stage` for `microbatch`, from a stage that is `hops` away; or what a
+    collective of the vocabulary passes takes from there or brings there."""
 
     kind: str
     stage: int

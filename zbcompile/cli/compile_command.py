@@ -103,7 +103,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kinds = parser.add_mutually_exclusive_group()
     helps = {
-        "--also": "beside the step, forwards for zbcompile.load(DIR): eval, log_probs, entropies",
+        "--also": "besides the step, forwards for zbcompile.load(DIR): eval, log_probs, entropies",
         "--only": "such forwards alone, without a backward",
     }
     for flag, text in helps.items():

@@ -136,11 +136,11 @@ def _mesh(job: Job, find_device: FindDevice) -> Any:
     device = find_device()
     if not dist.is_initialized():
         start_group(lambda: device, job.timeout)
-    world, beside = dist.get_world_size(), job.replicas * job.tensor
-    if world % beside:
+    world, others = dist.get_world_size(), job.replicas * job.tensor
+    if world % others:
         raise PipelineError(
-            f"--replicas {job.replicas} --tensor {job.tensor} is for a multiple of {beside} processes; {world} were "
+            f"--replicas {job.replicas} --tensor {job.tensor} is for a multiple of {others} processes; {world} were "
             "started."
         )
-    shape = job.replicas, world // beside, job.tensor
+    shape = job.replicas, world // others, job.tensor
     return init_device_mesh(device.type, shape, mesh_dim_names=("dp", "pp", "tp"))

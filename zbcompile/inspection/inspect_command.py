@@ -267,7 +267,12 @@ def _add_output(group: Any) -> None:
         type=Path,
         help="draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
     )
-    add("--measured", metavar="FILE", type=Path, help="of a recorded step (pipe.last_step.save), beside its prediction")
+    add(
+        "--measured",
+        metavar="FILE",
+        type=Path,
+        help="a recorded step (pipe.last_step.save), to compare with its prediction",
+    )
     add("--quick", action="store_true", help="leave out predictions that need another compilation")
     add("--thorough", action="store_true", help="make those predictions however large the model is")
     add("--json", action="store_true", help="the tables as JSON")

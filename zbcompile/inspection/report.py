@@ -269,7 +269,7 @@ class Summary:
             Figure("barriers", found.barriers),
         ]
         around = "the layers redistributed around it (--vocab off)"
-        steps = ((tried.unsharded_step, "beside the layers that are there now"), (tried.redistributed_step, around))
+        steps = ((tried.unsharded_step, "with the other layers where they are now"), (tried.redistributed_step, around))
         scale, unit = self.prediction.speed or 1.0, self.unit
         notes = [
             f"Whole on the last stage, {where}: step {format_time(scale * step, unit)}; sharded "
@@ -299,7 +299,7 @@ class Summary:
     def _notes(self) -> Iterator[str]:
         dropped, program = self.inspected.dropped, self.program
         if dropped:
-            yield f"{', '.join(dropped)}: returned beside the loss, dropped in training."
+            yield f"{', '.join(dropped)}: returned besides the loss, dropped in training."
         random = [str(stage.stage) for stage in program.stages if stage.random]
         if random:
             stages = ", ".join(random)

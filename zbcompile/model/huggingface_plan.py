@@ -13,6 +13,7 @@ from zbcompile.model.experts import ExpertExchange
 from zbcompile.torch_private import gated
 
 Model = TypeVar("Model", bound=nn.Module)
+OF_EXPERTS = "_is_expert_parallel"  # every layer has it whose forward `use_experts_implementation` chooses
 EXCHANGED = "zbcompile_exchange"  # the experts of `divide_experts` among transformers' ways to run experts
 
 
@@ -130,7 +131,7 @@ def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> Model:
     >>> model = zbcompile.divide_experts(model, mesh["ep"])                                     # doctest: +SKIP
     >>> pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-v")                            # doctest: +SKIP
     """
-    found = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    found = [module for module in model.modules() if hasattr(module, OF_EXPERTS)]
     if not found:
         raise PipelineError(
             f"{type(model).__name__} has no layer of experts that transformers runs by an implementation of its choice "

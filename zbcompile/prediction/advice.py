@@ -29,7 +29,7 @@ class Alternative:
 
     @property
     def worth(self) -> bool:
-        """Whether it gains enough, in time or in memory, to be tried."""
+        """Whether the change gains enough, in time or in memory, to be tried."""
         return self.time_ratio < 1 - WORTH or self.peak_ratio < 1 - LEANER
 
 
@@ -75,7 +75,7 @@ Peak = Callable[[Timeline], float]
 
 
 def waiting_peak(timeline: Timeline) -> float:
-    """What waits on the fullest rank."""
+    """The most that waits on any rank."""
     return max(timeline.peak_memory)
 
 

@@ -190,7 +190,7 @@ def _copied(argument: Any) -> Any:
 
 
 def _attention(backward: bool, bench: Bench) -> list[tuple[float, float]]:
-    """Seconds by FLOPs: the bytes say little."""
+    """Seconds of attention by FLOPs: its bytes say little."""
     return [_attend(length, backward, bench) for length in LENGTHS]
 
 

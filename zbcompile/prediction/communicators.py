@@ -16,9 +16,9 @@ BUFFERS = (4 << 20) + (512 << 10) + 640 * 120 * 8 * 8  # bytes per thread block,
 
 @dataclass(frozen=True)
 class Communicators:
-    """Those of one rank. A link carries what a rank sends to another, or receives from it; `groups` are of all ranks
-    of the pipeline, of its replicas, and of a sharded vocabulary. `ctas` is the limit of a link's thread blocks,
-    `receives` that of receives that are posted ahead."""
+    """The communicators of one rank. A link carries what a rank sends to another, or receives from it; `groups` are
+    those of all ranks of the pipeline, of its replicas, and of a sharded vocabulary. `ctas` is the limit of a link's
+    thread blocks, `receives` that of receives that are posted ahead."""
 
     received: int = 0
     sent: int = 0
@@ -43,7 +43,7 @@ class Communicators:
 
 
 def communicators_of(program: Program, rank: int, replicas: int = 1) -> Communicators:
-    """None for a program of the CPU, whose messages all go through one group."""
+    """The communicators of a rank; None for a program of the CPU, whose messages all go through one group."""
     schedule = program.schedule
     if program.device_type != KIND or schedule.ranks * replicas == 1:
         return Communicators()

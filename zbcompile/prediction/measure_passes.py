@@ -55,7 +55,8 @@ def measured_costs(program: Program, seconds: Mapping[str, float]) -> Costs:
 
 
 def _seconds(pieces: Mapping[str, Piece]) -> dict[str, float]:
-    """The passes of a stage, run in turn: one that is repeated alone finds all it reads in the cache, as in no step."""
+    """Seconds of the passes of a stage, run in turn: a pass that is repeated alone finds all that it reads in the
+    cache, as in no step."""
     held: dict[Slot, Any] = {}
     ops = [op for op in (*PASSES, "S", "T") if op in pieces and not pieces[op].empty]
     return dict(zip(ops, run_seconds_in_turn([_run_of(pieces[op], held) for op in ops]), strict=True))

@@ -127,7 +127,8 @@ def rank_memories(
 def complete_peak(
     program: Program, model: Mapping[str, torch.Tensor], sharding: ReplicaSharding = ALONE
 ) -> Callable[[Timeline], float]:
-    """What the fullest rank of `program` holds altogether under the schedule of a timeline."""
+    """A function that says for a timeline how many bytes the fullest rank of `program` holds at most under its
+    schedule."""
     running = cache(lambda: running_of(prices_of(program)))
 
     def peak(timeline: Timeline) -> float:
@@ -174,7 +175,8 @@ def _memory(
 def _resident(
     rank: int, program: Program, model: Mapping[str, torch.Tensor]
 ) -> Iterator[tuple[torch.Tensor, float, bool]]:
-    """The parameters and buffers of a rank, which share it has of each, and whether it trains it."""
+    """The parameters and buffers of a rank: each with the share of it that the rank has, and whether the rank trains
+    it."""
     stages = [program.stages[stage] for stage in program.stages_of(rank)]
     rows = program.vocabulary.parameters if program.vocabulary is not None else ()
     trained = {name for stage in stages for name in stage.trained}
@@ -244,7 +246,7 @@ class _DividedBytes:
         yield self.now
 
     def _added(self, parameter: torch.Tensor) -> float:
-        """What a gathered parameter takes beside its slice, or its master."""
+        """What a gathered parameter takes in addition to its slice, or its master."""
         return parameter.nbytes * (1.0 if parameter.dtype in HALF else 1 - 1 / self.replicas)
 
     def finish(self) -> Iterator[tuple[float, float]]:
@@ -262,7 +264,7 @@ class _DividedBytes:
 
 
 def _small(sizes: Iterable[int]) -> int:
-    """Bytes of what travels in copies."""
+    """Bytes of the gradients that travel in copies."""
     return sum(size for size in sizes if size < ALONE_BYTES)
 
 
@@ -392,7 +394,7 @@ class _Messages:
 
 
 def sent_and_kept(forward: Piece, leaving: Collection[str]) -> int:
-    """Bytes of those of the activations `leaving` a forward pass that are saved for its backward as well."""
+    """The bytes of those activations `leaving` a forward pass that are also saved for its backward."""
     values = [
         (slot, node.meta["val"])
         for slot, node in zip(forward.outputs, output_values(forward.module.graph), strict=True)

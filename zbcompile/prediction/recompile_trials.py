@@ -63,7 +63,7 @@ def _costs_like(costs: Costs, predicted: Costs, fused: bool) -> Callable[[Progra
 def _judged(
     trial: Recompilation, program: Program, costs: Costs, before: Timeline, peak_of: PeakOf
 ) -> list[Alternative]:
-    """Those of the trial's schedules, which have the same stages, that nothing beats in both time and memory."""
+    """Of the trial's schedules, which have the same stages, those that no other one beats in both time and memory."""
     whole, now = peak_of(program), peak_of(None)(before)
 
     def judged(schedule: Schedule) -> Alternative:

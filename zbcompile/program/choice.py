@@ -72,7 +72,7 @@ class Choice:
 
     @property
     def way(self) -> str:
-        """The layout and the order."""
+        """The layout and the order, in words."""
         return f"{self.layout}, from {self.origin}"
 
     def to_dict(self) -> dict[str, Any]:

@@ -103,7 +103,7 @@ def _inputs(program: Program) -> Forms:
 
 
 def _resident(program: Program, stage: int) -> Forms:
-    """What a stage has of the model, and the buffers into which it adds gradients."""
+    """The model's tensors that a stage uses, and the buffers into which it adds gradients."""
     held = [member for member in program.model.members if stage in program.homes.get(member.first, ())]
     found = {Slot(member.kind, member.name): (member.shape, member.dtype) for member in held}  # type: ignore[arg-type]
     return found | {Slot("constant", name): _form_of(tensor) for name, tensor in program.model.constants.items()}

@@ -33,20 +33,23 @@ OF_A_PLACE = ("graphs", "types")  # of a manifest: tensor-parallel ranks may hol
 
 @dataclass(frozen=True)
 class Program:
-    """A compiled training step, or a forward alone, whose stages have only F. `output` says what of its forward is
-    returned, by a step besides the loss; None: nothing.
+    """A compiled training step, or a forward alone, whose stages have only F.
 
-    `stages[i]` is the program of stage i, `lowered.programs[rank]` the actions of a rank with their communication,
-    `homes` the stages that use each parameter and buffer (tied ones under their first name), `cuts` where the model
-    was cut, `model` a description of the model, `call` the form of a microbatch (see `call_of`), `writer` the function
-    that saves it, `vocabulary` the output layer if that is sharded over all ranks, `guards` what forward asks about its
-    inputs, with the answers that the program was compiled for, `operations` a hash of the graph before it was cut.
-    `groups` are this process's names of the process groups, by what the graphs call them. `also` are the forwards that
-    a directory holds beside it, by what they compute, and the steps for other answers; `premises` what the
-    model's Python read. `unproven` names what could not be proven equal, or a part, along a dimension of the mesh, and
-    is compared by the first step; None if nothing was proven. `rules` is the version of the rules that proved the rest
-    (`zbcompile.passes.verification.value_kinds`). `plan` says how `schedule="auto"` chose, None for a
-    schedule that was given.
+    * The graphs: `stages[i]` is the program of stage i, `vocabulary` the output layer if that is sharded over all
+      ranks, `cuts` where the model was cut, `operations` a hash of the graph before it was cut. `groups` are this
+      process's names of the process groups, by what the graphs call them.
+    * The order: `lowered.programs[rank]` are the actions of a rank with their communication.
+    * The model: `model` describes it, `homes` are the stages that use each parameter and buffer (tied ones under their
+      first name).
+    * What it is right for: `call` is the form of a microbatch (see `call_of`), `guards` what forward asks about its
+      inputs with the answers that the program was compiled for, `premises` what the model's Python read.
+    * What it returns: `output` says what of its forward, by a step besides the loss; None: nothing.
+    * What was decided and proven: `plan` says how `schedule="auto"` chose (None for a schedule that was given);
+      `unproven` names what could not be proven equal, or a part, along a dimension of the mesh, so that the first step
+      compares it (None if nothing was proven); `rules` is the version of the rules that proved the rest
+      (`zbcompile.passes.verification.value_kinds`).
+    * Its directory: `also` are the other programs there (forwards, by what they compute, and steps for other answers),
+      `writer` is the function that saves it.
     """
 
     model: ModelFacts
@@ -101,12 +104,12 @@ class Program:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether it is a step."""
+        """Whether the program is a step, not a forward alone."""
         return self.output is None or self.output.computes not in FORWARDS
 
     @property
     def returns(self) -> Output:
-        """What is returned by a program that returns something of forward."""
+        """What of its forward the program returns; only for one that returns something."""
         assert self.output is not None
         return self.output
 
@@ -195,7 +198,7 @@ class Program:
 
         Each process writes the parts of its own ranks, the first one then the manifest. The directory is new, or holds
         a program, which is replaced. The same model, options and versions give the same bytes. It holds no parameters:
-        save `pipe.state_dict(full=True)` beside it.
+        save `pipe.state_dict(full=True)` as well.
 
         Raises PipelineError, on every rank, if it cannot be written; CompileError for an operation that a program
         cannot hold.
@@ -206,7 +209,8 @@ class Program:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        """What must be equal on every rank, as plain data; but `OF_A_PLACE` along the pipeline and replicas only."""
+        """What must be equal on all ranks, as plain data. The entries of `OF_A_PLACE` must be equal only along the
+        pipeline and among replicas."""
         return {
             "zbcompile": __version__,
             "torch": torch.__version__,
@@ -234,7 +238,8 @@ class Program:
 
     @property
     def _modules(self) -> list[torch.fx.GraphModule]:
-        """Of every stage the backward, which has what the forward keeps; the forward if there is no other."""
+        """The backward graph of each stage, which also has what the forward keeps; its forward graph if there is no
+        backward."""
         return [(stage.pieces.get("BW") or stage.pieces["F"]).module for stage in self.stages]
 
     @property
@@ -248,7 +253,7 @@ class Program:
 
 
 def ways_of(stages: Sequence[StageProgram]) -> tuple[Way, ...]:
-    """The ways of what goes straight from one stage to another that is not the next, in any of one or more programs."""
+    """The ways of all values that go straight from a stage to one that is not the next, in any of these programs."""
     arriving = {(stage.stage - spec.hops, stage.stage) for stage in stages for spec in stage.receives.values()}
     back = {(stage.stage - spec.hops, stage.stage) for stage in stages for spec in stage.gradients_out.values()}
     far = sorted((source, target) for source, target in arriving if target - source > 1)

@@ -120,5 +120,5 @@ def test_a_wide_term_is_refused_beside_float16() -> None:
         if dtype == torch.bfloat16:
             assert find_head(canonical).terms == [torch.float32]
             continue
-        with pytest.raises(NotShardable, match=r"in torch\.float32, beside a layer in torch\.float16"):
+        with pytest.raises(NotShardable, match=r"in torch\.float32, but the layer is in torch\.float16"):
             find_head(canonical)

@@ -291,7 +291,7 @@ def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
     assert data["bytes"][0]["sends"] == data["bytes"][1]["receives"] > 0
     assert stages[0]["cut after"].split()[1].startswith("targets.py:")
     assert stages[1]["cut after"] == "(the loss)"
-    assert data["notes"]["notes"][0].startswith("- image: returned beside the loss")
+    assert data["notes"]["notes"][0].startswith("- image: returned besides the loss")
     assert data["units"]["bytes"]["sends"] == "B per microbatch"
     for rank, stage, kept, memory in zip(data["ranks"], stages, data["bytes"], data["memory"], strict=True):
         assert rank["FLOPs"] == 4 * sum(stage[op] for op in "FBW")
