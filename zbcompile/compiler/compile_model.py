@@ -86,7 +86,7 @@ def lay_out_step(
     with without_autocast(microbatch):
         canonical = canonicalise(captured, manager)
         raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
-        return _drawn(captured, canonical, schedule, choices or Choices(), manager)
+        return _laid_out(captured, canonical, schedule, choices or Choices(), manager)
 
 
 def on_mesh(captured: Captured, dimensions: Mapping[str, str]) -> Captured:
@@ -105,10 +105,10 @@ def lay_out_again(laid_out: LaidOut, microbatch: Microbatch, choices: Choices, s
     """The same captured step for other choices: with the output layer sharded, or not."""
     whole = laid_out.canonical if laid_out.sharding is None else laid_out.sharding.whole
     with without_autocast(microbatch):
-        return _drawn(laid_out.captured, whole, schedule, choices, make_manager())
+        return _laid_out(laid_out.captured, whole, schedule, choices, make_manager())
 
 
-def _drawn(
+def _laid_out(
     captured: Captured, whole: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager
 ) -> LaidOut:
     sharding = choose_sharding(whole, schedule, choices, manager)

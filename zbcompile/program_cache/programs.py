@@ -291,7 +291,7 @@ class Programs:
     def laid_out(self, microbatch: Microbatch, leads: bool) -> LaidOut:
         """The captured step; all ranks capture it with the same answers."""
 
-        def draw(given: ForeignAnswers | None) -> LaidOut:
+        def capture_(given: ForeignAnswers | None) -> LaidOut:
             undecided = is_searched(self._options) and not self.bound.trains and self.decided is None
             schedule = None if undecided else self.schedule
             step = self._model, microbatch, self._options.loss, self._choices(), schedule
@@ -300,7 +300,7 @@ class Programs:
             with readable(self._model), hinting(device, target):
                 return lay_out_step(*step, dimensions=self.ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
 
-        return self.cache.capture("capturing", draw, lambda laid_out: laid_out.captured.guards, leads)
+        return self.cache.capture("capturing", capture_, lambda laid_out: laid_out.captured.guards, leads)
 
     def _make_program(self, microbatch: Microbatch, laid_out: LaidOut) -> Program:
         searched, self.searched = self.searched, None
