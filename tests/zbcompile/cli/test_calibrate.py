@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import zbcompile
+from tests.support.error_lines import error_lines
 from zbcompile.calibrate import main
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import Choices
@@ -34,5 +35,5 @@ def test_this_machine_is_measured_and_a_step_predicted_from_it(
 @pytest.mark.parametrize("output", ["machine.json", "nowhere/machine.toml"])
 def test_a_file_that_cannot_be_is_one_line(output: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--output", str(tmp_path / output)]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = error_lines(capsys)
     assert output in line

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import zbcompile
 from tests.support.checkpointing import MICROBATCHES, PROBLEM
+from tests.support.error_lines import error_lines
 from tests.support.oracle import Batch
 from tests.support.pool import Pool
 from tests.support.run_data import numbered
@@ -190,7 +191,7 @@ def test_what_cannot_run_is_said_in_one_line(
     arguments, message = REFUSED[case]
     program = tmp_path if case == "no program" else small_program("zb-h1", 2)
     assert main([str(program), "--steps", "3", *arguments]) == FAILED
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = error_lines(capsys)
     assert line.startswith("zbcompile.run: ")
     assert message in line
 

@@ -6,6 +6,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from tests.support.error_lines import error_lines
 from tests.support.oracle import PROBLEMS
 from zbcompile import Example, Hardware
 from zbcompile.compiler.compile_example import one_microbatch
@@ -66,7 +67,7 @@ def test_table_picture_and_command(tmp_path: Path, capsys: pytest.CaptureFixture
 )
 def test_what_cannot_be_planned(asked: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([TARGET, *asked]) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = error_lines(capsys)
     assert re.search(says, line)
 
 
