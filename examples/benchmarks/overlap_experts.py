@@ -3,10 +3,11 @@
     python examples/benchmarks/overlap_experts.py            # eight processes, on clocks that no load disturbs
     python examples/benchmarks/overlap_experts.py --sleep    # in real time, on a quiet machine
 
-As overlap_tp.py, with `zbcompile.ExpertExchange` in place of tensor parallelism: each sublayer sends its tokens to the
-experts of two ranks, SLEEPS there, and brings the results back. An exchange of tokens completes no sooner than a fixed
-time after its start, that of counts at once; `--exchanges` says what the two of a forward take together, and so the two
-of a backward, as a share of a sublayer's weight gradient. Tokens choose experts evenly, so no step is done again.
+As overlap_tp.py, with `zbcompile.ExpertExchange` in place of tensor parallelism: each layer SLEEPS in the place of its
+attention (`--attention` is the share of the layer's time), sends its tokens to the experts of two ranks, SLEEPS there,
+and brings the results back. An exchange of tokens completes no sooner than a fixed time after its start, that of counts
+at once; `--exchanges` says what the two of a forward take together, and so the two of a backward, as a share of the
+layer's weight gradient. Tokens choose experts evenly, so no step is done again.
 
 Processes, messages, collectives, compiled stages and the action loop are real. Without --sleep nobody waits: each rank
 has a clock, which an operation moves on by its length, tokens and gradients carry the moment at which they were made in
@@ -38,7 +39,7 @@ import zbcompile
 from zbcompile.schedules import Schedule
 
 ROWS, RANKS = 4, 2  # tokens of a microbatch; ranks along "ep", with one expert each
-PER_RANK = 2  # sublayers of a pipeline rank
+PER_RANK = 2  # layers of a pipeline rank
 UNIT = 1e-6  # of the moments in tokens
 MANY = 1 << 18  # numbers that each operation reads: the order in a pair goes by the bytes that operations move
 
@@ -68,36 +69,37 @@ CLOCK = Clock()
 
 
 @torch.library.custom_op("clocked::forward", mutates_args=())
-def forward(x: Tensor, weight: Tensor, many: Tensor) -> Tensor:
-    return CLOCK.work(FORWARD * SHARE, x, x * weight)
+def forward(x: Tensor, weight: Tensor, many: Tensor, part: float) -> Tensor:
+    return CLOCK.work(part * FORWARD * SHARE, x, x * weight)
 
 
 @torch.library.custom_op("clocked::input_gradient", mutates_args=())
-def input_gradient(gradient: Tensor, weight: Tensor, many: Tensor) -> Tensor:
-    return CLOCK.work(BACKWARD * SHARE, gradient, gradient * weight)
+def input_gradient(gradient: Tensor, weight: Tensor, many: Tensor, part: float) -> Tensor:
+    return CLOCK.work(part * BACKWARD * SHARE, gradient, gradient * weight)
 
 
 @torch.library.custom_op("clocked::weight_gradient", mutates_args=())
-def weight_gradient(gradient: Tensor, x: Tensor, many: Tensor) -> Tensor:
-    return CLOCK.work(WEIGHT * SHARE, gradient, gradient * x).sum(0)
+def weight_gradient(gradient: Tensor, x: Tensor, many: Tensor, part: float) -> Tensor:
+    return CLOCK.work(part * WEIGHT * SHARE, gradient, gradient * x).sum(0)
 
 
-def _save(ctx: object, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs)  # type: ignore[attr-defined]
+def _save(ctx: object, inputs: tuple[Any, ...], output: Tensor) -> None:
+    *tensors, ctx.part = inputs  # type: ignore[attr-defined]
+    ctx.save_for_backward(*tensors)  # type: ignore[attr-defined]
 
 
-def _backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
-    x, weight, many = ctx.saved_tensors  # type: ignore[attr-defined]
-    return input_gradient(gradient, weight, many), weight_gradient(gradient, x, many), None
+def _backward(ctx: object, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+    (x, weight, many), part = ctx.saved_tensors, ctx.part  # type: ignore[attr-defined]
+    return input_gradient(gradient, weight, many, part), weight_gradient(gradient, x, many, part), None, None
 
 
-forward.register_fake(lambda x, weight, many: torch.empty_like(x))
-input_gradient.register_fake(lambda gradient, weight, many: torch.empty_like(gradient))
-weight_gradient.register_fake(lambda gradient, x, many: gradient.new_empty(WIDTH))
+forward.register_fake(lambda x, weight, many, part: torch.empty_like(x))
+input_gradient.register_fake(lambda gradient, weight, many, part: torch.empty_like(gradient))
+weight_gradient.register_fake(lambda gradient, x, many, part: gradient.new_empty(WIDTH))
 forward.register_autograd(_backward, setup_context=_save)
 for name, length in (("forward", FORWARD), ("input_gradient", BACKWARD), ("weight_gradient", WEIGHT)):
     register_flop_formula(getattr(torch.ops.clocked, name))(  # at the nominal 50 GFLOP/s of the compiler's CPU
-        lambda x, y, *rest, length=length, **options: int(length * SHARE * 5e10)
+        lambda x, y, many, part, *rest, length=length, **options: int(part * length * SHARE * 5e10)
     )
 
 
@@ -130,25 +132,30 @@ class TokenGate(Gate):  # type: ignore[misc]
         return ClockedWork(work, float(torch.cat(moments).max()) + self.seconds, partial(self._note, op))
 
 
-class Sublayer(nn.Module):
-    def __init__(self, group: dist.ProcessGroup) -> None:
+class Layer(nn.Module):
+    """`attention` is the share of its time that passes before it sends tokens to experts."""
+
+    def __init__(self, attention: float, group: dist.ProcessGroup) -> None:
         super().__init__()
-        self.between = nn.Parameter(torch.ones(WIDTH))
+        self.part = attention
+        self.before, self.between = nn.Parameter(torch.ones(WIDTH)), nn.Parameter(torch.ones(WIDTH))
         self.register_buffer("many", torch.zeros(MANY))
         self.exchange = zbcompile.ExpertExchange(RANKS, group, factor=1.0)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.part:
+            x = forward(x, self.before, self.many, self.part)
         rows, _, route = self.exchange.dispatch(x, torch.arange(ROWS) % RANKS)
-        return self.exchange.combine(forward(rows, self.between, self.many), route)
+        return self.exchange.combine(forward(rows, self.between, self.many, 1 - self.part), route)
 
 
 class Model(nn.Module):
     """The input depends on parameters, as an embedding's output does."""
 
-    def __init__(self, sublayers: int, group: dist.ProcessGroup) -> None:
+    def __init__(self, layers: int, attention: float, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.entry = nn.ParameterList(nn.Parameter(torch.ones(WIDTH)) for _ in range(2))
-        self.layers = nn.Sequential(*(Sublayer(group) for _ in range(sublayers)))
+        self.layers = nn.Sequential(*(Layer(attention, group) for _ in range(layers)))
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.layers(x * self.entry[0] + self.entry[1])
@@ -160,9 +167,9 @@ def loss_of(y: Tensor, target: Tensor) -> Tensor:
 
 
 def stepper(
-    mesh: DeviceMesh, schedule: str | Schedule, microbatches: int, pairs: str, seconds: float
+    mesh: DeviceMesh, schedule: str | Schedule, microbatches: int, pairs: str, attention: float, seconds: float
 ) -> Callable[[], object]:
-    model = Model(PER_RANK * mesh["pp"].size(), mesh["ep"].get_group())
+    model = Model(PER_RANK * mesh["pp"].size(), attention, mesh["ep"].get_group())
     x, channels = torch.ones(microbatches * ROWS, WIDTH), f"ep=0:{ROWS * WIDTH * 4 / seconds / 1e3:.6f}KB"
     options = {"schedule": schedule, "microbatches": microbatches, "channels": channels, "pairs": pairs}
     step: Callable[[], object] = pipeline_step(model, mesh, x, loss_of, **options)
@@ -186,31 +193,35 @@ def length_and_hidden(step: Callable[[], object], gate: TokenGate) -> list[float
     return [1e3 * float(span.sum()), *(100 * (1 - waited / whole)).tolist()]
 
 
-def row(mesh: DeviceMesh, gate: TokenGate, options: argparse.Namespace, name: str, share: float) -> list[Any]:
+def row(
+    mesh: DeviceMesh, gate: TokenGate, options: argparse.Namespace, name: str, attention: float, share: float
+) -> list[Any]:
     """The steps of a schedule: without pairs, with pairs, and without pairs with exchanges of no length."""
     seconds, count = share * WEIGHT * SHARE / 2, options.microbatches
-    apart = stepper(mesh, opened_order(name, count, mesh["pp"].size()), count, "given", seconds)
-    kinds = [(apart, seconds), (stepper(mesh, name, count, "auto", seconds), seconds), (apart, 0.0)]
+    apart = stepper(mesh, opened_order(name, count, mesh["pp"].size()), count, "given", attention, seconds)
+    kinds = [(apart, seconds), (stepper(mesh, name, count, "auto", attention, seconds), seconds), (apart, 0.0)]
     alone, paired, free = medians_in_turn(kinds, gate, options.steps, length_and_hidden)
     foreseen = simulated(name, mesh["pp"].size(), count, share)[-2:]
-    return [name, share, alone[0], paired[0], free[0], *alone[1:], *paired[1:], *foreseen]
+    return [name, attention, share, alone[0], paired[0], free[0], *alone[1:], *paired[1:], *foreseen]
 
 
 def main(options: argparse.Namespace) -> None:
     CLOCK.moment = None if options.sleep else 0.0
     mesh, gate = gated_mesh(TokenGate, "ep", options.pipeline, RANKS)
-    cases = product(options.schedules.split(","), map(float, options.exchanges.split(",")))
+    shares = (map(float, given.split(",")) for given in (options.attention, options.exchanges))
+    cases = product(options.schedules.split(","), *shares)
     table = [row(mesh, gate, options, *case) for case in cases]
     if dist.get_rank() == 0:
-        print(tabulate(table, HEAD, floatfmt=("", "g", *[".0f"] * 9)), flush=True)
+        print(tabulate(table, HEAD, floatfmt=("", "g", "g", *[".0f"] * 9)), flush=True)
 
 
-HEAD = ["schedule", "exchanges / W", "apart, ms", "pairs, ms", "0 ms exchanges"]
+HEAD = ["schedule", "attention", "exchanges / W", "apart, ms", "pairs, ms", "0 ms exchanges"]
 HEAD += [f"{op} hidden {how}, %" for how in ("apart", "in pairs", "in pairs, foreseen") for op in "FB"]
 
 if __name__ == "__main__":
     parser = arguments(__doc__, "dualpipe-v,1f1b-overlap")
-    parser.add_argument("--exchanges", default="0.5", help="times a sublayer's W (default: %(default)s)")
+    parser.add_argument("--exchanges", default="0.5", help="times a layer's W (default: %(default)s)")
+    parser.add_argument("--attention", default="0,0.5", help="share of a layer's time (default: %(default)s)")
     parser.add_argument("--pipeline", type=int, default=4, help="ranks of the pipeline (default: %(default)s)")
     parser.add_argument("--sleep", action="store_true", help="sleep in place of moving clocks on")
     parser.add_argument("--scale", type=float, default=4, help="of the times that promise.py sleeps (default: 4)")

@@ -190,7 +190,7 @@ def interleave(first: Sequence[Node], second: Sequence[Node], fill: Sequence[Nod
             if pending and _is_ready(pending[0], placed):
                 place(pending.pop(0))
             else:
-                current = 1 - current if other and _began(begun, other[0]) < _began(begun, half[0]) else current
+                current = 1 - current if other and _began(begun, other[0]) <= _began(begun, half[0]) else current
                 excused.add(halves[current][0])
             continue
         if other and (not half or waiting or (budget <= 0 and _work(half[0]) > little)):

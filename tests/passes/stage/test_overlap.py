@@ -6,7 +6,7 @@ import torch.distributed._functional_collectives
 from torch.fx import Graph, GraphModule, Node
 
 from tests.support.plain_versions import one_after_the_other
-from zbcompile.passes.graph.process_groups import is_wait
+from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.overlap import interleave, merge
@@ -17,12 +17,17 @@ aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 
 def chain(name: str, exchanges: int, work: int, operation: OpOverload = aten.sin.default) -> Piece:
     """`work` operations, then a collective and its wait, again and again; as many operations at the end."""
+    return chain_of(name, [work] * (exchanges + 1), operation)
+
+
+def chain_of(name: str, works: list[int], operation: OpOverload = aten.sin.default) -> Piece:
+    """So many operations each, with a collective and its wait between two of these."""
     graph = Graph()
     value = first = graph.placeholder(name)
-    for exchange in range(exchanges + 1):
+    for number, work in enumerate(works, 1):
         for _ in range(work):
             value = graph.call_function(operation, (value,))
-        if exchange < exchanges:
+        if number < len(works):
             sent = graph.call_function(c10d.all_to_all_single.default, (value, [1], [1], "group"))
             value = graph.call_function(c10d.wait_tensor.default, (sent,))
     graph.output([value])
@@ -30,6 +35,13 @@ def chain(name: str, exchanges: int, work: int, operation: OpOverload = aten.sin
         node.meta["val"] = node.args[0].meta["val"] if is_in_place(node.target) else torch.empty(4, device="meta")
     first.meta["slot"] = Slot("input", name)
     return Piece(name, GraphModule({}, graph), (Slot("input", name),), (Slot("output", name),))
+
+
+def weight_product(gradient: Node) -> Node:
+    """What needs a gradient, and nothing needs; half as much work as the operations of a chain."""
+    product = gradient.graph.call_function(aten.cos.default, (gradient,))
+    product.meta["val"] = torch.empty(0, device="meta")
+    return product
 
 
 def operations(piece: Piece) -> list[Node]:
@@ -69,6 +81,19 @@ def test_the_half_that_can_start_a_collective_sooner_begins() -> None:
     assert order[0] is second[0]
     assert between(order, second) == [10]  # what F does before its own exchange, and that
     assert min(between(order, first)) >= 1
+
+
+def test_exchanges_on_both_sides_of_the_experts_hide_behind_the_other_half() -> None:
+    """Tokens go to the experts of a layer at its begin and come back at its end, and so do gradients. If both halves
+    begin with an exchange, one of these two has nothing to hide behind, and no other one."""
+    layers = [0, 1, 0, 1, 0]
+    forward, backward = operations(chain_of("F", layers)), operations(chain_of("BW", layers))
+    products = [weight_product(node) for node in backward if node.target is aten.sin.default]
+    order = interleave(forward, backward, products)
+    begun = {wait: order.index(wait.all_input_nodes[0]) for wait in order if is_wait(wait)}
+    behind = [sum(not is_collective(node) for node in order[at : order.index(w)]) for w, at in begun.items()]
+    assert behind[0] == 0
+    assert min(behind[1:]) == 1
 
 
 def test_the_half_with_collectives_begins() -> None:
