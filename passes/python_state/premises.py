@@ -14,7 +14,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
@@ -51,36 +50,36 @@ def attribute(value: Any, name: str) -> Any:
     return raw.__get__(value) if isinstance(raw, types.MemberDescriptorType) else raw
 
 
-# Losses with parameters, each with the models that train with it as their submodule `loss`.
-_JOINED: WeakKeyDictionary[nn.Module, WeakSet[nn.Module]] = WeakKeyDictionary()
+_JOINED = "_joined_loss"  # in a model that trains with a loss as its submodule `loss`, and in copies of it
 
 
 def join(model: nn.Module, loss: nn.Module) -> None:
     """Make a loss the submodule `loss` of a model, of which forward sees nothing: eager's model has none."""
     model.add_module("loss", loss)
-    _JOINED.setdefault(loss, WeakSet()).add(model)
+    vars(model)[_JOINED] = loss
 
 
 def without_joined_loss(model: Any) -> contextlib.AbstractContextManager[None]:
     """Inside, a model has no loss that it was joined with."""
     own = vars_of(model)  # shared by the proxies that torch's tracer may hand out
     modules = own.get("_modules", {})
-    loss = modules.get("loss")
-    if loss is None or not any(vars(each) is own for each in _JOINED.get(loss, ())):
+    loss = own.get(_JOINED)
+    if loss is None or modules.get("loss") is not loss:
         return contextlib.nullcontext()
-    return _without_loss(modules)
+    return _without_loss(own, modules)
 
 
 @contextlib.contextmanager
-def _without_loss(modules: dict[str, Any]) -> Iterator[None]:
-    before, loss = dict(modules), modules["loss"]
-    del modules["loss"]
+def _without_loss(own: dict[str, Any], modules: dict[str, Any]) -> Iterator[None]:
+    before, loss = list(modules), modules["loss"]
+    del modules["loss"], own[_JOINED]
     try:
         yield
     finally:
         now = {"loss": loss, **modules}
         modules.clear()  # in the same order as before
         modules.update({name: now[name] for name in (*before, *now) if name in now})
+        own[_JOINED] = loss
 
 
 def owner_of(kind: type, name: str) -> type | None:

@@ -112,11 +112,14 @@ class Looking(MLP):
         return super().forward(x) * (1 + LOOKS[self.kind](self))
 
 
-@pytest.mark.parametrize("kind", LOOKS)
-def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "copied"), [*((kind, False) for kind in LOOKS), ("children", True)])
+def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str, copied: bool) -> None:
     torch.manual_seed(0)
     model, loss = Looking(kind), Temperature()
     eager, eagers_loss = copy.deepcopy((model, loss))
+    if copied:  # from a model that has trained with the loss
+        zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=loss, ranks=2).close()
+        model, loss = copy.deepcopy((model, loss))
     pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=loss, ranks=2, exact=True)
     for _ in range(2):
         losses = [eagers_loss(eager(part), part) / 2 for part in ROWS.chunk(2)]
