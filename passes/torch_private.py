@@ -1,6 +1,7 @@
-"""Every private PyTorch name that this room uses, with the reason and the versions that have it.
+"""Every private PyTorch name that the passes use: no public name does what is said of it.
 
-Supporting a newer torch starts here: run the test suite, and repair what moved in this file.
+All of them exist in torch 2.11 to 2.15; `Change` says what differs between these. Supporting a newer torch starts
+here: run the test suite, and repair what moved in this file.
 """
 
 import contextlib
@@ -9,64 +10,87 @@ import itertools
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint
-from torch._library import custom_ops  # 2.11-2.13: where torch.library.custom_op keeps what it has made
+from torch._library import custom_ops  # where torch.library.custom_op keeps what it has made
 from torch._ops import (
-    HigherOrderOperator as HigherOrderOperator,  # 2.11-2.13: the class of torch.ops.higher_order.*
-    OpOverload as OpOverload,  # 2.11-2.13: the class of torch.ops.aten.*.*
-    OpOverloadPacket,  # 2.11-2.13: the class of torch.ops.aten.*
+    HigherOrderOperator as HigherOrderOperator,  # the class of torch.ops.higher_order.*
+    OpOverload as OpOverload,  # the class of torch.ops.aten.*.*
+    OpOverloadPacket,  # the class of torch.ops.aten.*
 )
 from torch._subclasses import (
-    fake_impls,  # 2.11-2.13: how fake tensors compute shapes, where the meta kernel of an operator does not
-    functional_tensor,  # 2.11-2.13: what AOTAutograd functionalises with
+    fake_impls,  # how fake tensors compute shapes, where the meta kernel of an operator does not
+    functional_tensor,  # what AOTAutograd functionalises with
 )
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
-    FakeTensor as FakeTensor,  # 2.11-2.13: no public name for the class
-    FakeTensorMode as FakeTensorMode,  # 2.11-2.13: shapes without memory
-    UnsupportedOperatorException as UnsupportedOperatorException,  # 2.11-2.13: by an operator without a shape function
+    FakeTensor as FakeTensor,  # no public name for the class
+    FakeTensorMode as FakeTensorMode,  # shapes without memory
+    UnsupportedOperatorException as UnsupportedOperatorException,  # by an operator without a shape function
 )
 from torch.fx import Node
 from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
-from torch.fx.experimental import proxy_tensor  # 2.11-2.13: which node a tensor is in a graph being traced
-from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # 2.11-2.13: documented as functorch.make_fx
+from torch.fx.experimental import proxy_tensor  # which node a tensor is in a graph being traced
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # documented as functorch.make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from torch.fx.graph import _BoxedCodeGen  # 2.11-2.13: the only code generator that frees inputs as they are used
+from torch.fx.graph import _BoxedCodeGen  # the only code generator that frees inputs as they are used
 from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
-from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export uses it; torch.utils.pytree is newer
+from torch.utils import _pytree as pytree  # torch.export uses it; torch.utils.pytree is newer
 from torch.utils._python_dispatch import (
-    TorchDispatchMode as TorchDispatchMode,  # 2.11-2.13: sees every operation
+    TorchDispatchMode as TorchDispatchMode,  # sees every operation
     _disable_current_modes,
 )
 
 pytree = pytree
-# 2.11-2.13: a graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,
+RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
+
+
+class Change(Enum):
+    """What differs between the releases of torch, from which one on, and how a release is known that has it."""
+
+    CHECKPOINTS = (
+        (2, 14),
+        "`torch.utils.checkpoint` runs another generator; the old name is still there, and replacing it does nothing",
+        lambda: hasattr(torch.utils.checkpoint, "_checkpoint_without_reentrant_generator_impl"),
+    )
+    CHANNELS = (
+        (2, 15),
+        "a `PipelineStage` may have a group for each direction between two ranks",
+        lambda: hasattr(import_module("torch.distributed.pipelining").PipelineStage, "_get_p2p_group"),
+    )
+
+    def __init__(self, since: tuple[int, int], what: str, is_here: Callable[[], bool]) -> None:
+        self.since, self.what, self.is_here = since, what, is_here
+
+
+# A graph module that writes its code when it is first run or printed; most of ours never are. Its `forward`,
 # kept as a function, takes the slow path; `boxed` takes the fast one.
 LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
 
-# 2.11-2.13: what is raised if something depends on a value that a trace does not have.
+# What is raised if something depends on a value that a trace does not have.
 DATA_DEPENDENT_ERRORS: tuple[type[Exception], ...] = (GuardOnDataDependentSymNode, DataDependentOutputException)
-# 2.11-2.13: what torch.export makes of checks of shapes and values, its own and the model's.
+# What torch.export makes of checks of shapes and values, its own and the model's.
 ASSERTIONS = (aten._assert_tensor_metadata.default, aten._assert_scalar.default, aten._assert_async.msg)
-# 2.11-2.13: the CPU's attention kernel and its gradient; joint graphs call them by these names.
+# The CPU's attention kernel and its gradient; joint graphs call them by these names.
 CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
-# 2.11-2.13: CUDA's.
+# CUDA's.
 FLASH_ATTENTION = aten._scaled_dot_product_flash_attention.default
 EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention.default
-ATTENTION_BY_FORMULA = aten._scaled_dot_product_attention_math.default  # 2.11-2.13: what SDPBackend.MATH runs
-GROUPED_PRODUCTS = (aten._grouped_mm, aten._scaled_grouped_mm)  # 2.11-2.13: what torch.nn.functional.grouped_mm calls
+ATTENTION_BY_FORMULA = aten._scaled_dot_product_attention_math.default  # what SDPBackend.MATH runs
+GROUPED_PRODUCTS = (aten._grouped_mm, aten._scaled_grouped_mm)  # what torch.nn.functional.grouped_mm calls
 
 
 def _grouped_product(mode: FakeTensorMode, function: OpOverload, *args: Any, **kwargs: Any) -> Any:
     """The shape of a grouped product in other dtypes than bfloat16, which the CPU's kernel computes and torch's shape
-    function refuses (2.11-2.13): a product for each group of rows, or of columns, that end at `offs`."""
+    function refuses: a product for each group of rows, or of columns, that end at `offs`."""
     one, other, offs, *_ = (*args, *kwargs.values(), None)
     if one.device.type != "cpu" or one.dtype == torch.bfloat16:
         return NotImplemented
@@ -79,7 +103,7 @@ def _grouped_product(mode: FakeTensorMode, function: OpOverload, *args: Any, **k
 
 fake_impls.op_implementations_dict.setdefault(aten._grouped_mm.default, _grouped_product)
 
-# 2.11-2.13: what is bound by memory without torch's tags saying so (pointwise, reduction).
+# What is bound by memory without torch's tags saying so (pointwise, reduction).
 MEMORY_BOUND = {
     *(aten.cat, aten.stack, aten._to_copy, aten.copy, aten.constant_pad_nd, aten.select_backward, aten.slice_backward),
     *(aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.arange),
@@ -89,16 +113,16 @@ MEMORY_BOUND = {
     *(aten._fused_rms_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward),
 }
 
-# 2.11-2.13: what reshape, casts and log_softmax become in some graphs; no public operator has these names.
+# What reshape, casts and log_softmax become in some graphs; no public operator has these names.
 UNSAFE_VIEW, TO_COPY, LOG_SOFTMAX = aten._unsafe_view.default, aten._to_copy.default, aten._log_softmax.default
 SOFTMAX = aten._softmax.default
 LOG_SOFTMAX_BACKWARD = aten._log_softmax_backward_data.default
 
-# 2.11-2.13: the regions that torch.export makes of torch.no_grad and torch.enable_grad, and of torch.autocast.
+# The regions that torch.export makes of torch.no_grad and torch.enable_grad, and of torch.autocast.
 GRAD_MODE_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
 AUTOCAST_REGION = torch.ops.higher_order.wrap_with_autocast
 
-# 2.11-2.13: what torch notes in `node.meta` without documenting it. The first two say where a node comes from.
+# What torch notes in `node.meta` without documenting it. The first two say where a node comes from.
 SOURCE_KEYS = ("stack_trace", "nn_module_stack")
 BOOKKEEPING_KEYS = frozenset(
     {*SOURCE_KEYS, "tensor_meta", "torch_fn", "from_node", "source_fn_stack", "original_aten", "seq_nr", "desc"}
@@ -107,22 +131,22 @@ _ANNOTATIONS = "custom"
 
 
 def source_of(node: Node) -> dict[str, Any]:
-    """What torch noted of where `node` comes from, to be copied to a node made from it (2.11-2.13)."""
+    """What torch noted of where `node` comes from, to be copied to a node made from it."""
     return {key: node.meta[key] for key in SOURCE_KEYS if key in node.meta}
 
 
 def stack_trace(node: Node) -> str:
-    """The Python lines that made `node`, innermost last, as a traceback prints them; "" if unknown (2.11-2.13)."""
+    """The Python lines that made `node`, innermost last, as a traceback prints them; "" if unknown."""
     return node.meta.get("stack_trace") or ""
 
 
 def set_stack_trace(node: Node, text: str) -> None:
-    """Replace what `stack_trace` says of `node` (2.11-2.13)."""
+    """Replace what `stack_trace` says of `node`."""
     node.meta["stack_trace"] = text
 
 
 def module_stack(node: Node) -> dict[str, tuple[str, Any]]:
-    """The modules that `node` ran in, outermost first: their paths with the path and the class of each (2.11-2.13)."""
+    """The modules that `node` ran in, outermost first: their paths with the path and the class of each."""
     return node.meta.get("nn_module_stack") or {}
 
 
@@ -134,50 +158,54 @@ def module_paths(node: Node) -> list[str]:
 
 
 def written_as(node: Node) -> str:
-    """The operation of the model that became `node` when the graph was made functional; "" if unknown (2.11-2.13)."""
+    """The operation of the model that became `node` when the graph was made functional; "" if unknown."""
     sources = node.meta.get("from_node") or ()
     return str(sources[-1].target) if sources else ""
 
 
 def made_for(node: Node) -> str:
-    """Names the operation of the model for which `node` was made when the graph became functional (2.11-2.13)."""
+    """Names the operation of the model for which `node` was made when the graph became functional."""
     sources = node.meta.get("from_node") or ()
     return str(sources[-1].name) if sources else node.name
 
 
 def attention_priority() -> tuple[int, ...]:
-    """The order in which attention tries its kernels (2.11-2.13: no public function says)."""
+    """The order in which attention tries its kernels."""
     return tuple(torch._C._get_sdp_priority_order())
 
 
 def annotate_node(node: Node, key: str, value: Any) -> None:
-    """Note something of a node of an exported graph that decompositions hand on (2.11-2.13)."""
+    """Note something of a node of an exported graph that decompositions hand on."""
     node.meta[_ANNOTATIONS] = {**(node.meta.get(_ANNOTATIONS) or {}), key: value}
 
 
 def take_annotations(node: Node) -> dict[str, Any]:
-    """What `annotate_node`, and torch's `annotate` while it traced, noted of a node; forgotten there (2.11-2.13)."""
+    """What `annotate_node`, and torch's `annotate` while it traced, noted of a node; forgotten there."""
     return node.meta.pop(_ANNOTATIONS, None) or {}
 
 
 def fake_mode_of(value: torch.Tensor) -> FakeTensorMode:
-    """The mode that a fake tensor belongs to (2.11-2.13)."""
+    """The mode that a fake tensor belongs to."""
     return value.fake_mode  # type: ignore[attr-defined, no-any-return]
 
 
 def history_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Tensors with one history are the views of one tensor, and it; a detached tensor begins another. 2.11-2.13:
-    autograd's own reference has no public name."""
+    """Tensors with one history are the views of one tensor, and it; a detached tensor begins another."""
     return tensor if tensor._base is None else tensor._base
 
 
+def written_so_far(tensor: torch.Tensor) -> int:
+    """How often a tensor was written in place, through any view but `.data`; what autograd compares."""
+    return tensor._version
+
+
 def is_in_place(operation: object) -> bool:
-    """Whether `operation` works in place (2.11-2.13: the schema of an operator has no public name)."""
+    """Whether `operation` works in place."""
     return isinstance(operation, OpOverload) and bool(operation._schema.is_mutable)
 
 
 def written_arguments(operation: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
-    """The arguments that `operation` writes, each a tensor or a list (2.11-2.13: as above)."""
+    """The arguments that `operation` writes, each a tensor or a list."""
     if not is_in_place(operation):
         return []
     declared = operation._schema.arguments  # type: ignore[attr-defined]
@@ -187,18 +215,18 @@ def written_arguments(operation: object, args: Sequence[Any], kwargs: Mapping[st
 
 
 def is_composite(operation: OpOverload) -> bool:
-    """Whether an operation is composed of other operations (2.11-2.13: no public name)."""
+    """Whether an operation is composed of other operations."""
     return operation._can_decompose()
 
 
 def arguments_of(operation: OpOverload) -> list[Any]:
-    """The declared arguments of an operator, each with `name` and `default_value` (2.11-2.13: see above)."""
+    """The declared arguments of an operator, each with `name` and `default_value`."""
     return list(operation._schema.arguments)
 
 
 def known_operator(library: str, function: str, overload: str) -> OpOverload | None:
     """The operator that the dispatcher knows under this name; None for anything else that `torch.ops` answers to: its
-    attributes and methods, torch script's own operators, overloads of another kind (2.11-2.13)."""
+    attributes and methods, torch script's own operators, overloads of another kind."""
     packet = getattr(getattr(torch.ops, library), function, None)
     if type(packet) is not OpOverloadPacket or overload not in packet.overloads():
         return None
@@ -208,24 +236,19 @@ def known_operator(library: str, function: str, overload: str) -> OpOverload | N
 
 
 def custom_kernel(operation: OpOverload) -> Callable[..., Any] | None:
-    """The Python function that torch.library.custom_op made an operator of; None for any other operator (2.11-2.13)."""
+    """The Python function that torch.library.custom_op made an operator of; None for any other operator."""
     found = custom_ops.OPDEFS.get(str(operation.name()).partition(".")[0])
     return None if found is None else found._init_fn
 
 
-def returns_tensors(operation: OpOverload) -> bool:
-    """Whether an operator returns a tensor, or several (`OpOverload._schema`: 2.11-2.13)."""
-    return any("Tensor" in str(each.type) for each in operation._schema.returns)
-
-
-def returns_nothing(operation: OpOverload) -> bool:
-    """Whether an operator has no results (as before)."""
-    return not operation._schema.returns
+def result_types(operation: OpOverload) -> list[str]:
+    """The declared types of an operator's results, such as Tensor, Tensor[] or int."""
+    return [str(each.type) for each in operation._schema.returns]
 
 
 class _DirectCodeGen(_BoxedCodeGen):
     """Calls the C function behind an operator, by a global name: the way through `torch.ops` and the operator's own
-    Python `__call__` take a microsecond, at thousands of operations per step (2.11-2.13: `_op` is what that calls)."""
+    Python `__call__` take a microsecond, at thousands of operations per step (`_op` is what that calls)."""
 
     def _gen_python_code(self, *args: Any, **options: Any) -> Any:
         code = super()._gen_python_code(*args, **options)
@@ -259,7 +282,7 @@ def boxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile(module)` or `module.compile()` made this module (2.11-2.13: no public predicate)."""
+    """Whether `torch.compile(module)` or `module.compile()` made this module."""
     wrapped = isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
     return wrapped or getattr(module, "_compiled_call_impl", None) is not None
 
@@ -270,53 +293,48 @@ _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
 def forward_hooks(module: torch.nn.Module) -> tuple[int, ...]:
-    """The numbers of the hooks in the forward of `module`; torch gives each a new one (2.11-2.13: no public way)."""
+    """The numbers of the hooks in the forward of `module`; torch gives each a new one."""
     return tuple(number for kind in _FORWARD_HOOKS for number in getattr(module, kind, ()))
 
 
 def forward_hook_functions(module: torch.nn.Module) -> list[Any]:
-    """The hooks in the forward of `module` (2.11-2.13: no public way)."""
+    """The hooks in the forward of `module`."""
     return [hook for kind in _FORWARD_HOOKS for hook in getattr(module, kind, {}).values()]
 
 
 def forward_hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """The tables that hold the hooks in the forward of `module`, and how each is called (2.11-2.13: no public way)."""
+    """The tables that hold the hooks in the forward of `module`, and how each is called."""
     return [getattr(module, kind) for kind in (*_FORWARD_HOOKS, *_FORWARD_HOOK_OPTIONS)]
 
 
-def own_parameters(module: torch.nn.Module) -> list[torch.Tensor | None]:
-    """The parameters of `module` itself (2.11-2.13)."""
-    return list(module._parameters.values())
-
-
 def module_tables(value: Any) -> tuple[dict[str, Any], ...]:
-    """The tables in which a module keeps its parameters, buffers and submodules (2.11-2.13); none for other objects."""
+    """The tables in which a module keeps its parameters, buffers and submodules; none for other objects."""
     return (value._parameters, value._buffers, value._modules) if isinstance(value, torch.nn.Module) else ()
 
 
 def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The table of the submodules of `module` itself (2.11-2.13)."""
+    """The table of the submodules of `module` itself."""
     return module._modules
 
 
 def backward_hooks(module: torch.nn.Module) -> list[str]:
-    """The kinds of backward hook registered on `module` itself (2.11-2.13: torch offers no public way to ask)."""
+    """The kinds of backward hook registered on `module` itself."""
     return [kind.strip("_") for kind in _BACKWARD_HOOKS if getattr(module, kind, None)]
 
 
 def global_hooks() -> list[str]:
-    """The kinds of hook registered for all modules (2.11-2.13: torch offers no public way to ask)."""
+    """The kinds of hook registered for all modules."""
     kinds = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS)
     return [kind.strip("_") for kind in kinds if getattr(torch.nn.modules.module, f"_global{kind}", None)]
 
 
 def function_modes() -> tuple[type, ...]:
-    """The classes of the torch function modes that are on (2.11-2.13: no public way to ask)."""
+    """The classes of the torch function modes that are on."""
     return tuple(map(type, torch.overrides._get_current_function_mode_stack()))
 
 
 def tensor_hooks(tensor: torch.Tensor) -> list[str]:
-    """The kinds of hook registered on `tensor` (2.11-2.13: torch offers no public way to ask)."""
+    """The kinds of hook registered on `tensor`."""
     kinds = ("_backward_hooks", "_post_accumulate_grad_hooks")
     return [kind.strip("_") for kind in kinds if getattr(tensor, kind, None)]
 
@@ -329,8 +347,8 @@ def accumulators(tensors: Iterable[torch.Tensor]) -> list[Any]:
 
 
 def have_hooks(nodes: Sequence[Any]) -> bool:
-    """Whether any of these nodes has a hook. 2.11-2.13: it holds them in mappings that only the garbage collector can
-    name, in 50 nanoseconds per node."""
+    """Whether any of these nodes has a hook. It holds them in mappings that only the garbage collector can name, in 50
+    nanoseconds per node."""
     return any(isinstance(each, dict) and each for each in gc.get_referents(*nodes))
 
 
@@ -340,7 +358,7 @@ def accumulation_hooks(tensor: torch.Tensor) -> list[str]:
 
 
 def tensor_tables(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tensor], str, torch.Tensor]]:
-    """Every place where a module keeps a parameter or buffer: the table, the name in it, and the tensor (2.11-2.13)."""
+    """Every place where a module keeps a parameter or buffer: the table, the name in it, and the tensor."""
     for module in model.modules():
         for table in (module._parameters, module._buffers):
             for name, tensor in list(table.items()):
@@ -349,16 +367,16 @@ def tensor_tables(model: torch.nn.Module) -> Iterator[tuple[dict[str, torch.Tens
 
 
 def buffer_table(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
-    """The buffers of `module` itself; an entry assigned here is no attribute set by the user (2.11-2.13)."""
+    """The buffers of `module` itself; an entry assigned here is no attribute set by the user."""
     return module._buffers
 
 
 def group_called(name: str) -> torch.distributed.ProcessGroup:
-    """The process group of this name, by which functional collectives find it (2.11-2.13: no public function does)."""
+    """The process group of this name, by which functional collectives find it."""
     return torch.distributed.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type, no-any-return]
 
 
-# 2.11-2.13: the libraries of the functional collectives, and where their autograd functions are defined.
+# The libraries of the functional collectives, and where their autograd functions are defined.
 FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
 FUNCTIONAL_COLLECTIVES_MODULE = "torch.distributed._functional_collectives"
 
@@ -379,8 +397,8 @@ class _FinishedWork:
 
 
 def functional_instead(func: Any) -> Any:
-    """For an in-place collective of torch.distributed the functional one, which a trace can hold; else `func`
-    (2.11-2.13: the functions by which dynamo replaces them)."""
+    """For an in-place collective of torch.distributed the functional one, which a trace can hold; else `func` (the
+    functions by which dynamo replaces them)."""
     named = _FUNCTIONAL.get(getattr(func, "__name__", ""))
     if named is None or getattr(func, "__module__", "") != "torch.distributed.distributed_c10d":
         return func
@@ -407,9 +425,8 @@ def numbered_checkpoints() -> Iterator[None]:
     """What torch.export traces inside a torch.utils.checkpoint region gets `meta["custom"][RECOMPUTE]`, its number.
 
     Models keep the public function in variables, so the generator that it runs around the region is replaced
-    (2.11-2.13; from 2.14 on that is another function, and the old name, which is still there, does nothing). The
-    original's hooks for saved tensors have nothing to do in a trace, and in nested regions they switch gradients off.
-    A region inside another belongs to the outer one, which recomputes it.
+    (`Change.CHECKPOINTS`). The original's hooks for saved tensors have nothing to do in a trace, and in nested regions
+    they switch gradients off. A region inside another belongs to the outer one, which recomputes it.
     """
     numbers = itertools.count()
 
@@ -418,8 +435,7 @@ def numbered_checkpoints() -> Iterator[None]:
         with annotate({RECOMPUTE: next(numbers) if around is None else around}):
             yield
 
-    names = ("_checkpoint_without_reentrant_generator_impl", "_checkpoint_without_reentrant_generator")
-    original = next(name for name in names if hasattr(torch.utils.checkpoint, name))
+    original = "_checkpoint_without_reentrant_generator" + ("_impl" if Change.CHECKPOINTS.is_here() else "")
     with replaced(torch.utils.checkpoint, original, numbered), preserve_node_meta():  # annotations reach the nodes
         yield
 
@@ -449,13 +465,13 @@ def replaced_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
 
 
 def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
-    """A meta tensor as a fake one on `device`, over the same storage (2.11-2.13: what FakeTensorMode does itself)."""
+    """A meta tensor as a fake one on `device`, over the same storage (what FakeTensorMode does itself)."""
     return FakeTensor(mode, value, device)
 
 
 def storage_key(value: torch.Tensor) -> int:
-    """A key shared by tensors, also fake ones, that alias one storage (2.11-2.13: a fake storage has no data
-    pointer); under vmap, that of the whole batch."""
+    """A key shared by tensors, also fake ones, that alias one storage (a fake storage has no data pointer); under vmap,
+    that of the whole batch."""
     while torch._C._functorch.is_functorch_wrapped_tensor(value):
         value = torch._C._functorch.get_unwrapped(value)
     return value.untyped_storage()._cdata
@@ -463,14 +479,14 @@ def storage_key(value: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def outside_of_trace() -> Iterator[None]:
-    """In the middle of a trace: operations inside run as always, on real tensors (2.11-2.13)."""
+    """In the middle of a trace: operations inside run as always, on real tensors."""
     with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
         yield
 
 
 def traced_node(tensor: torch.Tensor) -> tuple[Node, torch.nn.Module] | None:
     """The node that a tensor is in the graph that is being traced, and the module that holds the graph's constants;
-    None if the tensor is not of this trace (2.11-2.13)."""
+    None if the tensor is not of this trace."""
     mode = proxy_tensor.get_proxy_mode()
     if mode is None or not isinstance(tensor, FakeTensor):
         return None
@@ -479,8 +495,8 @@ def traced_node(tensor: torch.Tensor) -> tuple[Node, torch.nn.Module] | None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as the trace records it (2.11-2.13): of a DTensor this rank's part, of one that is being made functional
-    its present value; any other tensor itself."""
+    """A tensor as the trace records it: of a DTensor this rank's part, of one that is being made functional its present
+    value; any other tensor itself."""
     local = getattr(tensor, "_local_tensor", tensor)
     if not isinstance(local, functional_tensor.FunctionalTensor):
         return local
@@ -489,7 +505,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_part_of_vmap(function: object) -> bool:
-    """Whether a traced function opens or closes a vmap (2.11-2.13: what torch.export writes around one)."""
+    """Whether a traced function opens or closes a vmap (what torch.export writes around one)."""
     return getattr(function, "__module__", "") == "torch._functorch.predispatch"
 
 
@@ -500,7 +516,7 @@ class NoTensor:
 @contextlib.contextmanager
 def asked_for_fake_tensors(answer: Callable[[Any], type]) -> Iterator[None]:
     """Inside, `torch._subclasses.FakeTensor`, by which models tell a trace, is what `answer` returns to its caller
-    (2.11-2.13: torch has no public name; a property on a module is the only way to know who asks)."""
+    (torch has no public name; a property on a module is the only way to know who asks)."""
     package, original = torch._subclasses, type(torch._subclasses)
     package.__class__ = type(original.__name__, (original,), {"FakeTensor": property(answer)})
     try:
@@ -510,10 +526,10 @@ def asked_for_fake_tensors(answer: Callable[[Any], type]) -> Iterator[None]:
 
 
 def single_threaded_backward() -> contextlib.AbstractContextManager[None]:
-    """Run autograd on the calling thread, so that the tracer, which is thread-local, sees the backward (2.11-2.13)."""
+    """Run autograd on the calling thread, so that the tracer, which is thread-local, sees the backward."""
     return torch.autograd.set_multithreading_enabled(False)  # type: ignore[attr-defined, no-any-return]
 
 
 def functional(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` without in-place operations below autograd (2.11-2.13: torch.func.functionalize acts above it only)."""
+    """`run` without in-place operations below autograd (torch.func.functionalize acts above it only)."""
     return functional_tensor.dispatch_functionalize(run, functional_tensor.FunctionalTensorMode())

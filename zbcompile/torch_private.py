@@ -1,7 +1,4 @@
-"""Every private PyTorch name that the runtime uses, with the reason and the versions that have it.
-
-Supporting a newer torch starts here and in `passes/torch_private.py`.
-"""
+"""Every private PyTorch name that the runtime uses, as `passes/torch_private.py` has those of the passes."""
 
 import contextlib
 import copy
@@ -17,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.nn.utils import clip_grad
-from torch.utils import _pytree as pytree  # 2.11-2.13: torch.export's own pytree; torch.utils.pytree is newer
+from torch.utils import _pytree as pytree  # torch.export's own pytree; torch.utils.pytree is newer
 
-from zbcompile.passes.torch_private import backward_hooks, forward_hooks, is_in_place, make_fx, tensor_hooks
+from zbcompile.passes.torch_private import Change, backward_hooks, forward_hooks, is_in_place, make_fx, tensor_hooks
 
 pytree = pytree
 TRIED = ("2.11", "2.13", "2.15")  # docs/supporting-a-new-torch.md says with which tests
@@ -36,7 +33,7 @@ def warn_of_untried(version: str) -> None:
 
 def exchanged(rows: torch.Tensor, group: Any) -> torch.Tensor:
     """Part i of `rows` on rank i of a group (its name), part i of the result from there; gradients go the same way back
-    (2.11-2.15: the functional collectives, of which a trace makes operations, have no public name)."""
+    (the functional collectives, of which a trace makes operations, have no public name)."""
     from torch.distributed import _functional_collectives as collectives
 
     along = collectives.all_to_all_single_autograd if rows.requires_grad else collectives.all_to_all_single
@@ -44,19 +41,18 @@ def exchanged(rows: torch.Tensor, group: Any) -> torch.Tensor:
 
 
 def without_overrides() -> contextlib.AbstractContextManager[None]:
-    """Inside, functions of torch ignore `__torch_function__` of tensors (2.11-2.13: no public context for it)."""
+    """Inside, functions of torch ignore `__torch_function__` of tensors (no public context for it)."""
     return torch._C.DisableTorchFunctionSubclass()  # type: ignore[no-any-return]
 
 
 def profiler_is_on() -> bool:
-    """Whether a profiler records in this thread; `record_function` costs microseconds even without one (2.11-2.13)."""
+    """Whether a profiler records in this thread; `record_function` costs microseconds even without one."""
     return torch.autograd._profiler_enabled()
 
 
 def fingerprint(model: torch.nn.Module) -> list[Any]:
     """What a compiled step takes for granted of a model, as values to compare: its modules, their modes and hooks, its
-    tensors, their kinds and hooks. One walk without names, as it is done in every step (2.11-2.13: a module's own
-    tables)."""
+    tensors, their kinds and hooks. One walk without names, as it is done in every step (a module's own tables)."""
     found: list[Any] = []
     modules, seen = [model], {id(model)}
     while modules:
@@ -75,12 +71,12 @@ def fingerprint(model: torch.nn.Module) -> list[Any]:
 
 
 def wrapper_like(cls: Any, like: torch.Tensor) -> Any:
-    """A tensor of a subclass without memory of its own (2.11-2.13: no public way to make one)."""
+    """A tensor of a subclass without memory of its own."""
     return torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=like.device)  # type: ignore
 
 
 def replace_tensors(module: torch.nn.Module, parameter: Callable[[Any], Any], buffer: Callable[[Any], Any]) -> None:
-    """Put others in the place of a module's own tensors (2.11-2.13: setattr would register anew)."""
+    """Put others in the place of a module's own tensors (setattr would register anew)."""
     tables: list[tuple[dict[str, Any], Callable[[Any], Any]]]
     tables = [(module._parameters, parameter), (module._buffers, buffer)]
     for table, make in tables:
@@ -89,7 +85,7 @@ def replace_tensors(module: torch.nn.Module, parameter: Callable[[Any], Any], bu
 
 def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
     """Let torch's clip_grad_norm_ call `check` with the parameters before it scales their gradients; once per `check`
-    (2.6-2.15: it finds the function that scales by this name, also where somebody has imported it long ago; who takes
+    (it finds the function that scales by this name, also where somebody has imported it long ago; who takes
     `clip_grads_with_norm_` from torch.nn.utils brings a norm of his own and is not asked)."""
     scale = clip_grad._clip_grads_with_norm_
     if getattr(scale, "check", None) is check:
@@ -105,29 +101,29 @@ def before_clipping(check: Callable[[Sequence[torch.Tensor]], None]) -> None:
 
 
 def groups_of_process() -> dict[str, tuple[int, ...]]:
-    """The ranks of each process group that this process is in, by name (2.11-2.15: no public function lists them)."""
+    """The ranks of each process group that this process is in, by name."""
     groups = [group for group in dist.distributed_c10d._world.pg_map if isinstance(group, dist.ProcessGroup)]
     return {str(group.group_name): tuple(dist.get_process_group_ranks(group)) for group in groups}
 
 
 def group_between(stage: Any, source: int, destination: int) -> dist.ProcessGroup | None:
-    """The group in which a PipelineStage sends from one stage to another: 2.15 on may have one for each direction
+    """The group in which a PipelineStage sends from one stage to another: there may be one for each direction
     (torch.distributed.config.pipeline_per_edge_p2p)."""
-    find = getattr(stage, "_get_p2p_group", None)
-    return stage.group if find is None else find(source, destination)  # type: ignore[no-any-return]
+    if Change.CHANNELS.is_here():
+        return stage._get_p2p_group(source, destination)  # type: ignore[no-any-return]
+    return stage.group  # type: ignore[no-any-return]
 
 
 def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
     """How long a receive over gloo waits: as long as the group was given when it was made, also if its timeout was
-    changed since. None if the group does not say (2.11-2.13: no public name; TORCH_DISTRIBUTED_DEBUG wraps groups)."""
+    changed since. None if the group does not say (no public name; TORCH_DISTRIBUTED_DEBUG wraps groups)."""
     options = getattr(group._get_backend(torch.device("cpu")), "options", None)
     return getattr(options, "_timeout", None)
 
 
 @contextlib.contextmanager
 def group_without_peers(size: int) -> Iterator[None]:
-    """Inside, this process is the first of a group of that size, whose collectives do nothing (2.11-2.13: a backend for
-    tests)."""
+    """Inside, this process is the first of a group of that size, whose collectives do nothing (a backend for tests)."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -138,24 +134,19 @@ def group_without_peers(size: int) -> Iterator[None]:
 
 
 def root_of(mesh: Any) -> Any:
-    """The mesh that a mesh is a part of, or the mesh itself (2.11-2.13)."""
+    """The mesh that a mesh is a part of, or the mesh itself."""
     return mesh._get_root_mesh()
 
 
-def writes_into(tensor: torch.Tensor) -> int:
-    """How often a tensor was written in place, through any view but `.data` (2.11-2.13: what autograd compares)."""
-    return tensor._version
-
-
 def step_without_hooks(optimizer: torch.optim.Optimizer) -> None:
-    """`optimizer.step()` without the hooks that torch runs around the step of every class (2.11-2.13: it marks the
-    function in which it has wrapped the class's own)."""
+    """`optimizer.step()` without the hooks that torch runs around the step of every class (it marks the function in
+    which it has wrapped the class's own)."""
     step = type(optimizer).step
     (step.__wrapped__ if getattr(step, "hooked", False) else step)(optimizer)  # type: ignore[attr-defined]
 
 
 def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """What an optimizer keeps in itself, torch's entries and flags aside (2.11-2.13), and in its state by names."""
+    """What an optimizer keeps in itself, torch's entries and flags aside, and in its state by names."""
     torchs = {"_warned_capturable_if_run_uncaptured", "_need_device_dtype_check_for_fused"}
     state = dict[Any, Any](optimizer.state)
     own = {name: value for name, value in vars(optimizer).items() if name not in {"state", "param_groups", *torchs}}
@@ -163,12 +154,12 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def found_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """What `unscale_` found for an optimizer, one tensor per device; empty before it (2.11-2.13: no public name)."""
+    """What `unscale_` found for an optimizer, one tensor per device; empty before it."""
     return list(scaler._found_inf_per_device(optimizer).values())
 
 
 def add_found_infinity(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> None:
-    """Tell `step` and `update` of an infinity found elsewhere (2.11-2.13, as FSDP's sharded scaler does)."""
+    """Tell `step` and `update` of an infinity found elsewhere (as FSDP's sharded scaler does)."""
     per_device: dict[Any, Any] = scaler._found_inf_per_device(optimizer)
     per_device[found.device] = found
 
@@ -177,20 +168,20 @@ def unscale_and_find_infinities(
     gradients: list[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor
 ) -> None:
     """What a GradScaler does to gradients of one dtype and device; `found` becomes 1 if one is not finite. No public
-    name does it without a parameter (2.11-2.13)."""
+    name does it without a parameter."""
     torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
 
 
 def gloo_link(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> Any:
     """A gloo group that is not registered with torch.distributed. The class is public, its constructor not documented
-    (2.11-2.13; torch.distributed._dist2 makes groups so)."""
+    (torch.distributed._dist2 makes groups so)."""
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
 def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int, int], max_ctas: int | None) -> Any:
     """A NCCL group of two, on a stream that goes before those of passes. As it is not bound to a device it is not split
-    from another communicator, which would take all ranks (2.11-2.13, as `gloo_link`). Dumps of torch's flight recorder
-    name it by its `ranks`, source and destination."""
+    from another communicator, which would take all ranks (as `gloo_link`). Dumps of torch's flight recorder name it by
+    its `ranks`, source and destination."""
     options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
     options._timeout = timeout
     options.group_name = f"zbcompile {ranks[0]}>{ranks[1]}"  # type: ignore[assignment]  # a NewType of str
@@ -201,15 +192,15 @@ def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int
 
 
 def is_bound(group: dist.ProcessGroup | None) -> bool:
-    """Whether `init_process_group` was given a device_id: new groups are then split from this one by all of its ranks
-    (2.11-2.13)."""
+    """Whether `init_process_group` was given a device_id: new groups are then split from this one by all of its
+    ranks."""
     return getattr(group, "bound_device_id", None) is not None
 
 
 @contextlib.contextmanager
 def no_graphs_printed() -> Iterator[None]:
-    """Inside, torch prints no graph to stderr if an export, or code that it generated, fails (2.11-2.13: by `print`,
-    which these modules are given one of their own for)."""
+    """Inside, torch prints no graph to stderr if an export, or code that it generated, fails (by `print`, which these
+    modules are given one of their own for)."""
     from torch.export import _trace
 
     places: list[Any] = [_trace, torch.fx.graph_module]
@@ -234,12 +225,12 @@ INDUCTOR = {
 
 
 def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor]) -> bytes:
-    """Compile a graph of ATen operations, given as fake tensors, to bytes that `inductor_load` runs; its libraries
-    are in the folder of `inductor_files_in`.
+    """Compile a graph of ATen operations, given as fake tensors, to bytes that `inductor_load` runs; its libraries are
+    in the folder of `inductor_files_in`.
 
     torch.compile and torch._inductor.compile would make additions into an input functional and copy the sums back, and
     their callables keep inputs alive until they return. So the graph goes to the function below them, which leaves
-    operations in place and frees inputs as they are used (2.11-2.13: `compile_fx_inner` and what it returns).
+    operations in place and frees inputs as they are used (`compile_fx_inner` and what it returns).
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
@@ -259,8 +250,8 @@ def inductor_compile(module: torch.fx.GraphModule, inputs: Sequence[torch.Tensor
 
 
 def _keep_in_place_operations() -> None:
-    """Let inductor call these as they are (2.11-2.13: it has a rule for every operation, or a fallback that must be
-    registered; the one that it registers itself is refused where the environment variable CI is set)."""
+    """Let inductor call these as they are (it has a rule for every operation, or a fallback that must be registered;
+    the one that it registers itself is refused where the environment variable CI is set)."""
     from torch._inductor.lowering import lowerings, make_fallback
 
     aten = torch.ops.aten
@@ -270,8 +261,8 @@ def _keep_in_place_operations() -> None:
 
 
 def inductor_load(content: bytes) -> Callable[[list[Any]], Sequence[torch.Tensor]]:
-    """What `inductor_compile` made, as a function of one list, which it empties (2.11-2.13: what inductor's own cache
-    does on a hit). Runs code from the folder of `inductor_files_in`."""
+    """What `inductor_compile` made, as a function of one list, which it empties (what inductor's own cache does on a
+    hit). Runs code from the folder of `inductor_files_in`."""
     from torch._inductor.output_code import CompiledFxGraphConstants
     from torch._inductor.utils import BoxedBool
 
@@ -287,7 +278,7 @@ def inductor_load(content: bytes) -> Callable[[list[Any]], Sequence[torch.Tensor
 def _no_headers() -> Iterator[None]:
     """Inductor prepares torch's headers before it sees that a library is there already. To switch that off in its
     config would change the names of the libraries, which hash the compiler's command: all would be compiled again
-    (2.11-2.13: `_precompile_header` returns what is included first, if anything)."""
+    (`_precompile_header` returns what is included first, if anything)."""
     from torch._inductor import codecache
 
     prepare = codecache._precompile_header
@@ -299,14 +290,14 @@ def _no_headers() -> Iterator[None]:
 
 
 def takes_a_list(function: Callable[..., Any]) -> bool:
-    """Whether a compiled function takes one list, which it empties (2.11-2.13: torch's own mark for it)."""
+    """Whether a compiled function takes one list, which it empties (torch's own mark for it)."""
     return bool(getattr(function, "_boxed_call", False))
 
 
 @contextlib.contextmanager
 def inductor_files_in(folder: Path) -> Iterator[None]:
-    """Let inductor read and write in `folder` alone (2.11-2.13: the environment variable for it is public, that it must
-    forget what it loaded from elsewhere is not)."""
+    """Let inductor read and write in `folder` alone (the environment variable for it is public, that it must forget
+    what it loaded from elsewhere is not)."""
     from torch._inductor.runtime.cache_dir_utils import temporary_cache_dir
 
     with temporary_cache_dir(str(folder)):
@@ -315,7 +306,7 @@ def inductor_files_in(folder: Path) -> Iterator[None]:
 
 def inductor_settings() -> str:
     """Everything besides the graph that enters the compiled code: torch's release, inductor's options and the switches
-    of torch that it reads (2.11-2.13: the options have no public list)."""
+    of torch that it reads (the options have no public list)."""
     from torch._inductor import config
 
     with config.patch(INDUCTOR):
@@ -328,7 +319,7 @@ def inductor_settings() -> str:
 
 
 def cpp_compiler() -> tuple[str, str]:
-    """The C++ compiler that inductor uses, and its version; RuntimeError where there is none (2.11-2.13)."""
+    """The C++ compiler that inductor uses, and its version; RuntimeError where there is none."""
     from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
 
     compiler = get_cpp_compiler()
@@ -338,7 +329,7 @@ def cpp_compiler() -> tuple[str, str]:
 def vector_instructions(known: str | None) -> str:
     """The vector instructions that inductor compiles for. To find them it compiles and loads a library, which takes
     seconds; `known`, what an earlier run found on such a machine, is believed where the processor has them
-    (2.11-2.13: `vec_isa_ok` skips the trial)."""
+    (`vec_isa_ok` skips the trial)."""
     from torch._inductor import config, cpu_vec_isa
 
     if known is not None:
@@ -350,8 +341,8 @@ def vector_instructions(known: str | None) -> str:
 
 
 def with_offset(local: torch.Tensor, offset: tuple[int, ...]) -> torch.Tensor:
-    """A local part that knows where it belongs in the whole, for a DTensor of unequal parts (2.11-2.13: what torchrec
-    and torch.distributed.checkpoint use; importing it takes a while)."""
+    """A local part that knows where it belongs in the whole, for a DTensor of unequal parts (what torchrec and
+    torch.distributed.checkpoint use; importing it takes a while)."""
     from torch.distributed.tensor._shards_wrapper import LocalShardsWrapper
 
     return LocalShardsWrapper([local], [offset])
@@ -373,7 +364,7 @@ FACTORY = ("dtype", "layout", "device", "pin_memory")  # arguments that an `out=
 @functools.cache
 def out_form(operation: object) -> Callable[..., Any] | None:
     """The form of an operator that writes into given tensors, as a function of its arguments, keywords and these; None
-    if it has none (2.11-2.13: the schema of an operator has no public name)."""
+    if it has none."""
     if not isinstance(operation, torch._ops.OpOverload) or is_in_place(operation):
         return None
     packet, wanted = operation.overloadpacket, _arguments(operation)

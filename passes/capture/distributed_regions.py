@@ -19,7 +19,7 @@ from zbcompile.passes.capture.opaque_calls import A_TENSOR, Autocast, OpaqueCall
 from zbcompile.passes.capture.tape import Tape
 from zbcompile.passes.capture.torch_private import instead_of_module_call, is_traced, nowhere_traced
 from zbcompile.passes.graph.fx import like
-from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, own_parameters, pytree
+from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, pytree
 
 PART = "part_of"  # see `zbcompile.model.distributed_tensors`
 
@@ -128,7 +128,7 @@ def _distributed_in(value: Any) -> list[Any]:
 def _is_parallelised(module: nn.Module) -> bool:
     """Whether a module has parts of its own, or hooks of torch's parallel styles."""
     hooks = forward_hook_functions(module)
-    own = any(hasattr(tensor, PART) for tensor in own_parameters(module))
+    own = any(hasattr(tensor, PART) for tensor in module.parameters(recurse=False))
     return own or any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor") for hook in hooks)
 
 

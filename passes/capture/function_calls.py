@@ -33,7 +33,6 @@ from zbcompile.passes.capture.torch_private import (
     is_traced,
     nowhere_traced,
     waiting_collectives,
-    written_so_far,
 )
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.errors import CaptureError
@@ -46,6 +45,7 @@ from zbcompile.passes.torch_private import (
     pytree,
     single_threaded_backward,
     tensor_tables,
+    written_so_far,
 )
 
 _DATA = Tensor.data.__get__  # type: ignore[attr-defined]

@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch._C import DispatchKey  # 2.11-2.13: which of an operator's kernels is meant
-from torch._export import utils as _export_utils  # 2.11-2.13: see `quick_decompositions`
-from torch.autograd.function import _HookMixin  # 2.11-2.13: see `told_of_hooks_on_nodes`
+from torch._C import DispatchKey  # which of an operator's kernels is meant
+from torch._export import utils as _export_utils  # see `quick_decompositions`
+from torch.autograd.function import _HookMixin  # see `told_of_hooks_on_nodes`
 from torch.fx import Graph, GraphModule
 from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.symbolic_shapes import ShapeEnv  # 2.11-2.13: see `release_caches`
+from torch.fx.experimental.symbolic_shapes import ShapeEnv  # see `release_caches`
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 
 from zbcompile.passes.torch_private import (
@@ -21,6 +21,7 @@ from zbcompile.passes.torch_private import (
     FakeTensorMode,
     OpOverload,
     replaced,
+    replaced_attribute,
 )
 
 aten = torch.ops.aten
@@ -43,13 +44,13 @@ def eagers_kernels() -> Iterator[None]:
     """Inside, make torch.export trace the operations that eager runs.
 
     For some operators (dropout, softshrink, upsampling) torch keeps a second implementation in Python, which tracing
-    alone uses (2.11-2.13: `OpOverload.py_impl`). It is mathematically equal but not bit for bit: the gradient of a
-    dropout, for one, is scaled by another rounding of 1 / (1 - p).
+    alone uses (`OpOverload.py_impl`). It is mathematically equal but not bit for bit: the gradient of a dropout, for
+    one, is scaled by another rounding of 1 / (1 - p).
 
     Random numbers that nothing needs are drawn in eager too; torch.export forgets them unless inductor's fallback to
-    eager's random numbers is asked for (2.11-2.13: `Graph.eliminate_dead_code` looks there).
+    eager's random numbers is asked for (`Graph.eliminate_dead_code` looks there).
     """
-    # 2.11-2.13: documented as torch._inductor.config. Here, as torch._dynamo comes with it: half of what importing
+    # Documented as torch._inductor.config. Here, as torch._dynamo comes with it: half of what importing
     # zbcompile would take.
     from torch._inductor import config as inductor_config
 
@@ -70,8 +71,8 @@ def eagers_kernels() -> Iterator[None]:
 @contextlib.contextmanager
 def whole_regions() -> Iterator[None]:
     """Around torch.export, which forgets a region (no_grad, autocast) that calls another graph (torch.cond,
-    flex_attention) or stands inside an autocast region: what begins the region is then not the first node of its
-    graph, where alone 2.11-2.15 look for it. They also delete that graph, as if it were unused."""
+    flex_attention) or stands inside an autocast region: what begins the region is then not the first node of its graph,
+    where alone torch looks for it. They also delete that graph, as if it were unused."""
     from torch._export.passes import replace_autocast_with_hop_pass, replace_set_grad_with_hop_pass
 
     with contextlib.ExitStack() as stack:
@@ -94,8 +95,8 @@ def _beginning(begin: Callable[[Any], Any], nodes: Any, _: Any) -> Any:
 
 
 def quick_decompositions() -> contextlib.AbstractContextManager[None]:
-    """Around `run_decompositions`, which lists the composite operators once per operator library (2.11-2.15): a tenth
-    of the time of compiling a small model."""
+    """Around `run_decompositions`, which lists the composite operators once per operator library: a tenth of the time
+    of compiling a small model."""
     list_operators = functools.cache(_export_utils._materialize_cpp_cia_ops)
     return replaced(_export_utils, "_materialize_cpp_cia_ops", list_operators)
 
@@ -104,34 +105,18 @@ def quick_decompositions() -> contextlib.AbstractContextManager[None]:
 def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
     """Inside, `apply(original, cls, args, kwargs)` runs for every call of an autograd.Function.
 
-    torch.export traces through `forward` and silently loses `backward` (2.11-2.15). Models keep `MyFunction.apply` in a
-    variable, so what that calls in turn is replaced: the method of the C base class, by one of the class between; from
-    2.14 on, where that method is what the variable holds, the `forward` that it looks up.
+    torch.export traces through `forward` and silently loses `backward`. Models keep `MyFunction.apply` in a variable,
+    so what that looks up on the Function is replaced.
     """
-
-    between: Any = torch.autograd.function._SingleLevelFunction
-
-    def replacement(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        return apply(super(between, cls).apply, cls, args, kwargs)
-
-    value: Any
-    if isinstance(vars(torch.autograd.Function).get("apply"), classmethod):
-        place, name, value = between, "apply", classmethod(replacement)
-    else:
-        looks_up = _FunctionAttributes(apply)
-        place, name = torch.autograd.function.FunctionMeta, "__getattribute__"
-        value = lambda cls, name: looks_up(cls, name)  # noqa: E731  a method
-    setattr(place, name, value)
-    try:
+    looks_up, place = _FunctionAttributes(apply), torch.autograd.function.FunctionMeta
+    with replaced_attribute(place, "__getattribute__", lambda cls, name: looks_up(cls, name)):
         yield
-    finally:
-        delattr(place, name)
 
 
 class _FunctionAttributes:
-    """What the C function behind `Function.apply` gets for the attributes of a Function (2.14 on): `_backward_cls`
-    first, where gradients are still enabled as they are around the call; then without gradients `forward`, which here
-    calls `apply`, and `setup_context` if the Function has one."""
+    """What the C function behind `Function.apply` gets for the attributes of a Function: `_backward_cls` first, where
+    gradients are still enabled as they are around the call; then without gradients `forward`, which here calls `apply`,
+    and `setup_context` if the Function has one."""
 
     def __init__(self, apply: Callable[..., Any]) -> None:
         self._apply = apply
@@ -178,7 +163,7 @@ def _mark(context: Any, output: Any) -> None:
 
 @contextlib.contextmanager
 def _gradients(enabled: bool) -> Iterator[None]:
-    """As torch.set_grad_enabled, but a trace does not see it (2.14 on: torch function modes are off in between)."""
+    """As torch.set_grad_enabled, but a trace does not see it: torch function modes are off in between."""
     before = torch.is_grad_enabled()
     try:
         with torch._C.DisableTorchFunction():
@@ -190,20 +175,20 @@ def _gradients(enabled: bool) -> Iterator[None]:
 
 
 def instead_of_module_call(call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
-    """Inside, `call(original, module, args, kwargs)` runs for every call of a module, hooks included (2.11-2.13:
-    torch.export replaces `__call__` by one that calls the original, and that calls this)."""
+    """Inside, `call(original, module, args, kwargs)` runs for every call of a module, hooks included: torch.export
+    replaces `__call__` by one that calls the original, and that calls this."""
     original = torch.nn.Module._call_impl
     return replaced(torch.nn.Module, "_call_impl", lambda module, *args, **kwargs: call(original, module, args, kwargs))
 
 
 def unchecked_distributions() -> contextlib.AbstractContextManager[None]:
-    """Turn off the checks of torch.distributions, as python -O does: they decide by values, and change none (2.11-2.15:
-    a public function sets the default, none reads it)."""
+    """Turn off the checks of torch.distributions, as python -O does: they decide by values, and change none (a public
+    function sets the default, none reads it)."""
     return replaced(torch.distributions.Distribution, "_validate_args", False)
 
 
 def traced_graph() -> Graph | None:
-    """The graph that gets the operations which are called now, if they are traced (2.11-2.13: no public name)."""
+    """The graph that gets the operations which are called now, if they are traced."""
     mode = proxy_tensor.get_proxy_mode()
     return None if mode is None else mode.tracer.graph
 
@@ -215,7 +200,7 @@ def is_traced() -> bool:
 
 @contextlib.contextmanager
 def nowhere_traced() -> Iterator[None]:
-    """Inside, operations are neither traced nor seen by any mode (2.11-2.13: no public name for either kind)."""
+    """Inside, operations are neither traced nor seen by any mode."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(_disable_current_modes())
         for _ in range(torch.overrides._len_torch_function_stack()):
@@ -224,20 +209,20 @@ def nowhere_traced() -> Iterator[None]:
 
 
 def waiting_collectives() -> contextlib.AbstractContextManager[None]:
-    """Inside, functional collectives wait at once, as in a trace (2.11-2.15: they ask this function)."""
+    """Inside, functional collectives wait at once, as in a trace (they ask this function)."""
     module = sys.modules.get(FUNCTIONAL_COLLECTIVES_MODULE)
     return contextlib.nullcontext() if module is None else replaced(module, "_are_we_tracing", lambda: True)
 
 
 def below_autograd() -> bool:
-    """Whether a kernel runs where autograd cannot act, whatever is enabled (2.11-2.13: no public name)."""
+    """Whether a kernel runs where autograd cannot act, whatever is enabled."""
     return torch._C._dispatch_tls_is_dispatch_key_excluded(DispatchKey.AutogradFunctionality)
 
 
 def composite_operator(schema: str, kernel: Callable[..., Any], draws: bool = False) -> OpOverload:
     """Define an operator of ours whose `kernel` runs above autograd; `draws` if it may draw random numbers.
 
-    torch.export keeps such operators whole (2.11-2.13: as it keeps its own composite ones)."""
+    torch.export keeps such operators whole (as it keeps its own composite ones)."""
     name = schema.partition("(")[0]
     _OPERATORS.define(schema, tags=(torch.Tag.nondeterministic_seeded,) if draws else ())
     _OPERATORS.impl(name, kernel, "CompositeImplicitAutograd")
@@ -246,7 +231,7 @@ def composite_operator(schema: str, kernel: Callable[..., Any], draws: bool = Fa
 
 
 def is_fake_of(value: Any, mode: FakeTensorMode) -> bool:
-    """Whether a tensor, or what a subclass or torch.func wraps, was made in `mode` (2.11-2.13: no public names)."""
+    """Whether a tensor, or what a subclass or torch.func wraps, was made in `mode`."""
     if torch._C._functorch.is_functorch_wrapped_tensor(value):
         return is_fake_of(torch._C._functorch.get_unwrapped(value), mode)
     if is_traceable_wrapper_subclass(value):
@@ -257,14 +242,9 @@ def is_fake_of(value: Any, mode: FakeTensorMode) -> bool:
     return bool(value.is_meta)  # of which torch makes a fake one
 
 
-def written_so_far(value: torch.Tensor) -> int:
-    """How often a tensor has been written in place (2.11-2.13: documented, but not a public name)."""
-    return value._version
-
-
 def release_caches() -> None:
     """Let go of what torch has cached for graphs that are finished. Its cache of shapes has no limit, and the last 256
-    entries of ShapeEnv's caches keep their graphs' alive (2.11-2.15)."""
+    entries of ShapeEnv's caches keep their graphs' alive."""
     if FakeTensorMode.cache_info().size > CACHED_SHAPES:
         FakeTensorMode.cache_clear()
     for method in vars(ShapeEnv).values():
@@ -273,7 +253,7 @@ def release_caches() -> None:
 
 
 def release_shapes(graph: Graph) -> None:
-    """Empty what a finished graph's ShapeEnv keeps: it reaches itself by sizes that gc does not see (2.11-2.15)."""
+    """Empty what a finished graph's ShapeEnv keeps: it reaches itself by sizes that gc does not see."""
     for node in graph.nodes:
         value = node.meta.get("val")
         if isinstance(value, FakeTensor) and (shapes := value.fake_mode.shape_env) is not None:
@@ -283,8 +263,8 @@ def release_shapes(graph: Graph) -> None:
 
 
 def told_of_hooks_on_nodes(tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
-    """Inside, `tell` is called as a hook is registered on a node of autograd (2.11-2.13: in C++, which asks this method
-    for a mapping to keep the hook in)."""
+    """Inside, `tell` is called as a hook is registered on a node of autograd (in C++, which asks this method for a
+    mapping to keep the hook in)."""
     original = _HookMixin._register_hook
 
     def register(backward_hooks: Any, hook: Any) -> Any:

@@ -18,8 +18,7 @@ from zbcompile.passes.torch_private import replaced
 @contextlib.contextmanager
 def quick_traces() -> Iterator[None]:
     """Inside, torch's traces leave out what nothing reads: the code of their graphs; `tensor_meta`, which repeats
-    `val`; copies of a node's origin; stack frames outside the model; the stack of the place that made a fake mode
-    (2.11-2.13)."""
+    `val`; copies of a node's origin; stack frames outside the model; the stack of the place that made a fake mode."""
     shared = SimpleNamespace(copy=copy.copy, deepcopy=lambda sources: sources)
     with (
         _use_lazy_graph_module(True),

@@ -26,7 +26,7 @@ from zbcompile.passes.serialization.arguments import argument_from_data, argumen
 from zbcompile.passes.serialization.operators import is_foreign, name_of_operator, operator_named
 from zbcompile.passes.serialization.values import ValueReader, ValueWriter, require_true_values
 from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.passes.torch_private import LazyGraphModule, OpOverload, arguments_of, returns_nothing
+from zbcompile.passes.torch_private import LazyGraphModule, OpOverload, arguments_of, result_types
 
 Data = dict[str, Any]
 NODES = ("placeholder", "get_attr", "call_function", "output")
@@ -216,7 +216,7 @@ def _remember(node: Node, data: Data, values: ValueReader) -> None:
     """Restore the entries of a node's meta that passes and reports read."""
     if "value" in data:
         node.meta["val"] = values.read(data["value"])
-    elif isinstance(node.target, OpOverload) and returns_nothing(node.target):
+    elif isinstance(node.target, OpOverload) and not result_types(node.target):
         node.meta["val"] = None  # it is there, as after compiling
     if "pass" in data:
         node.meta["pass"] = on_a_line(data["pass"])

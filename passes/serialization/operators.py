@@ -14,7 +14,7 @@ from zbcompile.passes.torch_private import (
     OpOverload,
     arguments_of,
     known_operator,
-    returns_tensors,
+    result_types,
 )
 
 OWN = ("begin_apart", "end_apart")  # zbcompile's own operators in graphs (passes/stage/draws.py)
@@ -86,7 +86,7 @@ def operator_named(name: Any, foreign: Collection[str] = ()) -> Callable[..., An
 def _is_pure(library: str, function: str, found: OpOverload) -> bool:
     """Whether an operator of torch has no effect besides the tensors that it returns or writes, and maps no file."""
     return (
-        returns_tensors(found)
+        any("Tensor" in kind for kind in result_types(found))
         and all(argument.name != "filename" for argument in arguments_of(found))
         and torch.Tag.inplace_view not in found.tags
         and (library != "zbcompile" or function in OWN)

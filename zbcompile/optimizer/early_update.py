@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from zbcompile.errors import PipelineError
-from zbcompile.torch_private import attributes_of, writes_into
+from zbcompile.passes.torch_private import written_so_far
+from zbcompile.torch_private import attributes_of
 
 TWICE = (
     "pipe.step was called again without optimizer.step() after the last one, which has updated the parameters: it does "
@@ -118,7 +119,7 @@ def _common(optimizer: Optimizer) -> dict[str, Any]:
 def _mark(value: Any) -> Any:
     """What differs once a value, or one inside of it, was written."""
     if isinstance(value, torch.Tensor):
-        return () if isinstance(value, nn.Parameter) else (id(value), writes_into(value))
+        return () if isinstance(value, nn.Parameter) else (id(value), written_so_far(value))
     if isinstance(value, Mapping):
         return tuple(map(_mark, value.values()))
     return tuple(map(_mark, value)) if isinstance(value, list | tuple) else (repr(value),) * isinstance(value, PLAIN)
@@ -132,7 +133,7 @@ def _too_late(what: str) -> str:
 
 
 def _writes(tensor: torch.Tensor | None) -> int:
-    return 0 if tensor is None else writes_into(tensor)
+    return 0 if tensor is None else written_so_far(tensor)
 
 
 def _written(used: Mapping[str, tuple[torch.Tensor | None, int]]) -> list[str]:

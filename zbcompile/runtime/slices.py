@@ -18,11 +18,11 @@ from zbcompile.distributed.parcels import Parcel, Travel, send
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
+from zbcompile.passes.torch_private import written_so_far
 from zbcompile.program.program import Program
 from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.gradient_sums import Gradients, GradientSum, grad_dtype
 from zbcompile.runtime.slice import LATE, Slice, await_parcels, by_owner, memory_of, spread, wait
-from zbcompile.torch_private import writes_into
 
 Observe = Callable[[str, torch.Tensor], None]
 
@@ -123,7 +123,7 @@ class Slices:
         if somebody else has written since the update, which would be lost."""
         for at in sorted(self.arriving) if stage is None else [stage]:
             for each in self.of(at) if at in self.arriving else ():
-                if writes_into(each.parameter) != self.writes[each]:
+                if written_so_far(each.parameter) != self.writes[each]:
                     raise PipelineError(
                         f"{each.name} was written between optimizer.step() and the arrival of its updated values, "
                         "which would replace what was written. Call pipe.parameters() or pipe.state_dict() first, "
@@ -196,7 +196,7 @@ class Slices:
         self.round(stage)
         for at in sorted({each.stage for each in self.of(stage) if each.divided and not each.apart}):
             self.arriving[at] += spread(self.of(at))
-            self.writes |= {each: writes_into(each.parameter) for each in self.of(at)}
+            self.writes |= {each: written_so_far(each.parameter) for each in self.of(at)}
 
     def round(self, stage: int | None = None) -> None:
         """Let parameters be their masters, rounded."""
