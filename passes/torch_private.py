@@ -5,14 +5,16 @@ here: run the test suite, and repair what moved in this file.
 """
 
 import contextlib
+import copy
 import gc
 import itertools
 import re
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -26,6 +28,7 @@ from torch._ops import (
 )
 from torch._subclasses import (
     fake_impls,  # how fake tensors compute shapes, where the meta kernel of an operator does not
+    fake_tensor,  # see `quick_traces`
     functional_tensor,  # what AOTAutograd functionalises with
 )
 from torch._subclasses.fake_tensor import (
@@ -35,7 +38,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException as UnsupportedOperatorException,  # by an operator without a shape function
 )
 from torch.fx import Node
-from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule, _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor  # which node a tensor is in a graph being traced
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # documented as functorch.make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -533,3 +536,27 @@ def single_threaded_backward() -> contextlib.AbstractContextManager[None]:
 def functional(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` without in-place operations below autograd (torch.func.functionalize acts above it only)."""
     return functional_tensor.dispatch_functionalize(run, functional_tensor.FunctionalTensorMode())
+
+
+@contextlib.contextmanager
+def quick_traces() -> Iterator[None]:
+    """Inside, torch's traces leave out what nothing reads: the code of their graphs; `tensor_meta`, which repeats
+    `val`; copies of a node's origin; stack frames outside the model; the stack of the place that made a fake mode."""
+    shared = SimpleNamespace(copy=copy.copy, deepcopy=lambda sources: sources)
+    with (
+        _use_lazy_graph_module(True),
+        replaced(proxy_tensor, "_extract_tensor_metadata", lambda _: None),
+        replaced(fake_tensor, "traceback", SimpleNamespace(extract_stack=list, format_list=traceback.format_list)),
+        replaced(torch.fx.traceback, "copy", shared),
+        replaced(torch.fx.proxy, "CapturedTraceback", SimpleNamespace(extract=lambda: SimpleNamespace(summary=_stack))),
+    ):
+        yield
+
+
+def _stack() -> traceback.StackSummary:
+    """The stack of a trace, from the first `forward` inwards. Its lines of source are read only when they are
+    printed."""
+    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(sys._getframe(1))]
+    inside = max((depth for depth, (_, _, name) in enumerate(frames, 1) if name == "forward"), default=0)
+    kept = [traceback.FrameSummary(*frame, lookup_line=False) for frame in reversed(frames[:inside])]
+    return traceback.StackSummary.from_list(kept)

@@ -13,10 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from _pytest import runner
 from hypothesis import HealthCheck, settings
-
-from zbcompile.passes.pass_list.stack_chunk import in_one_chunk
 
 GOLDEN = Path(__file__).parent / "golden"
 CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
@@ -97,12 +94,6 @@ def _group_for_workers(items: list[pytest.Item]) -> None:
     wide = {groups[item] for item in items if item.get_closest_marker("several_processes")}
     first = {"ranks": 0, "waits": 1} | dict.fromkeys(wide, 2)
     items.sort(key=lambda item: (first.get(groups[item], 3), -slow[groups[item]]))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
-    """As pytest's own, in a chunk of the stack that has room for what it calls."""
-    return in_one_chunk(runner.pytest_runtest_protocol, item, nextitem)
 
 
 def pytest_collection_finish() -> None:

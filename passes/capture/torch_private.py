@@ -95,8 +95,8 @@ def _beginning(begin: Callable[[Any], Any], nodes: Any, _: Any) -> Any:
 
 
 def quick_decompositions() -> contextlib.AbstractContextManager[None]:
-    """Around `run_decompositions`, which lists the composite operators once per operator library: a tenth of the time
-    of compiling a small model."""
+    """Around `run_decompositions`, which lists the composite operators once for each of 28 operator libraries: 60 ms
+    of a compile, which takes a second for two layers and two and a half for eight."""
     list_operators = functools.cache(_export_utils._materialize_cpp_cia_ops)
     return replaced(_export_utils, "_materialize_cpp_cia_ops", list_operators)
 

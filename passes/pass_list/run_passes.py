@@ -5,8 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from zbcompile.passes.pass_list.stack_chunk import in_one_chunk
-from zbcompile.passes.pass_list.torch_private import quick_traces
+from zbcompile.passes.torch_private import quick_traces
 from zbcompile.passes.verification.rule import Rule, verify
 
 
@@ -48,7 +47,7 @@ class PassManager:
         """Run `step` on `before`. Raises VerificationError if the result breaks a rule, and whatever `step` raises."""
         began = time.perf_counter()
         with quick_traces():
-            made = in_one_chunk(step.run, before, *given)
+            made = step.run(before, *given)
         seconds = time.perf_counter() - began
         if self.check:
             verify(step.name, step.holds, made, before)

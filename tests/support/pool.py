@@ -32,8 +32,6 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-from zbcompile.passes.pass_list.stack_chunk import in_one_chunk
-
 DIED = "Died"
 START = 200.0  # seconds within which the nursery must have done its imports, or a rehearsal
 # Elsewhere torch does not survive it, and CUDA itself does not: then every worker imports for itself.
@@ -386,7 +384,7 @@ def _attempt(task: Task, group: str) -> Outcome:
         if task.store != group:
             _join(task)
         module, _, name = task.path.partition(":")
-        return Outcome(value=in_one_chunk(getattr(importlib.import_module(module), name), *task.args))
+        return Outcome(value=getattr(importlib.import_module(module), name)(*task.args))
     except Exception as error:
         return Outcome(None, type(error).__name__, str(error), traceback.format_exc())
 
