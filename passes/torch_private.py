@@ -453,6 +453,19 @@ def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
         setattr(owner, name, original)
 
 
+def told_of_calls(
+    owner: type | ModuleType, name: str, tell: Callable[[], object]
+) -> contextlib.AbstractContextManager[None]:
+    """Inside, `tell` is called before every call of a function of a module, or a method of a class."""
+    original = getattr(owner, name)
+
+    def told(*args: Any, **kwargs: Any) -> Any:
+        tell()
+        return original(*args, **kwargs)
+
+    return replaced(owner, name, told)
+
+
 @contextlib.contextmanager
 def replaced_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
     """As `replaced`, also for what `owner` inherits."""

@@ -51,7 +51,7 @@ Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) 
 Traced = TrainingStep | Inference
 # Functions of this project that call torch's or the user's: what a function in C raises has no frame of its own
 _CALLERS = frozenset(
-    ("_result", "forward", "with_arguments", "seen", "noted", "noting", "copied", "run", "answer", "ask", "<lambda>")
+    ("_result", "forward", "with_arguments", "seen", "noted", "told", "copied", "run", "answer", "ask", "<lambda>")
 )
 _WRITTEN = {
     OutputKind.USER_INPUT_MUTATION: Refusal.INPUT_WRITTEN,

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.torch_private import DATA_DEPENDENT_ERRORS, replaced
+from zbcompile.passes.torch_private import DATA_DEPENDENT_ERRORS, replaced, told_of_calls
 
 _EAGERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 _TRACERS = ("torch", "zbcompile")  # code that can handle open numbers
@@ -27,16 +27,8 @@ def failed_questions(note: Callable[[], None]) -> Iterator[None]:
     places.append((torch.SymInt, "__hash__"))
     with contextlib.ExitStack() as stack:
         for kind, name in places:
-            stack.enter_context(replaced(kind, name, _noted(getattr(kind, name), note)))
+            stack.enter_context(told_of_calls(kind, name, note))
         yield
-
-
-def _noted(function: Callable[..., Any], note: Callable[[], None]) -> Callable[..., Any]:
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        note()
-        return function(*args, **kwargs)
-
-    return noted
 
 
 def with_eagers_types() -> contextlib.AbstractContextManager[None]:

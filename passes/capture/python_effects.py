@@ -22,7 +22,7 @@ from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.python_state.executed_code import is_users_name, line_that_writes
 from zbcompile.passes.python_state.tokens import state_of
-from zbcompile.passes.torch_private import HigherOrderOperator, outside_of_trace, replaced
+from zbcompile.passes.torch_private import HigherOrderOperator, outside_of_trace, replaced, told_of_calls
 
 
 @contextlib.contextmanager
@@ -35,8 +35,8 @@ def numbers_drawn_outside_torch(
     with contextlib.ExitStack() as stack:
         for name, module, owner in _global_generators():
             for function in _functions_of(module, owner):
-                original = getattr(module, function)
-                stack.enter_context(replaced(module, function, _noting(original, name, lines)))
+                tell = lambda name=name: lines.setdefault(name, calling_line())  # noqa: E731
+                stack.enter_context(told_of_calls(module, function, tell))
         yield
     before |= {f"the generator {path}": state for path, (_, state) in held().items()}
     for name, state in _states({path: generator for path, (generator, _) in held().items()}).items():
@@ -56,14 +56,6 @@ def _global_generators() -> Iterator[tuple[str, ModuleType, Any]]:
 def _functions_of(module: ModuleType, owner: type) -> list[str]:
     """The public functions of a module that are methods of its global generator."""
     return [n for n, f in vars(module).items() if n[0] != "_" and isinstance(getattr(f, "__self__", None), owner)]
-
-
-def _noting(function: Callable[..., Any], name: str, lines: dict[str, str]) -> Callable[..., Any]:
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        lines.setdefault(name, calling_line())
-        return function(*args, **kwargs)
-
-    return noting
 
 
 def _states(held: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,7 +111,7 @@ def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
             stack.enter_context(replaced(module, "get_rng_state", noted))
             stack.enter_context(replaced(module, "set_rng_state", restored))
             for name in ("manual_seed", "seed"):
-                stack.enter_context(replaced(module, name, _noted(getattr(module, name), lines)))
+                stack.enter_context(told_of_calls(module, name, lambda: lines.append(("seeds", calling_line()))))
         yield
     if lines or not torch.equal(torch.get_rng_state(), before):
         torch.set_rng_state(before)
@@ -143,14 +135,6 @@ def _is_users_call(frame: FrameType | None) -> bool:
     return frame is not None and is_users_name(frame.f_globals.get("__name__"))
 
 
-def _noted(function: Callable[..., Any], lines: list[tuple[str, str]]) -> Callable[..., Any]:
-    def noted(*args: Any) -> Any:
-        lines.append(("seeds", calling_line()))
-        return function(*args)
-
-    return noted
-
-
 def _equal(one: Any, other: Any) -> bool:
     """Whether two states are equal; they hold numbers, tuples, mappings and arrays."""
     if isinstance(one, dict):
@@ -159,17 +143,13 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(same.all()) if hasattr(same, "all") else bool(same)
 
 
-@contextlib.contextmanager
-def output_of_forward(warning: Callable[[str], None]) -> Iterator[None]:
+def output_of_forward(warning: Callable[[str], None]) -> contextlib.AbstractContextManager[None]:
     """Around a forward: call `warning` for every line that prints. The builtin itself must be replaced: forward may
     print to any file, and would see a replaced sys.stdout, while code that has kept the original would bypass it."""
-    original = builtins.print
 
-    def noting(*args: Any, **kwargs: Any) -> None:
+    def tell() -> None:
         line = calling_line()
         if line:
             warning(f"forward prints ({line}); a compiled step runs no Python, so this happens once, at capture.")
-        original(*args, **kwargs)
 
-    with replaced(builtins, "print", noting):
-        yield
+    return told_of_calls(builtins, "print", tell)
