@@ -1,16 +1,25 @@
 """Ranks agree on a step by one message, without waiting for it, and a step that differs leaves nothing behind."""
 
+import contextlib
+import threading
+import traceback
 from collections import Counter
+from typing import Any
+from unittest import mock
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 
 import zbcompile
+from tests.support.meshes import mesh_of
+from tests.support.parallel_models import LENGTH, WIDTH, TensorParallel
 from tests.support.pool import Pool
 from zbcompile import PipelineError
+from zbcompile.runtime.action_loop import RankRun
 
 Sizes = tuple[tuple[int, ...], ...]  # of the microbatches of each step
 
@@ -51,6 +60,65 @@ def test_a_step_has_one_message_outside_of_its_actions(pool: Pool) -> None:
     assert pool.run(messages, (2, 2), 1, ranks=4) == [{"begin_largest": 4}] * 4
     assert pool.run(messages, (1, 2), 0, ranks=2) == [{}] * 2
     assert pool.run(messages, (1, 2), 2, ranks=2) == [{"begin_largest": 2}] * 2
+
+
+CALLS = (  # of torch.distributed, by which a process speaks to others
+    *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "all_gather_object", "barrier"),
+    *("reduce_scatter_tensor", "all_to_all_single", "gather_object", "broadcast_object_list", "scatter_object_list"),
+    *("send", "recv", "isend", "irecv", "batch_isend_irecv"),
+)
+
+
+def words(logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return cross_entropy(logits.flatten(0, 1), target.argmax(-1).flatten())
+
+
+def called(kind: str) -> tuple[Counter[str], int]:
+    """What this rank calls of torch.distributed in four steps that come after one like them: outside of the actions by
+    name, and within them how often."""
+    torch.manual_seed(0)
+    options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": mse_loss, "compare_batches": 0}
+    sizes = {"dp": 2} if kind.startswith("zero") else {"tp": 2} if kind == "tp" else {"pp": 2}
+    mesh = mesh_of(**{"pp": 1, **sizes})
+    model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
+    if kind == "tp":
+        model, options["placements"] = TensorParallel(mesh, "plain"), TensorParallel.PLACEMENTS
+    if kind == "vocab":
+        options |= {"vocab": 1, "loss": words}
+    pipe = zbcompile.pipeline(model, mesh=mesh, **options)
+    optimizer = pipe.optimizer(torch.optim.AdamW, **({"zero": int(kind[-1])} if "dp" in sizes else {}))
+    x = torch.randn(4, LENGTH, WIDTH)
+    outside, within = Counter[str](), Counter[str]()
+
+    def counted(name: str, call: Any) -> Any:
+        def counting(*given: Any, **named: Any) -> Any:
+            codes = {frame.f_code for frame, _ in traceback.walk_stack(None)}
+            acts = not codes.isdisjoint((RankRun._execute.__code__, RankRun._arrive.__code__))
+            acts = acts or threading.current_thread().name.startswith("zbcompile-collectives")  # begun by actions
+            (within if acts else outside)[name] += 1
+            return call(*given, **named)
+
+        return counting
+
+    for step in range(5):
+        with contextlib.ExitStack() as stack:
+            for name in CALLS if step else ():
+                stack.enter_context(mock.patch.object(dist, name, counted(name, getattr(dist, name))))
+            pipe.step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+    return outside, within.total()
+
+
+@pytest.mark.parametrize(
+    ("kind", "messages"),
+    [("pp", 0), ("vocab", 0), ("tp", 0), ("zero 0", 1), ("zero 1", 1), ("zero 3", 1)],
+)
+def test_torch_is_called_once_a_step_outside_of_actions(kind: str, messages: int, pool: Pool) -> None:
+    """Where replicas share the step; else not at all. Losses and sums are actions."""
+    for outside, within in pool.run(called, kind, ranks=2):
+        assert outside == Counter({"all_reduce": 4 * messages} if messages else {})
+        assert within
 
 
 def with_other_timeouts() -> str:
