@@ -80,13 +80,13 @@ class Mesh:
         if not wanted:
             return None
         if wanted not in self.groups:
-            self.groups[wanted] = self._make(self.ranks(wanted), " x ".join(wanted))
+            self.groups[wanted] = self._make(self.ranks(wanted))
         return self.groups[wanted]
 
     def only_me(self) -> dist.ProcessGroup:
         """The group of this process alone: a pipeline of one rank."""
         if () not in self.groups:
-            self.groups[()] = self._make([dist.get_rank()], "one rank")
+            self.groups[()] = self._make([dist.get_rank()])
         return self.groups[()]
 
     @property
@@ -102,22 +102,23 @@ class Mesh:
         patient = {name: each for name, each in given.items() if each.size() == 1 or is_patient(each, self.timeout)}
         self.groups |= {(name,): group for name, group in patient.items()}
 
-    def _make(self, members: list[int], what: str) -> dist.ProcessGroup:
+    def _make(self, members: list[int]) -> dist.ProcessGroup:
         world: Any = dist.group.WORLD
         if sorted(members) == list(range(dist.get_world_size())) and is_patient(world, self.timeout):
             return world  # type: ignore[no-any-return]
-        if is_bound(world):
-            raise PipelineError(
-                f"the pipeline needs a group of some ranks ({what}), and the process group is bound to a device, so "
-                "that only all ranks together can make one. Call init_process_group without device_id=."
-            )
         made = new_group(members, self.timeout)
         self.made.append(made)
         return made
 
 
 def new_group(members: list[int], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
-    """A group of some ranks, which only these make; default: by way of the backend that the process group has."""
+    """A group of some ranks, which only these make; default: by way of the backend that the process group has. Raises
+    PipelineError if torch cannot make it."""
+    if len(members) < dist.get_world_size() and is_bound(dist.group.WORLD):
+        raise PipelineError(
+            f"the pipeline needs a group of the ranks {members}, and the process group is bound to a device, so that "
+            "only all ranks together can make one. Call init_process_group without device_id=."
+        )
     waits = patience(backend or dist.get_backend(), timeout)
     return dist.new_group(members, waits, backend, use_local_synchronization=True)
 

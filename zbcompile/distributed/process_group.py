@@ -11,7 +11,7 @@ from torch import nn
 from zbcompile.distributed.arrival import Rendezvous
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
 from zbcompile.distributed.mesh import PARTS, Mesh, MeshNames, Replicas, mesh_of
-from zbcompile.distributed.ranks import GroupRanks, LocalRanks, Ranks
+from zbcompile.distributed.ranks import GroupRanks, Ranks
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
 from zbcompile.faults.board import Board
@@ -38,7 +38,7 @@ def find_ranks(
         return _group_ranks(find_device, mesh_of(mesh, timeout, names), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
-    return LocalRanks(ranks or 1, find_device())
+    return Ranks(ranks or 1, find_device())
 
 
 def is_alone(mesh: Any = None) -> bool:
@@ -121,4 +121,14 @@ def _group_ranks(find_device: FindDevice, mesh: Mesh, ranks: int | None, timeout
         watch.close()
         raise
     watch.groups = tuple({group for group in (pipeline, everyone, replicas.group) if group is not None})
-    return GroupRanks(pipeline, everyone, mesh, device, backend, watch, replicas, ordered or backend == gpu.BACKEND)
+    return GroupRanks(
+        count=size,
+        device=device,
+        watch=watch,
+        mesh=mesh,
+        replicas=replicas,
+        group=pipeline,
+        everyone=everyone,
+        backend=backend,
+        ordered=ordered or backend == gpu.BACKEND,
+    )

@@ -2,7 +2,7 @@
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,13 +26,24 @@ from zbcompile.faults.watchdog import LocalWatch, Watch
 from zbcompile.passes.torch_private import group_called
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.routes import channels_of
-from zbcompile.torch_private import is_bound
 
 Value = TypeVar("Value")
 
 
+class Traffic(NamedTuple):
+    """What a transport is for: one pass over `microbatches` microbatches, of program `number`, over channels of
+    `schedule`. The rest are the limits of the program's options."""
+
+    schedule: Schedule
+    microbatches: int
+    number: int
+    max_ctas: int | None = None
+    max_receives: int | None = None
+
+
+@dataclass
 class Ranks:
-    """The ranks of a pipeline as one process sees them; the methods are those of a process that plays all of them.
+    """The ranks of a pipeline as one process sees them; as it is, of a process that plays all of them.
 
     `local` are those that this process plays, of `count` in all; `rank` is the only one, None if it plays all of them.
     `group` is the pipeline's process group, `everyone` that of the whole mesh, None without one; `mesh` says which
@@ -43,20 +54,23 @@ class Ranks:
     Every process must make each of the calls below, in one common order.
     """
 
-    local: tuple[int, ...]
     count: int
-    rank: int | None
     device: torch.device
-    group: dist.ProcessGroup | None
-    everyone: dist.ProcessGroup | None
-    watch: LocalWatch | Watch
-    mesh: Mesh
-    replicas: Replicas
-    members: Sequence[int]
-    number: int
-    leads: bool
-    is_first: bool
-    terms: Mapping[str, object]
+    watch: LocalWatch | Watch = field(default_factory=lambda: LocalWatch(Position()))
+    mesh: Mesh = field(default_factory=Mesh)
+    replicas: Replicas = field(default_factory=Replicas)
+    rank: int | None = None
+    group: dist.ProcessGroup | None = None
+    everyone: dist.ProcessGroup | None = None
+    members: Sequence[int] = (0,)
+    number: int = 0
+    leads: bool = True
+    is_first: bool = True
+    terms: Mapping[str, object] = field(default_factory=dict)
+
+    @property
+    def local(self) -> tuple[int, ...]:
+        return tuple(range(self.count)) if self.rank is None else (self.rank,)
 
     def refusal(self, text: str) -> PipelineError:
         """An error that every process raises now, for the same reason."""
@@ -86,16 +100,8 @@ class Ranks:
         None in one process."""
         return numbers, None
 
-    def transport(
-        self,
-        schedule: Schedule,
-        microbatches: int,
-        buffers: ReceiveBuffers,
-        number: int,
-        max_ctas: int | None = None,
-        max_receives: int | None = None,
-    ) -> Transport:
-        """The transport for the messages of one pass over `microbatches` microbatches, of program `number`."""
+    def transport(self, traffic: Traffic, buffers: ReceiveBuffers) -> Transport:
+        """What moves the messages of one pass."""
         return CopiedMessages(buffers=buffers) if buffers.placed else Transport()
 
     def collective_group(self) -> dist.ProcessGroup | None:
@@ -114,39 +120,14 @@ class Ranks:
         """Release per-rank resources (channels)."""
 
 
-@dataclass
-class LocalRanks(Ranks):
-    """All ranks are in this process."""
-
-    count: int
-    device: torch.device
-    watch: LocalWatch = field(default_factory=lambda: LocalWatch(Position()))
-    mesh: Mesh = field(default_factory=Mesh)
-    replicas: Replicas = field(default_factory=Replicas)
-    rank: None = None
-    group: None = None
-    everyone: None = None
-    members: Sequence[int] = (0,)
-    number: int = 0
-    leads: bool = True
-    is_first: bool = True
-    terms: Mapping[str, object] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.local = tuple(range(self.count))
-
-
-@dataclass
+@dataclass(kw_only=True)
 class GroupRanks(Ranks):
-    """This process is one rank of a process group."""
+    """This process is one rank of a process group of `backend`."""
 
     group: dist.ProcessGroup
     everyone: dist.ProcessGroup
-    mesh: Mesh
-    device: torch.device
-    backend: str
     watch: Watch
-    replicas: Replicas
+    backend: str
     ordered: bool  # messages are told apart only by their order, as with NCCL
     collectives: dist.ProcessGroup | None = None
     hosts: dist.ProcessGroup | None = None  # of replicas over gloo, if `everyone` is a group of devices
@@ -155,8 +136,7 @@ class GroupRanks(Ranks):
     rank: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.rank, self.count = self.mesh.index("pp"), self.mesh.size("pp")
-        self.local = (self.rank,)
+        self.rank = self.mesh.index("pp")
         self.members = self.watch.board.members
         self.number = self.members.index(self.watch.board.rank)
         self.leads = self.mesh.index(*self.mesh.beside("pp")) == 0
@@ -186,30 +166,22 @@ class GroupRanks(Ranks):
         work = dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self.hosts, async_op=True)
         return found, outlives_its_step(work)
 
-    def transport(
-        self,
-        schedule: Schedule,
-        microbatches: int,
-        buffers: ReceiveBuffers,
-        number: int,
-        max_ctas: int | None = None,
-        max_receives: int | None = None,
-    ) -> Transport:
-        channels = self.channels(schedule, microbatches, number, max_ctas)
-        return PointToPoint(channels=channels, buffers=buffers, most_posted=max_receives)
+    def transport(self, traffic: Traffic, buffers: ReceiveBuffers) -> Transport:
+        return PointToPoint(channels=self.channels(traffic), buffers=buffers, most_posted=traffic.max_receives)
 
-    def channels(self, schedule: Schedule, microbatches: int, number: int, max_ctas: int | None) -> Channels:
+    def channels(self, traffic: Traffic) -> Channels:
         """What carries messages between the ranks of a schedule; the first call opens the rank-local channels, a later
         one those that only its schedule needs."""
+        schedule = traffic.schedule
         if not self.ordered:
-            return TaggedLinks(self.group, microbatches, f"{self.watch.position.doing} ({number})")
+            return TaggedLinks(self.group, traffic.microbatches, f"{self.watch.position.doing} ({traffic.number})")
         needs = schedule.placement, schedule.ops, schedule.ways
         if self.opened is None or needs not in self.opened_for:
             found = self.opened or OrderedLinks({}, {})
             store, pairs = self.watch.board.private_store(self.group), found.missing(channels_of(schedule), self.rank)
             with self.watch.position.waiting("the opening of the channels"):
                 given = self.backend, pairs, self.rank, store, self.device, self.watch.timeout
-                new = open_channels(*given, max_ctas)
+                new = open_channels(*given, traffic.max_ctas)
             self.opened = OrderedLinks({**found.outward, **new.outward}, {**found.inward, **new.inward})
             self.opened_for.add(needs)
             self.watch.groups = (*self.watch.groups, *new.links)
@@ -217,12 +189,6 @@ class GroupRanks(Ranks):
 
     def collective_group(self) -> dist.ProcessGroup:
         if self.collectives is None:
-            if self.mesh.beside("pp") and is_bound(dist.group.WORLD):
-                raise PipelineError(
-                    "vocab= beside other dimensions of the mesh needs a process group that is not bound to a device, "
-                    "since only all ranks together can make new groups from one that is. Call init_process_group "
-                    "without device_id=."
-                )
             members = dist.get_process_group_ranks(self.group)
             with self.watch.position.waiting("the making of a group"):
                 self.collectives = new_group(members, self.watch.timeout)

@@ -13,7 +13,7 @@ from torch import nn
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.mesh import Mesh
-from zbcompile.distributed.ranks import LocalRanks, Ranks
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.model_info import ModelFacts, facts_of
@@ -83,9 +83,7 @@ def holding_of(source: Pipeline | nn.Module, whole: bool = True) -> Holding:
     facts = facts_of(source, {})
     device = next((tensor.device for tensor in source.parameters()), torch.device("cpu"))
     tensors = _once(source.state_dict(), facts)
-    return Holding(
-        facts, _shapes(facts), tensors, dict(source.named_parameters()), lambda _: True, LocalRanks(1, device)
-    )
+    return Holding(facts, _shapes(facts), tensors, dict(source.named_parameters()), lambda _: True, Ranks(1, device))
 
 
 def _shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:

@@ -15,7 +15,7 @@ import torch
 
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import DIMENSIONS
-from zbcompile.distributed.ranks import LocalRanks, Ranks
+from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import has_values, on_meta
 from zbcompile.passes.errors import CompileError
@@ -93,7 +93,7 @@ def _joined(parts: Sequence[Hashes]) -> Hashes:
 
 def save_here(program: Program, directory: Path) -> None:
     """Write all ranks of `program` from this process."""
-    save_program(program, directory, LocalRanks(program.schedule.ranks, torch.device("cpu")))
+    save_program(program, directory, Ranks(program.schedule.ranks, torch.device("cpu")))
 
 
 def _prepare(program: Program, directory: Path, leads: bool) -> None:

@@ -20,7 +20,7 @@ from torch import nn
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.mesh import BATCHES, broadcast
 from zbcompile.distributed.packing import empty
-from zbcompile.distributed.ranks import Ranks
+from zbcompile.distributed.ranks import Ranks, Traffic
 from zbcompile.distributed.transport import Transport
 from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.errors import PipelineError
@@ -84,8 +84,8 @@ class Engine:
                 return StepResult(memory.replay(), {})
         buffers, count = executable.first.buffers, program.schedule.microbatches
         opened, number = channels or program.schedule, executable.first.number
-        limits = program.step.max_ctas, program.step.max_receives
-        transport = ranks.transport(opened, count, buffers, number, *limits)
+        traffic = Traffic(opened, count, number, program.step.max_ctas, program.step.max_receives)
+        transport = ranks.transport(traffic, buffers)
         step = StepRun(executable, given, ranks, self.equal, reductions)
         schedule, plans = executable.with_updates(step.kinds, any(each.reshard for each in given.gathers))
         step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)
