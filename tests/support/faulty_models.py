@@ -9,8 +9,9 @@ import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.support.oracle import Batch
 from tests.support.parallel_models import LENGTH, WIDTH, Along, Enter, Gather, Leave
-from tests.support.proofs import Case
+from tests.support.proofs import Case, Made
 
 VOCABULARY = 12
 
@@ -225,10 +226,10 @@ def case_of(fault: str, right: bool = False) -> Case:
     placements = placements | _PARTS if right and kind is Sequence else placements
     loss = _itself if kind in (Counted, Attending) else _mean
 
-    def make(mesh: Any) -> tuple[nn.Module, Any, Tensor, Tensor]:
+    def make(mesh: Any) -> Made:
         model = kind(mesh, dimension, "" if right else fault)
         torch.manual_seed(1)
         x = torch.randint(VOCABULARY, (2, LENGTH)) if kind is Tied else torch.randn(2, LENGTH, WIDTH)
-        return model, loss, x, x
+        return model, loss, Batch((x,), {}, x)
 
     return Case(make, dimension, placements, stages=1)
