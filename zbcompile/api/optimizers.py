@@ -92,7 +92,7 @@ class Optimizers:
 
     @property
     def gathers(self) -> list[Gathers]:
-        """What lives divided among replicas, and is gathered by the actions of steps and evaluations."""
+        """The gathers of parameters that live divided among replicas, for the actions of steps and evaluations."""
         return [each.gathers for each in self.slices if each.gathers is not None]
 
     def arrive(self, whole: bool = True) -> None:

@@ -44,8 +44,8 @@ def require_repeatable(optimizers: Collection[PipelineOptimizer]) -> None:
 
 @dataclass(frozen=True)
 class StateBefore:
-    """What a step changes, as it was before: gradients, whole ones and those of slices, the buffers that its forwards
-    write, what replicas have not summed yet. Random numbers follow from the number of the step."""
+    """A copy of what a step changes, from before it: gradients (whole ones and those of slices), the buffers that its
+    forwards write, and what replicas have not summed yet. Random numbers follow from the number of the step."""
 
     gradients: Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]]
     slices: Sequence[tuple[Slices, bool, bool]]

@@ -74,7 +74,7 @@ class Runs:
             )
 
     def program_for(self, step: Microbatches, runs: bool = False) -> Executable:
-        """What these microbatches run, in a step that `runs` now; compiled if it is not there."""
+        """The executable of a step of these microbatches (which `runs` now); compiled if it is not there."""
         found = self.compiled.get(step, runs)
         self.parts.renew()
         self.optimizers.bind()

@@ -222,7 +222,7 @@ def _ratio(part: float, whole: float) -> float:
 
 
 def _names(share: _Share, shares: Sequence[_Share]) -> dict[int, str]:
-    """What the ranks of a process are called: with the process and the host, if these differ."""
+    """The names of the ranks of a process in a message: with the process and the host, if these differ."""
     process = "" if len(shares) == 1 or all(s.rank in s.busy for s in shares) else f" (process {share.rank})"
     host = f" on {share.host}" if len({s.host for s in shares}) > 1 else ""
     return {rank: f"rank {rank}{process}{host}" for rank in share.busy}

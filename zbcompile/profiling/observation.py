@@ -154,14 +154,14 @@ class Observation:
             self._watchers.remove(watcher)
 
     def of_step(self, index: int) -> StepRecorder | None:
-        """What records step number `index`, None if no record is wanted."""
+        """The recorder of step number `index`; None if no record of it is wanted."""
         if any([self.record, *(each.wants(index) for each in self._watchers)]):
             return self
         self.last_step = None
         return None
 
     def of_forward(self) -> StepRecorder | None:
-        """What records a run of forwards, None if that is not wanted."""
+        """The recorder of a run of forwards; None if no record is wanted."""
         return self if self.record else None
 
     def forward_done(self) -> None:
