@@ -53,8 +53,8 @@ class TrainedParameters:
         return zero == 3 and self.stage_of(name) != LATE
 
     def counts(self, name: str, *dimensions: str) -> bool:
-        """Whether this process speaks for its part of a parameter: the first of all that hold it. Along `dimensions`
-        every rank speaks for a part of its own."""
+        """Whether this process counts for its part of a parameter: it is the first of all processes that hold the part.
+        Along `dimensions` every rank has a part of its own."""
         split = along(self.program.placement(name), SHARD)
         mesh, first = self.ranks.mesh, self.program.holders(name)[0]
         return (name in self.rows or first in self.ranks.local) and (
@@ -62,7 +62,7 @@ class TrainedParameters:
         )
 
     def require_whole(self, name: str, kind: str, zero: int) -> None:
-        """Refuse a parameter of which this process has only a part, for an optimizer that needs all of it."""
+        """Raise PipelineError for an optimizer that needs a whole parameter, of which this process has only a part."""
         if is_distributed(self.model[name]) and not zero:
             return  # the optimizer sees the DTensor
         split = [f'"{each}"' for each in along(self.program.placement(name), SHARD) if self.ranks.mesh.size(each) > 1]
@@ -75,8 +75,8 @@ class TrainedParameters:
 
 
 def whole_slices(trained: TrainedParameters, names: Collection[str], plain: bool) -> Slices:
-    """Every parameter called one of `names` as a whole. Of DTensors an optimizer is given this process's `plain` part,
-    which serves if it updates element by element, or the DTensor."""
+    """A slice for each parameter called one of `names`, as a whole. Of a DTensor the optimizer gets this process's
+    `plain` part, which serves if it updates element by element, or the DTensor."""
     found = []
     for name, own in trained.own.items():
         if name in names:

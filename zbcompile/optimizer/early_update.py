@@ -43,8 +43,8 @@ Gradients = Mapping[str, torch.Tensor | None]
 
 @dataclass
 class EarlyUpdate:
-    """`options` are those of every group, `gradients` what was used, with the number of writes into it, and so
-    `parameters` that have new values."""
+    """What an update inside of a step was made with: the `options` of every group, and the `gradients` that it used and
+    the `parameters` that it wrote, each with the number of writes into it at that time."""
 
     options: Options
     gradients: Mapping[str, tuple[torch.Tensor | None, int]]
@@ -54,7 +54,7 @@ class EarlyUpdate:
     def made_with(
         cls, groups: Sequence[Mapping[str, Any]], gradients: Gradients, parameters: Gradients
     ) -> "EarlyUpdate":
-        """An update of these parameters by these groups and gradients."""
+        """The record of an update that has just been made, with these groups and gradients, of these parameters."""
         used, written = (
             {name: (each, _writes(each)) for name, each in given.items()} for given in (gradients, parameters)
         )
@@ -77,7 +77,7 @@ class EarlyUpdate:
             )
 
     def require_unchanged(self, groups: Sequence[Mapping[str, Any]], gradients: Gradients) -> None:
-        """Raise PipelineError if an option or a gradient is another one than the update has used."""
+        """Raise PipelineError if an option or a gradient has changed since the update used it."""
         for number, (used, now) in enumerate(zip(self.options, options_of(groups), strict=True)):
             changed = next((key for key in used.keys() | now.keys() if not _same(used.get(key), now.get(key))), None)
             if changed is not None:
@@ -117,7 +117,7 @@ def _common(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def _mark(value: Any) -> Any:
-    """What differs once a value, or one inside of it, was written."""
+    """A token of a value that changes when the value, or one inside of it, is written."""
     if isinstance(value, torch.Tensor):
         return () if isinstance(value, nn.Parameter) else (id(value), written_so_far(value))
     if isinstance(value, Mapping):
@@ -137,7 +137,7 @@ def _writes(tensor: torch.Tensor | None) -> int:
 
 
 def _written(used: Mapping[str, tuple[torch.Tensor | None, int]]) -> list[str]:
-    """Those that were written since."""
+    """The names of those that were written since the update."""
     return [name for name, (tensor, writes) in used.items() if _writes(tensor) != writes]
 
 

@@ -37,7 +37,7 @@ def begin_sum(squares: Iterable[torch.Tensor], ranks: Ranks) -> tuple[torch.Tens
 
 
 def norm_of_all(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor:
-    """The norm, as float32, over the gradients of all processes."""
+    """The norm of the gradients of all processes, as float32."""
     total, work = begin_sum(map(squares_of, gradients), ranks)
     if work is not None:
         with ranks.watch.position.waiting("the norm of all gradients"):
@@ -88,6 +88,6 @@ def total_norm(
 
 
 def _contributes(mesh: Mesh, placement: Placement, part: int) -> bool:
-    """Whether this process speaks for a part of a parameter: the first of those that hold it, in its replica."""
+    """Whether this process counts for a part of a parameter: it is the first of those that hold it, in its replica."""
     split = along(placement, SHARD)
     return mesh.index(*split) == part and mesh.index(*mesh.beside("pp", "dp", *split)) == 0

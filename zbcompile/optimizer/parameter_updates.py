@@ -33,7 +33,7 @@ class ParameterUpdates(Optimizer):
     closed = False
 
     def prepare(self, wanted: OptimizerRequest, ranks: Ranks) -> None:
-        """Before the parameters are known."""
+        """Set up what does not depend on the parameters, which are not known yet."""
         self.wanted = wanted
         self._ranks = ranks
         self._stepped: set[torch.Tensor] = set()  # which of its tensors have had an update
@@ -45,14 +45,14 @@ class ParameterUpdates(Optimizer):
         self.forget_updates()
 
     def forget_updates(self) -> None:
-        """The parameters get values from elsewhere."""
+        """Forget updates under way: the parameters get values from elsewhere."""
         self._begun = self._torn = False  # whether stages have updated in this step, or in one that failed
         self._made_early: EarlyUpdate | None = None  # what `step` completes
         self._unsettled: PostValidation | None = None
 
     @property
     def slices(self) -> Slices:
-        """What it updates."""
+        """The slices that it updates."""
         if self.closed:
             raise PipelineError("this optimizer is closed, or could not be made. Make another by pipe.optimizer.")
         if self._slices is None:
@@ -74,7 +74,7 @@ class ParameterUpdates(Optimizer):
     # Around and inside of a step of the pipeline
 
     def begin_step(self, scaler: GradScaler | None) -> None:
-        """Before a step of the pipeline. Raises PipelineError, on every rank, if its early update cannot follow."""
+        """Called before a pipeline step. Raises PipelineError, on every rank, if its early update cannot follow."""
         scaled = scaler is not None and not self.wanted.validates
         problems = {TORN: self._torn, TWICE: self._made_early is not None, SCALED: scaled}
         found = next((text for text, is_so in problems.items() if is_so), None)
@@ -91,7 +91,7 @@ class ParameterUpdates(Optimizer):
         return adds or bool(slices.of(LATE))
 
     def update(self, stage: int) -> None:
-        """Update what is complete with the last W of `stage`, inside of a step."""
+        """Update, inside of a step, what is complete with the last W of `stage`."""
         slices = self.slices
         if self.wanted.validates and not self._begun:
             self._unsettled = self._begin_validation()
@@ -135,13 +135,13 @@ class ParameterUpdates(Optimizer):
             self._slices.take()
 
     def take_replaced(self) -> None:
-        """Take the gradients that are there now: the user may have put others in their place."""
+        """Take the gradients that the parameters have now: the user may have put others in their place."""
         if not self.slices.divided:
             self.trained.take_gradients()
             self._take()
 
     def _give_masters(self, wanted: Callable[[nn.Parameter], bool]) -> None:
-        """Update parameters that were frozen at first by way of masters as well."""
+        """Give masters to parameters that were frozen at first, and update them through these as well."""
         found = self.slices.give_masters(wanted)
         for group in self.param_groups if found else ():
             group["params"] = [found.get(member, member) for member in group["params"]]
@@ -203,8 +203,8 @@ class ParameterUpdates(Optimizer):
                 group["params"] = own
 
     def settle(self, stage: int = LATE) -> None:
-        """Before a stage, or anybody else, reads parameters: wait for what all gradients say of the last update, and
-        correct it if it was made too early."""
+        """Called before a stage, or anybody else, reads parameters: wait for the verdict of all gradients on the last
+        update, and correct the update if it was made too early."""
         found, self._unsettled = self._unsettled, None
         if found is None:
             return

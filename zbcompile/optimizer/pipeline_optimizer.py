@@ -136,7 +136,7 @@ class PipelineOptimizer(ParameterUpdates):
         return self.slices.of_tensor(tensor).is_master and bool(tensor in self._stepped or self.state.get(tensor))
 
     def _parts(self) -> list[list[str | int]]:
-        """What each tensor has of which parameter: its name, begin and end."""
+        """For each tensor, the part of a parameter that it holds: the parameter's name, begin and end."""
         found: dict[Any, list[str | int]] = {s.tensor: [s.name, s.begin, s.end] for s in self.slices.mine()}
         return [found[tensor] for tensor in self._members()]
 
@@ -155,7 +155,7 @@ class PipelineOptimizer(ParameterUpdates):
         self._stepped = {self._members()[number] for number in masters}
 
     def _require_own(self, parts: list[list[str | int]]) -> None:
-        """Refuse the state of other parts than this process's."""
+        """Refuse the state of parts that are not this process's."""
         one, other = next(filter(lambda each: each[0] != each[1], zip_longest(self._parts(), parts)), (None, None))
         if one != other:
             raise PipelineError(
@@ -166,7 +166,7 @@ class PipelineOptimizer(ParameterUpdates):
 
 
 def _text(setting: object) -> str:
-    """What ranks compare of a setting: of a function its name."""
+    """A setting as ranks compare it: a function by its name."""
     return getattr(setting, "__qualname__", repr(setting))
 
 

@@ -1,4 +1,4 @@
-"""Updates inside of a step that do not wait for the norm of all gradients: what they leave to be corrected by."""
+"""Updates inside of a step that do not wait for the norm of all gradients, and the means to correct them."""
 
 import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -59,12 +59,12 @@ class KeptTensor:
 
     @classmethod
     def of(cls, tensor: torch.Tensor, state: State) -> "KeptTensor":
-        """What `tensor` is now."""
+        """A copy of `tensor` and its state, as they are now."""
         own = state.get(tensor)
         return cls(tensor, _copied(tensor), None if own is None else {key: _copied(v) for key, v in own.items()})
 
     def restore(self, state: State) -> None:
-        """Make it that again."""
+        """Give the tensor its old values and state."""
         self.tensor.detach().copy_(self.value)
         if self.state is None:
             state.pop(self.tensor, None)
@@ -153,7 +153,7 @@ class PostValidation:
                 outlives_its_step(each)
 
     def settle(self) -> tuple[Verdict, bool]:
-        """Wait for what all gradients say, and whether the updates stand."""
+        """Wait for what all gradients say. Returns that verdict, and whether the updates stand."""
         watch, what = self.ranks.watch, "the norm of all gradients"
         with watch.apart(what), watch.position.waiting(what):
             while self.works:
@@ -170,7 +170,7 @@ class PostValidation:
 
     @contextmanager
     def as_then(self, groups: Sequence[dict[str, Any]]) -> Iterator[None]:
-        """Inside, the options of `groups`, and the gradients, are those that the updates have used."""
+        """Inside, the groups have the options, and the parameters the gradients, that the updates have used."""
         assert self.made is not None
         self.made.require_gradients()
         options = [{key: group[key] for key in used} for group, used in zip(groups, self.made.options, strict=True)]

@@ -1,5 +1,5 @@
-"""What is asked of `pipe.optimizer`: a kind of optimizer, which may be divided among replicas if it updates element by
-element, block by block or matrix by matrix; its groups, where the first whose predicate takes a parameter has it; and
+"""The request to `pipe.optimizer`: a kind of optimizer, which may be divided among replicas if it updates element by
+element, block by block or matrix by matrix; its groups (a parameter is in the first one whose predicate takes it); its
 options."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +37,7 @@ DECLARE = "elementwise = True, matrixwise = True or, for blocks of 64 elements, 
 
 
 def is_known(kind: type[Optimizer]) -> bool:
-    """Whether it is one of torch's own whose rule is known."""
+    """Whether it is one of torch's optimizers whose rule is known."""
     return any(getattr(torch.optim, name, None) is kind for name in KNOWN)
 
 
@@ -110,7 +110,7 @@ def divide_into_groups(
 
 @dataclass(frozen=True)
 class OptimizerRequest:
-    """What was asked of `pipe.optimizer`, which explains every field."""
+    """A request to `pipe.optimizer`, which explains every field."""
 
     kind: type[Optimizer]
     options: Mapping[str, Any]
