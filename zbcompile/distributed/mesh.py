@@ -63,11 +63,11 @@ class Mesh:
         return dict(zip(self.names, found, strict=True))
 
     def beside(self, *dimensions: str) -> tuple[str, ...]:
-        """The other dimensions that have more than one rank."""
+        """The dimensions that have more than one rank, without these."""
         return tuple(name for name in DIMENSIONS if name not in dimensions and self.size(name) > 1)
 
     def ranks(self, dimensions: Sequence[str]) -> list[int]:
-        """The processes that differ from this one along `dimensions` at most."""
+        """The processes that differ from this one along `dimensions` alone."""
         at = dict(zip(self.names, self.place, strict=True))
         places = [
             {**at, **dict(zip(dimensions, p, strict=True))} for p in product(*map(range, map(self.size, dimensions)))
@@ -75,7 +75,8 @@ class Mesh:
         return [int(self.layout[tuple(place[name] for name in self.names)]) for place in places]
 
     def group(self, *dimensions: str) -> dist.ProcessGroup | None:
-        """The process group of these ranks, all of which must ask for it, in one order; None if there is no other."""
+        """The process group of the ranks along these dimensions; None if this process is the only one. All of them must
+        ask for groups in one order."""
         wanted = tuple(name for name in DIMENSIONS if name in dimensions and self.size(name) > 1)
         if not wanted:
             return None
@@ -112,7 +113,7 @@ class Mesh:
 
 
 def new_group(members: list[int], timeout: float, backend: str | None = None) -> dist.ProcessGroup:
-    """A group of some ranks, which only these make; default: by way of the backend that the process group has. Raises
+    """A group of some ranks, which only these ranks make; by default with the backend of the process group. Raises
     PipelineError if torch cannot make it."""
     if len(members) < dist.get_world_size() and is_bound(dist.group.WORLD):
         raise PipelineError(

@@ -18,7 +18,7 @@ class Buffer(NamedTuple):
 
 
 def packed(tensor: torch.Tensor) -> torch.Tensor:
-    """Each element once and without gaps: `tensor` itself if it is dense."""
+    """`tensor` without gaps and with each element once: the tensor itself if it is dense."""
     if tensor.is_contiguous() or is_dense(tensor):
         return tensor
     shape, strides = packed_layout(tensor.shape, tensor.stride())
@@ -32,7 +32,7 @@ def packed_buffer(spec: TensorSpec, device: torch.device) -> torch.Tensor:
 
 
 def empty(spec: TensorSpec, device: torch.device) -> torch.Tensor:
-    """A contiguous tensor of this specification."""
+    """A contiguous, uninitialised tensor of this specification."""
     return torch.empty(spec.shape, dtype=dtype_named(spec.dtype), device=device)
 
 

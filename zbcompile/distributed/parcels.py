@@ -32,7 +32,7 @@ class Parcel(Generic[Key]):
     result: "Future[torch.Tensor] | None" = None
 
     def arrived(self) -> Iterator[Content[Key]]:
-        """Wait; then what has become of each tensor, in the order of its memory."""
+        """Wait for the exchange. Returns the result for each tensor, in the order of its memory."""
         if self.work is not None:
             self.work.wait()
         flat = self.flat if self.result is None else _awaited(self.result, self.flat)
@@ -40,7 +40,7 @@ class Parcel(Generic[Key]):
         yield from zip((key for key, _ in self.contents), parts, strict=True)
 
     def unpack(self) -> None:
-        """Wait, and let each tensor be what has become of it."""
+        """Wait for the exchange, and write its result into each tensor."""
         for (_, tensor), (_, part) in zip(self.contents, self.arrived(), strict=True):
             if tensor.data_ptr() != part.data_ptr():
                 target = as_contiguous(tensor)
@@ -50,8 +50,8 @@ class Parcel(Generic[Key]):
 def send(
     tensors: Iterable[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None], travel: Travel = None
 ) -> list[Parcel[Key]]:
-    """Let a collective `begin` on these tensors, which are as large on all of its ranks; real ones `travel` in a dtype,
-    or as a function says."""
+    """Begin the collective `begin` on these tensors, which have equal sizes on all of its ranks; real ones `travel` in
+    a dtype, or as a function says."""
     return [_sent(contents, begin, travel) for contents in _divided(tensors)]
 
 

@@ -42,7 +42,7 @@ def find_ranks(
 
 
 def is_alone(mesh: Any = None) -> bool:
-    """Whether nothing gives this process other ranks: no mesh, no process group, no torchrun."""
+    """Whether this process is the only one: no mesh, process group or torchrun gives it other ranks."""
     grouped = dist.is_available() and dist.is_initialized()
     return mesh is None and not grouped and not ("RANK" in os.environ and "WORLD_SIZE" in os.environ)
 

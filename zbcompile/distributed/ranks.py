@@ -73,7 +73,7 @@ class Ranks:
         return tuple(range(self.count)) if self.rank is None else (self.rank,)
 
     def refusal(self, text: str) -> PipelineError:
-        """An error that every process raises now, for the same reason."""
+        """The error for a refusal that every process raises now, for the same reason."""
         error = PipelineError(text)
         self.watch.known_to_all(error)
         return error

@@ -136,7 +136,7 @@ Tensors = list[torch.Tensor]
 
 
 class Waitable(Protocol):
-    """What is waited for before a message is taken."""
+    """Something to wait for before a message is taken."""
 
     def wait(self) -> object: ...
 

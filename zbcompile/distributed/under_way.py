@@ -16,7 +16,7 @@ LETTING_GO = 0.01  # seconds in which gloo's threads, done with an exchange, get
 
 
 def outlives_its_step(work: dist.Work) -> dist.Work:
-    """An exchange, just begun, that need not be waited for before the process ends."""
+    """Register an exchange, just begun, that nobody need wait for before the process ends."""
     _under_way[:] = [each for each in _under_way if not each.is_completed()]
     _under_way.append(work)
     return work
