@@ -78,7 +78,7 @@ class EqualResults:
         return [dimension for dimension, names in unproven.items() if name in names]
 
     def _unsettled(self, executable: Executable, gradients: Found) -> dict[str, torch.Tensor]:
-        """What this rank computes a whole of: gradients, zeros for those it has not got yet, and buffers."""
+        """What this rank computes as a whole: gradients (zeros for those that it has not got yet) and buffers."""
         program = executable.program
         names = [
             n for n in program.trained - self.settled if self.ranks.rank in program.holders(n) and self._open_along(n)

@@ -112,7 +112,7 @@ class Executable:
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """What each microbatch returns; empty if that is a loss alone."""
+        """The outputs of each microbatch; empty if a microbatch returns its loss alone."""
         return tuple(each.program.output for each in self.graphs if each.program.output is not None)
 
     def ends_on(self, ranks: Sequence[int]) -> bool:

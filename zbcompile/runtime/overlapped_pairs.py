@@ -42,7 +42,7 @@ from zbcompile.schedules.ir.actions import Action, Pair
 def run_together(
     steps: Sequence[Sequence[Action]], stage_of: Callable[[Action], CompiledStage]
 ) -> dict[Sequence[Action], Run]:
-    """What runs each pair in the order of a rank; pairs whose halves run one after the other are left out."""
+    """The graphs that run the pairs in the order of a rank; pairs whose halves run one after the other are left out."""
     pairs = [step for step in steps if isinstance(step, Pair)]
     found = {pair: _run_of(pair, stage_of(pair.first), stage_of(pair.second)) for pair in pairs}
     return {pair: run for pair, run in found.items() if run is not None}

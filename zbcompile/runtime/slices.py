@@ -62,11 +62,11 @@ class Slices:
         return self.divided and any(not each.apart for each in self.slices)
 
     def of(self, stage: int | None = None) -> list[Slice]:
-        """Those that are complete with a stage; None: all."""
+        """The slices that are complete with a stage; None: all."""
         return [each for each in self.slices if stage is None or each.stage == stage]
 
     def mine(self, stage: int | None = None) -> list[Slice]:
-        """Those that this process updates."""
+        """The slices that this process updates."""
         return [each for each in self.of(stage) if each.mine]
 
     def of_tensor(self, tensor: torch.Tensor) -> Slice:

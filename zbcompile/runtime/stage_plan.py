@@ -174,13 +174,13 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
 
 
 def arriving(program: StageProgram, name: str) -> dict[Slot, TensorSpec]:
-    """What arrives for a pass, in the order in which it travels."""
+    """The slots of what arrives for a pass, in the order in which it travels."""
     down = {Slot("activation", each): spec for each, spec in program.receives.items()} if name in _OPEN else {}
     return down | ({Slot("tangent", each): s for each, s in program.gradients_in.items()} if name in _RETURN else {})
 
 
 def leaving(program: StageProgram, name: str) -> dict[Slot, TensorSpec]:
-    """What a pass makes for others, in the order in which it travels."""
+    """The slots of what a pass makes for others, in the order in which it travels."""
     slots = {Slot("activation", each): spec for each, spec in program.sends.items()} if name in _OPEN else {}
     slots |= {Slot("input_gradient", each): spec for each, spec in program.gradients_out.items()}
     return {slot: spec for slot, spec in slots.items() if slot in program.pieces[name].outputs}

@@ -178,7 +178,7 @@ class CollectiveWait:
 
 @dataclass
 class Collectives:
-    """Those of one step, among the `shards` of this process by rank."""
+    """The collectives of one step, among the `shards` of this process by rank."""
 
     program: VocabularyProgram
     ends: EndRanks
