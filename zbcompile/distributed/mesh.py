@@ -22,7 +22,7 @@ DIMENSIONS = {
     "ep": "experts",
 }
 BATCHES = ("dp", "ep")  # ranks along these pass batches of their own
-PLACE = ("tp", "cp", "ep")  # ranks along these may run graphs of other sizes
+PLACE = ("tp", "cp", "ep")  # ranks along these dimensions may have graphs of different sizes
 LONGER = 2.0  # seconds for which gloo waits on when the watch should have ended the wait
 PARTS = ("dp", "ep", "cp")  # ranks along these have losses of their own, which the step averages
 MeshNames = Mapping[str, str | Sequence[str]]  # by dimension: the name, or the names, that it has in a DeviceMesh
@@ -30,9 +30,9 @@ MeshNames = Mapping[str, str | Sequence[str]]  # by dimension: the name, or the 
 
 @dataclass
 class Mesh:
-    """`layout` holds the ranks of all processes, with an axis for each of `names`, and this one at `place`. `groups`
-    are those in use so far, all of which wait `timeout` seconds; `made` lists the ones that torch's mesh did not bring
-    along."""
+    """The mesh around a pipeline, as this process sees it. `layout` holds the ranks of all processes, with an axis for
+    each of `names`, and this process at `place`. `groups` are those in use so far, all of which wait `timeout` seconds;
+    `made` lists the ones that torch's mesh did not bring along."""
 
     names: tuple[str, ...] = ()
     layout: torch.Tensor = field(default_factory=lambda: torch.tensor(0))

@@ -49,8 +49,8 @@ class Ranks:
     `group` is the pipeline's process group, `everyone` that of the whole mesh, None without one; `mesh` says which
     other ranks share the step. `watch` guards what ranks do together, and names in its errors the processes by
     `members`, among which this one has the place `number`. `leads` says whether this process is the first of those that
-    hold the same stages: the one that writes for them; `is_first` whether it has the first rank of all: the one that
-    speaks and writes for all. `terms` are settings that must be equal in all processes, or their messages do not meet.
+    hold the same stages, and writes for them; `is_first` whether it has the first rank of all, the one that prints and
+    writes files. `terms` are settings that must be equal in all processes, or their messages do not meet.
     Every process must make each of the calls below, in one common order.
     """
 
