@@ -147,8 +147,11 @@ class _Dispatch:
             if not known or begin + time[n] < ended:
                 ended = begin + time[n]
             known.append((priority[n], begin, n, place))
+        if not known:
+            return None
         latest = first + self.patience * (ended - first)
-        return min((each for each in known if each[1] <= latest), default=(None,))[1:] or None
+        _, begin, n, place = min(each for each in known if each[1] <= latest)
+        return begin, n, place
 
     def _start(self, now: float, rank: int, n: int, place: int) -> None:
         self.heads[rank][place] = self.way.following[n]
