@@ -1,7 +1,7 @@
 """Cutting: from the canonical graph and an assignment of its nodes to stages to one graph per stage."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -122,7 +122,7 @@ def cut(
     pass through every stage between.
     """
     anywhere = replicable(canonical, line.flops)
-    legs = list(_legs(canonical, line, assigned, stages - 1, exact, owners))
+    legs = list(legs_of(canonical, line.nodes, assigned.get, stages - 1, exact, owners))
     legs.sort(key=lambda leg: -leg.hops)  # in execution order otherwise; the last message of a stage is for the next
     arriving = ([leg for leg in legs if leg.target == s] for s in range(stages))
     leaving = ([leg for leg in legs if leg.source == s] for s in range(stages))
@@ -132,14 +132,20 @@ def cut(
     )
 
 
-def _legs(
-    canonical: Canonical, line: Line, assigned: Assignment, last: int, exact: bool, owners: Sequence[Hashable] | None
+def legs_of(
+    canonical: Canonical,
+    values: Iterable[Node],
+    stage_of: Callable[[Node, int], int],
+    last: int,
+    exact: bool,
+    owners: Sequence[Hashable] | None,
 ) -> Iterator[ValueLeg]:
-    """The ways of all values that cross, in execution order; what a trunk makes goes on to the last stage."""
+    """The ways of those of the values that cross, in this order; what a trunk makes goes on to the last stage.
+    `stage_of(node, -1)` is the stage of a node, -1 of one that is on no stage."""
     ends = {node for slot, node in canonical.outputs if slot.kind == "activation"}
-    for node in line.nodes:
-        maker = assigned[node]
-        readers = [assigned.get(user, -1) for user in node.users for _ in range(_reads(user, node))]
+    for node in values:
+        maker = stage_of(node, -1)
+        readers = [stage_of(user, -1) for user in node.users for _ in range(_reads(user, node))]
         behind = Counter(stage for stage in [*readers, *[last] * (node in ends)] if stage > maker)
         if behind:
             way = way_of(maker, behind, owners, exact and node.meta["differentiable"])

@@ -113,6 +113,10 @@ class Placement:
         leg, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.kind == "v" and leg % 2 else place
 
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        """The ranks that own `stage`: one for each copy of the model."""
+        return tuple(self.rank(stage, copy) for copy in ((0, 1) if self.kind == "dual" else (0,)))
+
     def rank_beside(self, rank: int, stage: int, other: int) -> int:
         """The rank of stage `other` for the microbatches that run through `stage` on `rank`."""
         return self.rank(other, copy=int(self.rank(stage) != rank))
@@ -125,6 +129,6 @@ class Placement:
     def _stages_of(self) -> tuple[tuple[int, ...], ...]:
         owned: list[set[int]] = [set() for _ in range(self.ranks)]
         for stage in range(self.stages):
-            for copy in (0, 1) if self.kind == "dual" else (0,):
-                owned[self.rank(stage, copy)].add(stage)
+            for rank in self.ranks_of(stage):
+                owned[rank].add(stage)
         return tuple(tuple(sorted(stages)) for stages in owned)

@@ -82,13 +82,19 @@ def blocks_of(line: Line) -> list[int]:
 
 
 def price_line(
-    canonical: Canonical, line: Line, choices: Choices, behind: Tangents | None, made: Made, base: Prices | None = None
+    canonical: Canonical,
+    line: Line,
+    choices: Choices,
+    behind: Tangents | None,
+    made: Made,
+    base: Prices | None = None,
+    fused: bool = False,
 ) -> Prices:
     """The prices of all operations of a line, for one policy of recomputing.
 
     `behind` are the gradients that arrive at its end, None if it makes the loss; `made` remembers blocks. `base`, for
     a policy that recomputes everything, are the prices without: by what waits there its B is measured, which holds all
-    of it once it is recomputed.
+    of it once it is recomputed. `fused`: see `seconds_of`.
     """
     begins = blocks_of(line)
     cuts = Cuts(tuple(begin - 1 for begin in begins[1:]), (), "", "", (), (), ())
@@ -106,7 +112,7 @@ def price_line(
                 places = _mark(stage, line, begin)
                 program, leaving = compile_stage(trainable, choices, stage, tangents, labels=labels)
                 below = None if base is None else [u for u in base.kept if begin <= u[0] < end]
-                block = _Block(stage, program, places, end - begin, choices)
+                block = _Block(stage, program, places, end - begin, choices, fused)
                 made[key] = block.priced(remade, below, begin), [leaving.get(name) for name in _received(stage)]
             prices, order = made[key]
             leaving = {n: g for n, g in zip(_received(stage), order, strict=True) if g is not None}
@@ -160,9 +166,10 @@ class _Block:
         places: Sequence[tuple[int, bool]],
         length: int,
         choices: Choices,
+        fused: bool,
     ) -> None:
         self.stage, self.program, self.places, self.length = stage, program, places, length
-        self.choices = choices
+        self.choices, self.fused = choices, fused
         self.at = {op: self._places_in(program.pieces[op]) for op in "FBW"}
         holders = [n for piece in program.pieces.values() for n in piece.module.graph.find_nodes(op="placeholder")]
         self.resident = storages_behind(n for n in holders if n.meta["slot"].kind not in WAITING)
@@ -205,7 +212,7 @@ class _Block:
     def _add_seconds(self, op: str, times: list[float], found: Prices) -> None:
         at = self.at[op]
         assert self.choices.hardware is not None, "set in price_line"
-        for nodes, seconds in kernel_seconds(self.program.pieces[op].module, self.choices.hardware):
+        for nodes, seconds in kernel_seconds(self.program.pieces[op].module, self.choices.hardware, self.fused):
             place, again = at[nodes[0]], nodes[0].meta.get("pass") == "recompute"
             (found.again if again else times)[place] += seconds
             if op == "F" and (remade := [node for node in nodes if self._passes(node)]):

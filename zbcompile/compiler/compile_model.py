@@ -14,7 +14,7 @@ from torch.fx import Node
 from zbcompile.batches.batch import Microbatch
 from zbcompile.compiler.compile_stage import compile_stage, labels_of, make_manager
 from zbcompile.compiler.cut_planning import plan_cuts
-from zbcompile.compiler.paired_schedule import lower_for, owners_of
+from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, choose_sharding, shard
 from zbcompile.model.model_info import facts_of
@@ -152,7 +152,7 @@ def compile_laid_out(
         else:
             cuts, assigned = like.cuts, assign_by_parameters(canonical, line, like.homes, schedule.stages)
         relay = choices.relay or (schedule.programs and not schedule.ways)  # a schedule may bring its messages
-        owners = None if relay else owners_of(schedule.placement)
+        owners = None if relay else [*map(schedule.placement.ranks_of, range(schedule.stages))]
         stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact, owners)
         refuse_shared_mutation(stages)
         if schedule.placement.kind == "dual":

@@ -220,7 +220,7 @@ def first_microbatches(schedule: Schedule, count: int) -> Schedule:
 def score_of(prices: LinePrices, layout: Layout, schedule: Schedule, memory: float | None) -> Score:
     """What a layout lacks in memory on its fullest rank, and the time of its step. If `schedule` is that of its first
     microbatches, each further one takes as long as the busiest rank works on one."""
-    found = prices.costs(layout.edges, recompute=layout.recompute)
+    found = prices.costs(layout.edges, recompute=layout.recompute, placement=schedule.placement)
     most = 0.0 if memory is None else max(prices.most_held(schedule, layout.edges, recompute=layout.recompute)) - memory
     timeline = simulate(schedule, found)
     more = layout.microbatches - schedule.microbatches

@@ -20,7 +20,6 @@ from zbcompile.compiler.compile_model import (
     without_autocast,
 )
 from zbcompile.compiler.cut_planning import plan_cuts
-from zbcompile.compiler.paired_schedule import owners_of
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, forward_shards, shard_head
 from zbcompile.errors import PipelineError
@@ -87,7 +86,7 @@ def compile_forward(
         cuts = plan_cuts(trunk, line, frame.schedule, frame.choices, {}) if like is None else like.cuts
         count = frame.schedule.stages
         assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes, count)
-        owners = None if frame.choices.relay else owners_of(frame.schedule.placement)
+        owners = None if frame.choices.relay else [*map(frame.schedule.placement.ranks_of, range(count))]
         stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, count, False, owners)
         stages = tuple(without_calls(stage, labels_of(canonical)) for stage in stages)
         if wanted.computes != "eval":

@@ -1,6 +1,6 @@
 """What a schedule's exchanges take, and the schedule with pairs that hide them."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zbcompile.compiler.block_prices import exchange_seconds
@@ -11,7 +11,7 @@ from zbcompile.passes.errors import CompileError
 from zbcompile.passes.machine.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.program.program import Program, ways_of
-from zbcompile.schedules import Costs, Lowered, Placement, Schedule, lower
+from zbcompile.schedules import Costs, Lowered, Schedule, lower
 from zbcompile.schedules.searching.pairs import beside, with_pairs
 
 
@@ -31,12 +31,6 @@ def in_order(program: Program, schedule: Schedule) -> Program:
     if program.vocabulary is not None and not schedule.shards:
         schedule = insert(schedule, program.vocabulary, program.stages)
     return replace(program, lowered=lower_for(program.stages, schedule, program.choices, program.device_type))
-
-
-def owners_of(placement: Placement) -> tuple[Hashable, ...]:
-    """The ranks of each stage, in both copies of a model that has two."""
-    copies = (0, 1) if placement.kind == "dual" else (0,)
-    return tuple(tuple(placement.rank(stage, copy) for copy in copies) for stage in range(placement.stages))
 
 
 def _require_its_ways(schedule: Schedule, stages: Sequence[StageProgram]) -> None:

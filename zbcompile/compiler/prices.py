@@ -4,11 +4,13 @@ compiled."""
 import copy
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
+
+from torch.fx import Node
 
 from zbcompile.compiler.block_prices import Made, Prices, price_line
 from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
@@ -19,6 +21,7 @@ from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
 from zbcompile.passes.partition.node_costs import device_of, measured_seconds
+from zbcompile.passes.partition.stage_graphs import legs_of
 from zbcompile.passes.recompute.candidates import is_hinted
 from zbcompile.passes.stage.deduplicate import Tangents
 from zbcompile.schedules import Costs, Placement, Schedule, peak_memory
@@ -59,7 +62,8 @@ class LinePrices:
 
     `measured` are the times of operations for `balance="measured"`: the graphs then say how a time divides. `behind`
     are the gradients that arrive at the end of the line, None if it makes the loss; `made` remembers what was compiled.
-    `shard` is what each rank has of a sharded output layer, `link` what connects two ranks (None: messages are free).
+    `shard` is what each rank has of a sharded output layer, `link` what connects two ranks (None: messages are free);
+    `fused`: see `seconds_of`.
     """
 
     canonical: Canonical
@@ -70,10 +74,12 @@ class LinePrices:
     made: Made = field(default_factory=dict)
     shard: ShardPrice = WHOLE
     link: Connection | None = None
+    fused: bool = False
 
     _stages: dict[tuple[int, int, Policy], StagePrice] = field(init=False, default_factory=dict)
     _corners: dict[Policy, tuple[Policy, ...]] = field(init=False, default_factory=dict)
     _by_policy: dict[Policy, PolicyPrices] = field(init=False, default_factory=dict)
+    _sent: dict[tuple[tuple[int, ...], str], dict[tuple[int, int], int]] = field(init=False, default_factory=dict)
 
     def with_shard(self, shard: ShardPrice) -> "LinePrices":
         """The same line with another shard of the output layer. The prices of its stages do not depend on the shard:
@@ -88,12 +94,22 @@ class LinePrices:
         found = self._known("off").prices.seconds
         return [sum(each) * scale for *each, scale in zip(*found, self._scales, strict=True)]
 
-    def costs(self, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None) -> Costs:
+    def costs(
+        self,
+        edges: Sequence[int],
+        rows: float = 1,
+        recompute: Recompute | None = None,
+        placement: Placement | None = None,
+    ) -> Costs:
         """The costs of the stages between `edges`, of microbatches with `rows` times as many rows; with `recompute`
-        another than that of the choices."""
+        another than that of the choices. Without a `placement` every stage has a rank of its own."""
         stages = len(edges) + 1
+        largest = [0] * stages
+        for (source, _), size in self._messages(edges, placement or Placement("linear", stages, 1)).items():
+            largest[source] = max(largest[source], size)
+        prices = zip(self.stages(edges, recompute, rows), largest, strict=True)
         return costs_of(
-            self.stages(edges, recompute, rows),
+            [price._replace(message=rows * size) for price, size in prices],
             vocab_s=(rows * self.shard.scan,) * stages,
             vocab_t=(rows * self.shard.update,) * stages,
             vocab_state=(rows * self.shard.state,) * stages,
@@ -197,6 +213,27 @@ class LinePrices:
         """The operations whose B or W needs something of the forward."""
         return sorted({place for place, *_ in self._known("off").prices.kept})
 
+    def _messages(self, edges: Sequence[int], placement: Placement) -> dict[tuple[int, int], int]:
+        """Bytes by the stages that a message goes from and to: to the next, or straight to the one that reads it."""
+        key = tuple(edges), str(placement)
+        if key not in self._sent:
+            crossing = dict.fromkeys(value for edge in edges for value in self.line.live[edge - 1])
+            owners = None if self.choices.relay else [*map(placement.ranks_of, range(placement.stages))]
+            values: dict[tuple[int, int], list[Node]] = {}
+            how = self._stage_within(edges), len(edges), self.choices.exact, owners
+            for leg in legs_of(self.canonical, crossing, *how):
+                values.setdefault((leg.source, leg.target), []).append(leg.value)
+            self._sent[key] = {ends: bytes_behind(each) for ends, each in values.items()}
+        return self._sent[key]
+
+    def _stage_within(self, edges: Sequence[int]) -> Callable[[Node, int], int]:
+        places = self._places
+        return lambda node, default: bisect_right(edges, places[node]) if node in places else default
+
+    @cached_property
+    def _places(self) -> dict[Node, int]:
+        return {node: place for place, node in enumerate(self.line.nodes)}
+
     def _crossing(self, edge: int) -> int:
         return self.line.boundary_bytes(edge - 1) if 0 < edge < len(self.line.nodes) else 0
 
@@ -248,14 +285,13 @@ class LinePrices:
     def resident(self, edges: Sequence[int], placement: Placement) -> tuple[float, ...]:
         """Bytes that each rank holds all the time: parameters, gradients, optimizer state and buffers."""
         held = [self.footprint.resident(*span) for span in pairwise([0, *edges, len(self.line.nodes)])]
-        copies = (0, 1) if placement.kind == "dual" else (0,)
         found = [self.shard_bytes] * placement.ranks
         for stage, size in enumerate(held):
-            for each in copies:
-                found[placement.rank(stage, each)] += size
+            for rank in placement.ranks_of(stage):
+                found[rank] += size
         for positions, size, gradient in self.footprint.shared:
             stages = {bisect_right(edges, at) for at in positions}
-            owners = Counter(placement.rank(stage, each) for stage in stages for each in copies if len(stages) > 1)
+            owners = Counter(rank for stage in stages for rank in placement.ranks_of(stage) if len(stages) > 1)
             for rank, count in owners.items():  # held once, and a sum of gradients for each stage
                 found[rank] += count * gradient - (count - 1) * size
         return tuple(found)
@@ -268,20 +304,19 @@ class LinePrices:
         return tuple(found)
 
     def always_held(self, placement: Placement, edges: Sequence[int], rows: float = 1) -> tuple[float, ...]:
-        """`resident`, and buffers for one message over each cut between two ranks."""
+        """`resident`, and buffers for one message on each way between two ranks."""
         found = list(self.resident(edges, placement))
-        for stage, edge in enumerate(edges):
-            for each in (0, 1) if placement.kind == "dual" else (0,):
-                ranks = {placement.rank(stage, each), placement.rank(stage + 1, each)}
-                for rank in ranks if len(ranks) > 1 else ():
-                    found[rank] += rows * self._crossing(edge)
+        for (source, target), size in self._messages(edges, placement).items():
+            for ends in zip(placement.ranks_of(source), placement.ranks_of(target), strict=True):
+                for rank in ends if ends[0] != ends[1] else ():
+                    found[rank] += rows * size
         return tuple(found)
 
     def held_by_any_order(
         self, placement: Placement, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None
     ) -> tuple[float, ...]:
         """`always_held` with the bytes of the running pass, taken as those of the pass that needs most."""
-        costs = with_messages(self.costs(edges, rows, recompute), placement)
+        costs = with_messages(self.costs(edges, rows, recompute, placement), placement)
         beside = most_beside(placement, costs, running_of(self.stages(edges, recompute, rows)))
         return tuple(map(sum, zip(self.always_held(placement, edges, rows), beside, strict=True)))
 
@@ -289,7 +324,8 @@ class LinePrices:
         self, schedule: Schedule, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None
     ) -> tuple[float, ...]:
         """The most bytes that each rank holds at any moment of a step."""
-        costs, placement = with_messages(self.costs(edges, rows, recompute), schedule.placement), schedule.placement
+        placement = schedule.placement
+        costs = with_messages(self.costs(edges, rows, recompute, placement), placement)
         waiting = peak_memory(schedule, costs, running_of(self.stages(edges, recompute, rows)))
         return tuple(map(sum, zip(waiting, self.always_held(placement, edges, rows), strict=True)))
 
@@ -310,7 +346,7 @@ class LinePrices:
         if policy not in self._by_policy:
             base = self._known("off").prices if policy == "full" else None
             choices = replace(self.choices, recompute=policy)
-            prices = price_line(self.canonical, self.line, choices, self.behind, self.made, base)
+            prices = price_line(self.canonical, self.line, choices, self.behind, self.made, base, self.fused)
             count = len(self.line.nodes)
             waiting = (DistinctBytes(uses, count) for uses in (prices.kept, prices.held, prices.residue))
             self._by_policy[policy] = PolicyPrices(prices, *waiting)

@@ -164,8 +164,8 @@ class Summary:
         stages, placement = self.program.stages, self.program.schedule.placement
         mean, ranks = sum(loads) / len(loads) or 1.0, [0.0] * placement.ranks
         for stage, load in enumerate(loads):
-            for copy in (0, 1) if placement.kind == "dual" else (0,):
-                ranks[placement.rank(stage, copy)] += load
+            for rank in placement.ranks_of(stage):
+                ranks[rank] += load
         ratio = max(ranks) * len(ranks) / sum(ranks) if sum(ranks) else 1.0
         rows = [
             [

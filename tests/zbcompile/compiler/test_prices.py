@@ -1,5 +1,6 @@
 """Prices of stages from the graphs of distinct blocks, beside those of the stages compiled for the same cuts."""
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zbcompile
-from targets import gpt, llama
+from targets import gpt, llama, unet
 from tests.support.mesh_targets import layers
 from zbcompile.compiler.compile_example import CompiledExample, compile_example, one_microbatch
 from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
@@ -129,6 +130,35 @@ def test_bytes_of_regions_that_the_model_marks(whole: bool) -> None:
 def test_stages_that_are_cut_anywhere(compiled: CompiledExample) -> None:
     prices, edges = line_prices(compiled)
     assert_priced(prices, compiled.program, edges, seconds=0.03, bytes_=0.1)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b"])
+def test_messages_go_straight_to_the_stages_that_read_them(name: str) -> None:
+    """As those of the compiled stages, and through all stages with `relay`."""
+    example, schedule = zbcompile.Example(*unet()), build(name, 2 if name != "1f1b" else 4, 4)
+    laid_out = lay_out_step(example.model, one_microbatch(example), example.loss)
+    sent = []
+    for relay in (False, True):
+        choices = Choices(relay=relay)
+        program = compile_laid_out(example.model, one_microbatch(example), laid_out, schedule, choices, {})
+        prices, edges = LinePrices(laid_out.canonical, laid_out.line, choices), [a + 1 for a in program.cuts.after]
+        costs = prices.costs(edges, placement=schedule.placement)
+        assert costs.message == predicted_costs(program).message
+        sent.append(sum(costs.message))
+        held = sum(prices.always_held(schedule.placement, edges)) - sum(prices.resident(edges, schedule.placement))
+        assert held == sum(
+            2 * size * (schedule.placement.rank(source) != schedule.placement.rank(target))
+            for (source, target), size in messages_of(program).items()
+        )
+    assert sent[0] < sent[1]
+
+
+def messages_of(program: Program) -> Counter[tuple[int, int]]:
+    found = Counter[tuple[int, int]]()
+    for stage in program.stages:
+        for spec in stage.sends.values():
+            found[stage.stage, stage.stage + spec.hops] += spec.bytes
+    return found
 
 
 def test_what_waits_for_w_in_a_chain_of_products() -> None:
