@@ -62,6 +62,8 @@ class Hardware:
             are).
         operations: Measured kernels: by the operator's name, (bytes moved, seconds) by rising bytes, of attention by
             FLOPs; "" is for all others.
+        spread: How far apart measured times lie, as a share of them to both sides; None of figures that were not
+            measured several times. Predictions say it, as "+-".
         sources: Where the figures come from, by field.
 
     Raises CompileError for a figure that cannot be.
@@ -92,6 +94,7 @@ class Hardware:
     paired: bool = False
     products: Mapping[str, Sequence[Product]] = field(default_factory=dict)
     operations: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
+    spread: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -177,7 +180,7 @@ class Hardware:
         return channel.latency + times * size / channel.bandwidth if channel else 0.0
 
     def __str__(self) -> str:
-        return self.name
+        return self.name if self.spread is None else f"{self.name} (+- {self.spread:.1%})"
 
 
 _CONNECTIONS = ("within", "between", "exchange")
@@ -195,6 +198,7 @@ FIGURES = {
     "products": figures.PRODUCTS,
     "operations": figures.OPERATIONS,
     "sources": figures.SOURCES,
+    "spread": figures.AMOUNT.or_none(),
     **dict.fromkeys(("launch", "viewing", "start", "depth"), figures.AMOUNT),
     **dict.fromkeys(("bandwidth_efficiency", "product_efficiency", "attention_efficiency"), figures.SHARE),
     **dict.fromkeys(_CONNECTIONS, figures.CONNECTION.or_none()),

@@ -3,6 +3,8 @@
 import argparse
 import json
 import os
+import sys
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,9 @@ from zbcompile.passes.machine.hardware import Connection, Hardware
 from zbcompile.prediction.calibration import ELEMENTS, ENOUGH, ROUNDS, Bench, measure_machine
 from zbcompile.progress import Say
 from zbcompile.safe_files import write_whole
+
+LOADED, WORKED = 0.25, 0.95  # processes for each processor, and the share of the time: beyond, others disturb
+AGAIN = "Its times may be 10 % off or more: measure again while nothing else runs."
 
 EXAMPLES = """examples:
   python -m zbcompile.calibrate --output machine.toml
@@ -46,12 +51,32 @@ def _measure(ranks: Ranks, file: Path, quick: bool, say: Say) -> None:
     """All ranks measure their machine at once, as they compute at once in a step; the figures are the first rank's."""
     enough, elements = (0.0, ELEMENTS[:-1]) if quick else (ENOUGH, ELEMENTS)
     bench = Bench(own_device(), enough, elements, min if ranks.everyone is None else median)
-    rounds = 1 if quick else ROUNDS
+    rounds, load = 1 if quick else ROUNDS, os.getloadavg()[0] / (os.cpu_count() or 1)
+    wall, own = time.perf_counter(), time.thread_time()
     found = together(ranks, "measuring the machine", lambda: measure_machine(bench, rounds, say))
+    alone = bench.device.type == "cpu" and torch.get_num_threads() == 1
+    worked = (time.thread_time() - own) / (time.perf_counter() - wall) if alone else 1.0
+    busy = next(filter(None, ranks.gather(why_busy(load, worked))), "")
     pairs = measure_pairs(ranks)
     if ranks.is_first:
+        if busy:
+            found = replace(found, sources={**found.sources, "busy": busy})
+            print(f"zbcompile calibrate: the machine was busy: {busy}. {AGAIN}", file=sys.stderr)
         write_whole(file, to_toml(with_links(found, pairs, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))).encode())
         print(f"{file}: {found}")
+
+
+def why_busy(load: float, worked: float) -> str:
+    """What says that others used the machine while it was measured, else "": the load for each processor before, and
+    the share of the time in which this thread was running.
+
+    >>> why_busy(load=0.01, worked=0.99), why_busy(load=2.0, worked=0.4)
+    ('', 'it had 2.0 processes for each processor before, and the measurement was running for 40% of its time')
+    """
+    if load <= LOADED and worked >= WORKED:
+        return ""
+    running = f"the measurement was running for {worked:.0%} of its time"
+    return f"it had {load:.1f} processes for each processor before, and {running}"
 
 
 def with_links(hardware: Hardware, pairs: Iterable[MeasuredLink], node_ranks: int) -> Hardware:

@@ -120,8 +120,10 @@ class Summary:
     def _prediction(self) -> Table:
         now, sent, limit = self.timeline, count_messages(self.program), self._memory_limit
         notes = [_SPEED] if self.unit == "FLOP" else []
+        spread = self.prediction.basis.spread
         figures = [
             Figure("step", now.makespan, self.unit, "step"),
+            Figure("+-", spread and spread * now.makespan, self.unit, "step"),
             Figure("predicted", self.prediction.basis.text),
             Figure("bubble of the busiest rank", now.bubble, "share", "step"),
             Figure("idle of all ranks", idle_share(now), "share", "step"),

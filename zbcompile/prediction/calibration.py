@@ -5,6 +5,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, product
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -99,8 +100,23 @@ def measure_machine(bench: Bench, rounds: int = ROUNDS, say: Callable[[str], Non
         viewing=starts["viewing"][0] if device.type == "cpu" else 0.0,
         products=products,
         operations={"": kernels["mul"], **kernels},
+        spread=spread_of(found) if rounds > 1 else None,
         sources={"everything": f"python -m zbcompile.calibrate, torch {torch.__version__}"},
     )
+
+
+def spread_of(rounds: Sequence[Sequence[Mapping[str, list[Any]]]]) -> float:
+    """Half of how far the seconds of a sample lie apart between rounds, as a share of them, for the typical sample."""
+    times = (
+        [_seconds(each) for table in tables for samples in table.values() for each in samples] for tables in rounds
+    )
+    samples = zip(*times, strict=True)
+    return median((max(seconds) - min(seconds)) / (2 * median(seconds)) for seconds in samples)
+
+
+def _seconds(sample: Any) -> float:
+    """Of a sample, which is its seconds or ends with them."""
+    return float(sample if isinstance(sample, float) else sample[-1])
 
 
 def _joined(found: Sequence[Mapping[str, list[Any]]], of: Callable[[Sequence[float]], float]) -> dict[str, list[Any]]:
@@ -113,7 +129,7 @@ def _joined(found: Sequence[Mapping[str, list[Any]]], of: Callable[[Sequence[flo
 def _of_rounds(rows: Sequence[Any], of: Callable[[Sequence[float]], float]) -> Any:
     if isinstance(rows[0], float):
         return of(rows)
-    joined = (*rows[0][:-1], of([row[-1] for row in rows]))
+    joined = (*rows[0][:-1], of([*map(_seconds, rows)]))
     return Product(*joined) if isinstance(rows[0], Product) else joined
 
 

@@ -27,11 +27,13 @@ NAMED_COSTS = ("flops", "uniform", "measured")
 
 @dataclass(frozen=True)
 class Basis:
-    """Costs and where they are from: `unit` of the times ("s" or "passes"), `text` for a reader."""
+    """Costs and where they are from: `unit` of the times ("s" or "passes"), `text` for a reader; `spread` of the
+    hardware that they were predicted for, None of others."""
 
     costs: Costs
     unit: str
     text: str
+    spread: float | None = None
 
 
 def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
@@ -47,7 +49,7 @@ def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
         channels = program.choices.channels or "nominal"
         exchanges = f"; exchanges beside the pipeline: {channels}" if program.exchanges else ""
         text = f"from FLOPs and bytes on {hardware}, {messages}{exchanges}"
-        return Basis(predicted_costs(program, fused), "s", text)
+        return Basis(predicted_costs(program, fused), "s", text, hardware.spread)
     if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
         forward, backward, weight = (
             tuple(int(op in stage.pieces and not stage.pieces[op].empty) for stage in program.stages) for op in "FBW"

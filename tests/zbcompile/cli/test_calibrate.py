@@ -1,5 +1,6 @@
 """`python -m zbcompile.calibrate`: what it measures here is a profile, and what it is told wrong is one line."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -11,25 +12,41 @@ from tests.support.error_lines import error_lines
 from zbcompile.calibrate import main
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import Choices
-from zbcompile.prediction.calibration import KERNELS
+from zbcompile.passes.machine.hardware import Product
+from zbcompile.prediction.calibration import KERNELS, spread_of
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import build
 
 
 @pytest.mark.slow
 def test_this_machine_is_measured_and_a_step_predicted_from_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of a machine on which much else ran, which it says and writes down."""
     file = tmp_path / "machine.toml"
+    monkeypatch.setattr(os, "getloadavg", lambda: (20.0, 20.0, 20.0))
     assert main(["--quick", "--output", str(file)]) == 0
-    assert capsys.readouterr().out.startswith(f"{file}: ")
+    shown = capsys.readouterr()
+    assert shown.out.startswith(f"{file}: ")
+    assert "the machine was busy: it had" in shown.err
     found = zbcompile.Hardware.find(str(file))
+    assert "processes for each processor before" in found.sources["busy"]
+    assert found.spread is None  # of one round
     assert found.launch > found.viewing > 0
     assert found.operations.keys() >= KERNELS.keys()
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     example = zbcompile.Example(model, (torch.ones(8, 64),), {}, nn.MSELoss(), torch.ones(8, 1))
     program = compile_example(example, build("zb-h1", 2, 4), Choices(hardware=found)).program
     assert 1e-6 < min(predicted_costs(program).forward) < 1e-2
+
+
+def test_the_spread_is_that_of_a_typical_sample_between_rounds() -> None:
+    """Of three samples 0, 10 and 50 % apart."""
+    rounds = [
+        [{"launch": [1e-6]}, {"mul": [(8.0, 0.95 * scale)]}, {"product": [Product(1, 2, 2, 2, far)]}]
+        for scale, far in ((1.0, 1.0), (1.1, 1.5), (1.05, 1.25))
+    ]
+    assert spread_of(rounds) == pytest.approx(0.05 / 1.05)
 
 
 @pytest.mark.parametrize("output", ["machine.json", "nowhere/machine.toml"])
