@@ -143,7 +143,7 @@ BUDGET = {
     "zbcompile/optimizer": 1386,
     "zbcompile/persistence": 2508,
     "zbcompile/planning": 1380,
-    "zbcompile/prediction": 1390,
+    "zbcompile/prediction": 1400,
     "zbcompile/profiling": 620,
     "zbcompile/program": 1990,
     "zbcompile/program_cache": 1445,

@@ -77,11 +77,11 @@ def with_options(plan: AnyPlan, **options: Any) -> AnyPlan:
     return replace(plan, given={**plan.given, **options})
 
 
-def add_plan(parser: argparse.ArgumentParser, without: Sequence[str] = ()) -> None:
-    """Add the arguments of `Plan`, but not the options that the command chooses by itself."""
+def add_plan(parser: argparse.ArgumentParser, without: Sequence[str] = (), **instead: str) -> None:
+    """Add the arguments of `Plan`, but not the options that the command chooses by itself; `instead`: other help."""
     group = parser.add_argument_group("what to compile")
     names = [name for name in FLAGS if name not in without]
-    add_flags(group, names, ranks="how many ranks (default: 2, or those of a schedule file)")
+    add_flags(group, names, **{"ranks": "how many ranks (default: 2, or those of a schedule file)", **instead})
     group.add_argument(
         "--fake", action="store_true", help="build the model of fake tensors; predict for --hardware, or an H100"
     )

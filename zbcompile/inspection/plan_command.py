@@ -21,9 +21,10 @@ from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import options_of
-from zbcompile.planning.factorisations import SLOW, CapturedStep, PlanRow, factorisations, ranked
+from zbcompile.planning.factorisations import SLOW, CapturedStep, PlanQuestion, PlanRow, factorisations, ranked
 from zbcompile.progress import Say
 from zbcompile.safe_files import write_whole
+from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.visualization.shapes import picture, shape
 from zbcompile.schedules.visualization.svg import round_step
 from zbcompile.schedules.visualization.units import SIZES
@@ -60,6 +61,7 @@ def _figures(row: PlanRow, rate: str) -> list[Figure]:
         Figure("recompute", _written(layout.recompute)),
         Figure("vocab", str(layout.vocab)),
         Figure("step", row.seconds, "s", "step"),
+        *([Figure("+-", row.spread * row.seconds, "s", "step")] if row.spread is not None else []),
         Figure(rate, row.rate, "1/s"),
         Figure("bubble", row.choice.bubble, "share", "step"),
         Figure("peak memory", row.peak, "B", "rank"),
@@ -109,10 +111,10 @@ def _ticks(most: float, pixels: float) -> list[tuple[float, float]]:
 
 
 ASSUMED = (
-    "Predicted from operations on {hardware}, with {messages}; memory is parameters, gradients, optimizer state, "
-    "activations, also those of the pass that runs, and messages, without what kernels, the allocator and the sum of "
-    "gradients over replicas take for themselves. Steps of many microbatches: the first ones, and the rest at their "
-    "pace."
+    "Predicted from operations{fused} on {hardware}, with {messages}; memory is parameters, gradients, optimizer "
+    "state, activations, also those of the pass that runs, and messages, without what kernels, the allocator and the "
+    "sum of gradients over replicas take for themselves. Steps of many microbatches: the first ones, and the rest at "
+    "their pace."
 )
 LINKED = "messages and sums of gradients over its links"
 FREE = "messages and the exchange between replicas free"
@@ -133,6 +135,7 @@ class PlanRequest(Plan):
     """The arguments of the command line."""
 
     global_batch: int | None
+    fused: bool
     rows: int
     every: bool
     svg: Path | None
@@ -143,13 +146,16 @@ class PlanRequest(Plan):
 def _run(chosen: argparse.Namespace, say: Say) -> None:
     """Search and print; raises the project's errors."""
     request = PlanRequest(**split_options(chosen))
-    request, ranks = with_options(request, schedule="auto"), request.options.ranks
+    request = with_options(request, **{"schedule": "auto", **request.given})
+    ranks, schedule = request.options.ranks, request.options.schedule
+    if not isinstance(schedule, str):
+        raise PipelineError("--schedule: expected a name; the order in a file is for one number of ranks.")
     if ranks is None:
         raise PipelineError("--ranks is missing: how many are to be used altogether?")
-    rows, impossible = _searched(request, ranks, say)
+    rows, impossible = _searched(request, schedule, ranks, say)
     if not rows:
         raise PipelineError(f"no plan for {ranks} ranks: {'; '.join(impossible)}")
-    command = _command(request, rows[0])
+    command = _command(request, schedule, rows[0])
     tables = [
         plan_table(rows, request.rows, _assumed(request), request.every),
         Table("impossible", notes=impossible),
@@ -164,13 +170,23 @@ def _run(chosen: argparse.Namespace, say: Say) -> None:
 def _assumed(request: PlanRequest) -> str:
     hardware = request.options.hardware
     messages = LINKED if hardware and hardware.within else FREE
-    return ASSUMED.format(hardware=hardware or "nominal speeds of the device", messages=messages)
+    fused = " in fused kernels" * request.fused
+    return ASSUMED.format(fused=fused, hardware=hardware or "nominal speeds of the device", messages=messages)
 
 
-def _searched(request: PlanRequest, ranks: int, say: Say) -> tuple[list[PlanRow], list[str]]:
+def _searched(request: PlanRequest, schedule: str, ranks: int, say: Say) -> tuple[list[PlanRow], list[str]]:
     """The rows for every number of ranks that can share the matrices, and the reasons why others cannot."""
     whole, options = example_of(request), request.options
-    task = options.choices, ranks, request.global_batch, options.search_seconds, say, request.dimensions
+    question = PlanQuestion(
+        options.choices,
+        request.global_batch,
+        request.dimensions,
+        schedule,
+        options.microbatches,
+        options.chunks,
+        request.fused,
+    )
+    task = question, ranks, options.search_seconds, say
     sizes = [tp for tp in range(2, ranks + 1) if ranks % tp == 0] if "tp" in request.dimensions else []
     why = why_whole(request, whole.model) if sizes else ""
     rows, impossible = factorisations(_captured(request, whole, say), *task)
@@ -205,7 +221,7 @@ def _tokens(microbatch: Microbatch, rows: int) -> int:
     return max((each.numel() // rows for each in tensors if each.dim() > 1 and each.shape[0] == rows), default=1)
 
 
-def _command(request: PlanRequest, row: PlanRow) -> str:
+def _command(request: PlanRequest, schedule: str, row: PlanRow) -> str:
     """A program holds one pipeline of whole matrices; ranks that share them compile their parts themselves."""
     layout, (replicas, tensor, ranks) = row.choice.layout, row.mesh
     kept = [name for name in options_of(Choices) if name in request.given and name not in ("recompute", "vocab")]
@@ -216,8 +232,8 @@ def _command(request: PlanRequest, row: PlanRow) -> str:
         begin = f"torchrun --nproc-per-node {replicas * tensor * ranks} -m zbcompile.run {request.target}"
         begin, end = f"{begin} --replicas {replicas} --tensor {tensor}", "--data FILE.py:NAME --steps N"
     parts = [
-        f"{begin} --schedule auto --microbatches {layout.microbatches}",
-        f"--chunks {layout.parsed.chunks}",
+        f"{begin} --schedule {schedule} --microbatches {layout.microbatches}",
+        *([f"--chunks {layout.parsed.chunks}"] if find(schedule).free_chunks else []),
         f"--recompute {_written(layout.recompute)} --vocab {layout.vocab}",
         *flags,
         end,
@@ -254,11 +270,20 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
         default=DIMENSIONS,
         help="which may have several ranks",
     )
+    parser.add_argument(
+        "--fused", action="store_true", help="chains of elementwise operations take one kernel, as with inductor"
+    )
     parser.add_argument("--rows", metavar="N", type=_positive, default=12, help="rows to print (default: %(default)s)")
     parser.add_argument("--all", dest="every", action="store_true", help="print every row, however slow")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw rate against memory")
     parser.add_argument("--json", action="store_true", help="the tables as JSON")
-    add_plan(parser, without=("schedule", "microbatches", "chunks", "loss_reduction"))
+    add_plan(
+        parser,
+        without=("loss_reduction",),
+        schedule="the name of the schedule that every row has (default: auto, which searches layouts and orders)",
+        ranks="how many ranks altogether",
+        microbatches="of a step of each replica (default: four a rank, or those of --global-batch in which it is best)",
+    )
 
 
 DESCRIPTION = (

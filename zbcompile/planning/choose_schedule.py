@@ -1,10 +1,29 @@
-"""Which schedule a pipeline runs - a named one for its ranks and first batch, a file's, or one that is given - and how
-many microbatches each batch becomes."""
+"""Which schedule a pipeline runs - a named one for its ranks and first batch, a file's, or one that is given - how
+many microbatches each batch becomes, and what a named one is for a layout that is only priced."""
+
+from collections.abc import Sequence
 
 from zbcompile.batches.batch import Batch
 from zbcompile.errors import PipelineError
 from zbcompile.options import Options, is_searched
-from zbcompile.schedules import Schedule, admits, build, check, lower, smallest_microbatches
+from zbcompile.program.choice import Layout
+from zbcompile.schedules import (
+    Costs,
+    Schedule,
+    ScheduleError,
+    SearchResult,
+    admits,
+    bound,
+    build,
+    check,
+    lower,
+    simulate,
+    smallest_microbatches,
+)
+from zbcompile.schedules.generators.registry import find
+from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
+from zbcompile.schedules.searching.problem import ROUNDING
+from zbcompile.schedules.searching.starting_orders import HEURISTIC
 
 PROVISIONAL = "zb-v"  # until a searched layout is known: it admits any number of microbatches
 
@@ -62,3 +81,29 @@ def fit_to_count(schedule: Schedule, options: Options, count: int) -> Schedule:
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
     return build(schedule.name, schedule.ranks, count, chunks=None if is_searched(options) else options.chunks)
+
+
+def placement_of(name: str, ranks: int, chunks: int | None = None) -> str:
+    """The placement of a named schedule. Raises ScheduleError if it has none on these ranks."""
+    return str(build(name, ranks, smallest_microbatches(name, ranks, chunks=chunks), chunks=chunks).placement)
+
+
+def named_order(
+    name: str, layout: Layout, costs: Costs, microbatches: int, limits: Sequence[float] | None, chunks: int | None
+) -> SearchResult:
+    """A layout in the order of a named schedule, as if a search had found it; `limits` are bytes by rank, `chunks` the
+    stages per rank if they were given. Raises ScheduleError for counts that it does not admit, and if a rank holds
+    more."""
+    limit = min(limits) if limits and find(name).name in HEURISTIC else None  # others do not adapt to it
+    order = build(name, layout.ranks, microbatches, costs, limit, chunks)
+    if layout.vocab != "off":
+        order = with_vocabulary(order, layout.barriers, costs)
+    timeline = simulate(order, costs)
+    for rank, (peak, limit) in enumerate(zip(timeline.peak_memory, limits or (), strict=bool(limits))):
+        if peak > limit * ROUNDING:
+            raise ScheduleError(
+                f"{order.name}: {peak:,.0f} bytes wait between passes on rank {rank}, {peak - limit:,.0f} more than "
+                "memory= leaves"
+            )
+    least = bound(costs, layout.ranks, microbatches, layout.placement, limits, barriers=layout.barriers)
+    return SearchResult(order, timeline, least, timeline.makespan, order.name, 0, 0.0, {}, {})

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from operator import sub
 
 from zbcompile.compiler.compile_model import LaidOut
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.machine.hardware import Connection
-from zbcompile.planning.layouts import LayoutSearch, rounded
+from zbcompile.planning.layouts import LayoutSearch, rounded, whole_step
 from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
-from zbcompile.schedules import ScheduleError
+from zbcompile.schedules import ScheduleError, bound, simulate
+from zbcompile.schedules.searching.pairs import with_pairs
 
 SLOW = 3.0  # times longer than the fastest: what holds little because almost nothing runs side by side
 
@@ -19,13 +21,14 @@ SLOW = 3.0  # times longer than the fastest: what holds little because almost no
 @dataclass(frozen=True)
 class PlanRow:
     """One way to use the ranks, with `rows` of the batch per step, of `tokens` tokens each. `exchange` is by how many
-    seconds the sum of the gradients over the replicas prolongs the step. `best`: nothing is faster that takes less
-    memory."""
+    seconds the sum of the gradients over the replicas prolongs the step. `spread`: that of the hardware. `best`:
+    nothing is faster that takes less memory."""
 
     choice: Choice
     rows: int
     tokens: int = 1
     exchange: float = 0.0
+    spread: float | None = None
     best: bool = False
 
     @property
@@ -60,37 +63,49 @@ class CapturedStep:
     tensor: int = 1
 
 
-def factorisations(
-    step: CapturedStep,
-    choices: Choices,
-    ranks: int,
-    batch: int | None,
-    seconds: float,
-    announce: Callable[[str], None],
-    dimensions: Collection[str] = ("dp", "pp"),
-) -> tuple[list[PlanRow], list[str]]:
-    """The rows for that many ranks altogether, and why other numbers of pipeline ranks are impossible.
+@dataclass(frozen=True)
+class PlanQuestion:
+    """What is asked of every way to divide the ranks.
 
     `batch` is the number of rows of a whole step over all replicas, by default four microbatches for each pipeline
-    rank; `seconds` may be spent on the search altogether; `dimensions` of the mesh have several ranks, others one.
+    rank; `microbatches` the number of those of a replica, if it is given, and `chunks` the stages per rank;
+    `dimensions` of the mesh have several ranks, others one; `fused`: see `seconds_of`.
     """
-    places = ranks // step.tensor
+
+    choices: Choices
+    batch: int | None = None
+    dimensions: Collection[str] = ("dp", "pp")
+    schedule: str = "auto"
+    microbatches: int | None = None
+    chunks: int | None = None
+    fused: bool = False
+
+
+def factorisations(
+    step: CapturedStep, question: PlanQuestion, ranks: int, seconds: float, announce: Callable[[str], None]
+) -> tuple[list[PlanRow], list[str]]:
+    """The rows for that many ranks altogether, and why other numbers of pipeline ranks are impossible. `seconds` may
+    be spent on the search altogether."""
+    places, dimensions = ranks // step.tensor, question.dimensions
     least, most = 1 if "dp" in dimensions else places, places if "pp" in dimensions else 1
     sizes = [size for size in range(least, most + 1) if places % size == 0]
     found: list[PlanRow] = []
     impossible: list[str] = []
-    hardware, choices = choices.hardware, on_mesh(choices, step.tensor)
-    priced = PricedStep(step.laid_out, choices, step.measured)
+    hardware, choices = question.choices.hardware, on_mesh(question.choices, step.tensor)
+    spread = hardware.spread if hardware else None
+    priced = PricedStep(step.laid_out, choices, step.measured, fused=question.fused)
     for size in sizes:
         replicas, beside = places // size, f"tp={step.tensor}, " if step.tensor > 1 else ""
         ring = hardware.collective(replicas, size * step.tensor) if hardware else None
         announce(f"dp={replicas}, {beside}pp={size}")
         try:
-            search = _search(step, priced.costs(size), choices, replicas, size, batch)
+            own = _own_rows(step, question, replicas, size)
+            search = _search(step, priced.costs(size), replace(question, choices=choices), size, own)
             for choice in search.run(seconds / len(sizes), announce):
+                choice = _hiding(choice, search)
                 exchange = _exchange(choice, search, replicas, ring)
                 choice = replace(choice, layout=replace(choice.layout, replicas=replicas, tensor=step.tensor))
-                found.append(PlanRow(choice, search.microbatches * step.rows * replicas, step.tokens, exchange))
+                found.append(PlanRow(choice, own * replicas, step.tokens, exchange, spread))
         except (PartitionError, ScheduleError) as error:
             first, *more = str(error).split("; ")[0].splitlines()  # of several reasons one, with what is missing
             impossible.append(f"{beside}pp={size}: {first}{''.join(f': {each.strip()}' for each in more[:1])}")
@@ -107,20 +122,46 @@ def on_mesh(choices: Choices, tensor: int) -> Choices:
     return replace(choices, hardware=replace(hardware, within=within, exchange=exchange))
 
 
+def _own_rows(step: CapturedStep, question: PlanQuestion, replicas: int, ranks: int) -> int:
+    """The rows of a replica: its share of the batch, a multiple of those of a microbatch."""
+    batch, count = question.batch, question.microbatches
+    if batch is None:
+        return (count or 4 * ranks) * step.rows
+    unit = step.rows if count is None else count
+    if batch % (replicas * unit):
+        what = f"{unit} rows" if count is None else f"{unit} microbatches"
+        raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {what}")
+    return batch // replicas
+
+
 def _search(
-    step: CapturedStep,
-    costs: Mapping[Barriers, LinePrices],
-    choices: Choices,
-    replicas: int,
-    ranks: int,
-    batch: int | None,
+    step: CapturedStep, costs: Mapping[Barriers, LinePrices], question: PlanQuestion, ranks: int, own: int
 ) -> LayoutSearch:
-    """The search for a pipeline of `ranks`, each replica with its share of the batch."""
-    own = 4 * ranks * step.rows if batch is None else batch // replicas
-    if batch is not None and (batch % replicas or own % step.rows):
-        raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {step.rows} rows")
-    counts = tuple(n for n in range(max(1, ranks), 8 * ranks + 1) if own % n == 0) if batch is not None else ()
-    return LayoutSearch(costs, ranks, own // step.rows, choices, counts, brief=True)
+    """The search for a pipeline of `ranks`, whose step has `own` rows."""
+    count = question.microbatches or own // step.rows
+    free = question.batch is not None and question.microbatches is None
+    counts = tuple(n for n in range(max(1, ranks), 8 * ranks + 1) if own % n == 0) if free else ()
+    task = costs, ranks, count, question.choices, counts, question.chunks
+    return LayoutSearch(*task, brief=True, schedule=question.schedule, rows=own / (count * step.rows))
+
+
+def _hiding(choice: Choice, search: LayoutSearch) -> Choice:
+    """The choice with the pairs that a program gets where stages exchange tensors in the middle of a microbatch, if
+    they shorten the step. Its bound then counts no exchange that may be hidden."""
+    before, layout = search.timeline(choice), choice.layout
+    costs = before.costs
+    if search.choices.pairs == "given" or not any((*costs.forward_exchange, *costs.backward_exchange)):
+        return choice
+    after = simulate(with_pairs(choice.order, costs), costs)
+    seconds = whole_step(layout, after)
+    if seconds >= choice.seconds:
+        return choice
+    forward = tuple(map(sub, costs.forward, costs.forward_exchange))
+    backward = tuple(map(sub, costs.backward, costs.backward_exchange))
+    free = replace(costs, forward=forward, backward=backward)
+    least = bound(free, layout.ranks, after.schedule.microbatches, layout.placement, barriers=layout.barriers)
+    bubble = 1 - after.work * layout.microbatches / after.schedule.microbatches / seconds
+    return replace(choice, order=after.schedule, seconds=seconds, bound=min(least, seconds), bubble=bubble)
 
 
 def _exchange(choice: Choice, search: LayoutSearch, replicas: int, ring: Connection | None) -> float:

@@ -18,10 +18,12 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
+from zbcompile.planning.choose_schedule import named_order, placement_of
 from zbcompile.planning.search_cache import best_name_of, cached_search
 from zbcompile.program.choice import Choice, Layout
 from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound, simulate
 from zbcompile.schedules.execution.memory import with_messages
+from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.searching.problem import ROUNDING
 
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
@@ -57,7 +59,9 @@ class LayoutSearch:
     """The search for a layout: `lines`, by `vocab=`, are the prices of microbatches as they come if the batch has
     `microbatches` of them, `counts` the other numbers that it can be split into; the `ranks`, what the user has chosen
     already, and `chunks` if given. `brief`: of large steps only the first microbatches are ordered and simulated, and
-    the rest follows at the same pace."""
+    the rest follows at the same pace. `schedule`: a name, whose order all layouts then have, with cuts and
+    recomputation as a pipeline of that name has them. `rows`: how many times as many a microbatch has as those that
+    were priced."""
 
     lines: Mapping[Barriers, LinePrices]
     ranks: int
@@ -66,6 +70,8 @@ class LayoutSearch:
     counts: tuple[int, ...] = ()
     chunks: int | None = None
     brief: bool = False
+    schedule: str = "auto"
+    rows: float = 1.0
     _took: dict[Layout, float] = field(default_factory=dict, init=False)  # seconds of the glance at each layout
     _edges: dict[object, list[int] | None] = field(default_factory=dict, init=False)  # cuts that were computed
 
@@ -74,6 +80,8 @@ class LayoutSearch:
         much is missing."""
         self._require_room()
         looked = self._looked_at(announce)
+        if self._is_named and self.choices.balance != "makespan":
+            return _fastest(looked)
         several = not is_partial(_fastest(looked)[0])  # a score of cuts of a large step takes a while
         finalists, until = _starts(looked)[: FINALISTS if several else 1], time.monotonic() + MOVING * seconds
         for number, choice in enumerate(finalists):
@@ -88,19 +96,20 @@ class LayoutSearch:
         """The layout with an order found within that many seconds, or with few moves. Raises PartitionError or
         ScheduleError if it does not fit."""
         costs, count, limits = self._task(layout)
-        size = costs.stages * layout.microbatches
-        moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)
-        task = costs, self.ranks, count, limits, layout.placement, layout.barriers, seconds or PATIENCE, moves
-        found = cached_search(*task, keep=self.choices.balance != "measured")
-        self._took[layout], whole = found.seconds, found.objective
-        if count < layout.microbatches:
-            whole += (layout.microbatches - count) * _pace(found.simulation)
+        if self._is_named:
+            found = named_order(self.schedule, layout, costs, count, limits, self.chunks)
+        else:
+            size = costs.stages * layout.microbatches
+            moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)
+            task = costs, self.ranks, count, limits, layout.placement, layout.barriers, seconds or PATIENCE, moves
+            found = cached_search(*task, keep=self.choices.balance != "measured")
+        self._took[layout], whole = found.seconds, whole_step(layout, found.simulation)
         prices, how = self.lines[layout.vocab], (self._rows(layout), layout.recompute)
         return Choice(
             layout,
             found.schedule,
             found.origin,
-            float(whole),
+            whole,
             float(found.bound),
             resident=prices.always_held(found.schedule.placement, layout.edges, how[0]),
             peak=prices.most_held(found.schedule, layout.edges, *how),
@@ -151,8 +160,10 @@ class LayoutSearch:
     @property
     def placements(self) -> tuple[str, ...]:
         """The placements that there are cuts for. Raises PartitionError for named cuts that fit none."""
-        if self.ranks == 1 and self.chunks is None:
+        if self.ranks == 1 and self.chunks is None and not self._is_named:
             return ("linear",)
+        if self._is_named:
+            return (placement_of(self.schedule, self.ranks, self.chunks),)
         usual = PLACEMENTS if self.chunks in (None, 1, 2, 4) else (f"looped:{self.chunks}",)
         parsed = {name: Placement.parse(name, self.ranks) for name in usual}
         stages = None if isinstance(self.choices.balance, str) else len(self.choices.balance) + 1
@@ -167,7 +178,7 @@ class LayoutSearch:
     @cached_property
     def corners(self) -> tuple[Policy, ...]:
         """What each stage may recompute: under a limit of memory something or all, unless something else was asked."""
-        free = self.choices.memory is not None and self.choices.recompute == "hints"
+        free = self.choices.memory is not None and self.choices.recompute == "hints" and not self._is_named
         return next(iter(self.lines.values())).corners if free else ()
 
     @property
@@ -183,6 +194,10 @@ class LayoutSearch:
     def layout(self, placement: str, recompute: Recompute | None = None, vocab: Barriers = "off") -> Layout:
         """For the microbatches as they come, before the line is cut."""
         return Layout(placement, self.ranks, self.microbatches, (), recompute or self.choices.recompute, vocab)
+
+    @property
+    def _is_named(self) -> bool:
+        return find(self.schedule).name != "auto"
 
     def _require_room(self) -> None:
         """Raise PartitionError if what the ranks hold all the time is more than they have together."""
@@ -256,14 +271,14 @@ class LayoutSearch:
         if self.choices.memory is not None:
             held = prices.held_by_any_order(parsed, layout.edges, *how)
             limits = list(_room(self.choices.memory, held, layout.placement))
-        costs, count = with_messages(prices.costs(layout.edges, *how), parsed), layout.microbatches
+        costs, count = with_messages(prices.costs(layout.edges, *how, parsed), parsed), layout.microbatches
         if self.brief and costs.stages * count > HUGE:
             count = min(count, 2 * self.ranks)
         return costs, count, limits
 
     def _rows(self, layout: Layout) -> float:
-        """The rows of a microbatch, of those as they come."""
-        return self.microbatches / layout.microbatches
+        """The rows of a microbatch, of those that were priced."""
+        return self.rows * self.microbatches / layout.microbatches
 
     def _recut(self, choice: Choice, seconds: float) -> Choice:
         """The layout with its cuts moved, if they are not given, and with what each stage recomputes, if that is free,
@@ -333,6 +348,12 @@ def _busiest(costs: Costs, placement: Placement) -> float:
     for stage, passes in enumerate(zip(costs.forward, costs.backward, costs.weight, strict=True)):
         work[placement.rank(stage)] += sum(passes)
     return max(work)
+
+
+def whole_step(layout: Layout, timeline: Timeline) -> float:
+    """Seconds of a step if that of its first microbatches is known."""
+    more = layout.microbatches - timeline.schedule.microbatches
+    return float(timeline.makespan + (more * _pace(timeline) if more else 0))
 
 
 def _pace(timeline: Timeline) -> float:

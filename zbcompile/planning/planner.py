@@ -77,12 +77,14 @@ def _kind(layout: Layout) -> tuple[str, int, bool, object]:
 @dataclass(frozen=True, eq=False)
 class PricedStep:
     """A captured step priced by its operations, for any number of ranks; `measured` are the times of operations for
-    `balance="measured"`, `link` is what connects two ranks if the hardware does not say it."""
+    `balance="measured"`, `link` is what connects two ranks if the hardware does not say it; `fused`: see
+    `seconds_of`."""
 
     laid_out: LaidOut
     choices: Choices
     measured: Mapping[str, float]
     link: Connection | None = None
+    fused: bool = False
 
     def costs(self, ranks: int) -> dict[Barriers, LinePrices]:
         """By each `vocab=` that may be chosen: the one that was, or, if that is "auto", the output layer whole and
@@ -121,7 +123,8 @@ class PricedStep:
         hardware, measured = self.choices.hardware, self.measured if self.choices.balance == "measured" else None
         link = hardware.within if hardware else self.link
         behind = laid_out.sharding.gradient if laid_out.sharding else None
-        return LinePrices(laid_out.canonical, laid_out.line, self.choices, measured, behind, self._made, link=link)
+        of_line = laid_out.canonical, laid_out.line, self.choices, measured, behind, self._made
+        return LinePrices(*of_line, link=link, fused=self.fused)
 
 
 def _shard(sharding: VocabularySharding, seconds: float, ranks: int, choices: Choices, vocab: Barriers) -> ShardPrice:
