@@ -14,13 +14,13 @@ MILD = 0.05  # where to start above MANY passes: there is no time to recover fro
 HUGE, LATE = 20_000, 200  # above HUGE passes only the last LATE of the critical path are moved: little depends on them
 CRITICAL = 0.85  # share of moves that shift a pass of the critical path
 EVENNESS = 0.01  # how much the mean end of all ranks adds to the objective: it leads across plateaus
-LOOK = 64  # moves between two looks at the clock on the wall
+LOOK = 64  # moves between two readings of the clock
 
 Times = tuple[Sequence[float], Sequence[float]]  # of the passes, and how long what each waits for is under way
 
 
 def draws_of(problem: Problem, noise: Noise | None) -> list[Times]:
-    """Those of each draw; without noise those of the costs themselves."""
+    """The times of each draw of the noise; without noise one draw, the costs as they are."""
     delays = [waits[0][1] if waits else 0.0 for waits in problem.waits]
     if noise is None:
         return [(problem.time, delays)]
@@ -34,7 +34,8 @@ def draws_of(problem: Problem, noise: Noise | None) -> list[Times]:
 
 
 class Annealer:
-    """One search from one order. `quantile` of the objective over the draws is what counts; of one draw, its own."""
+    """Simulated annealing from one order. It minimises the `quantile` of the objective over the draws; of one draw, the
+    objective itself."""
 
     def __init__(self, problem: Problem, words: Words, draws: Sequence[Times], quantile: float, seed: int) -> None:
         self.problem, self.draws = problem, draws
@@ -49,7 +50,8 @@ class Annealer:
         self.best_words = [list(word) for word in self.order.words]
 
     def run(self, progress: Callable[[int], float], target: float, warmth: float = 1.0) -> int:
-        """Move until `progress(moves)` is 1 or the objective `target`; returns how many moves. See `best_words`."""
+        """Make moves until `progress(moves)` reaches 1 or the objective reaches `target`. Returns the number of moves;
+        `best_words` has the best order."""
         hot = warmth * (HOT if len(self.problem.time) <= MANY else MILD)
         moves, temperature = 0, hot * self.unit
         look = LOOK if len(self.problem.time) <= MANY else 1  # above that a move takes long
@@ -101,7 +103,7 @@ class Annealer:
             clock.retail(back.rank, back.start, back.start + len(back.passes))
 
     def _judge(self) -> tuple[float, float]:
-        """The objective, and what moves are judged by."""
+        """The objective, and the score by which moves are accepted."""
         lasts = [clock.last() for clock in self.clocks]
         value = sorted(map(max, lasts))[self.counted]
         return value, value + EVENNESS * sum(map(sum, lasts)) / (len(lasts) * len(lasts[0]))

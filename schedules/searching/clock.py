@@ -1,4 +1,4 @@
-"""Words that can be changed a little at a time, and clocks that follow a change only as far as it reaches.
+"""Orders that change by one move at a time, and clocks that time again only the passes that a move affects.
 
 `ends_of` in `tests/support/plain_clock.py` computes the same times anew, in ten lines.
 """
@@ -21,7 +21,7 @@ class Move(NamedTuple):
 
 
 class Order:
-    """The present words of a problem: who follows whom, and what every rank holds after each pass."""
+    """The current order of every rank: what precedes and follows each pass, and what the rank holds after it."""
 
     def __init__(self, problem: Problem, words: Words) -> None:
         self.problem = problem
@@ -49,8 +49,8 @@ class Order:
             self.before[following] = last
 
     def shifted(self, n: int, by: int) -> Move | None:
-        """What moving pass n by some places (below 0: forward in time) makes of its word; None if it may not, or if
-        that changes nothing. Of passes with one letter the earlier microbatch stays in front."""
+        """The move that shifts pass n by some places in its rank's word (negative: to an earlier one); None if that is
+        not allowed or changes nothing. Of passes with one letter the earlier microbatch stays in front."""
         letter, bounded = self.problem.letter, self.problem.bounded
         rank, here = self.problem.rank[n], self.place[n]
         word = self.words[rank]
@@ -70,7 +70,7 @@ class Order:
         return move if move.passes != word[start:stop] and self._holds(move) else None
 
     def _holds(self, move: Move) -> bool:
-        """Whether the rank has the memory for it."""
+        """Whether the rank's memory suffices for a move."""
         if not self.limits:
             return True
         added, limit, word = self.problem.added, self.limits[move.rank], self.words[move.rank]
@@ -82,7 +82,7 @@ class Order:
         return True
 
     def make(self, move: Move) -> Move:
-        """Change the words; returns the move that takes it back."""
+        """Apply a move; returns the move that undoes it."""
         rank, start, passes = move
         word, stop = self.words[rank], start + len(passes)
         old = word[start:stop]
@@ -92,10 +92,10 @@ class Order:
 
 
 class PassTimes:
-    """When every pass of an order ends, with these times of the passes and delays of what they wait for.
+    """When every pass of an order ends, given the times of the passes and the delays of what they wait for.
 
-    `tail[n]` is the least that follows pass n: the rest of its rank's word, and the rank's `offset`. A pass that ends
-    too late for its tail stops an evaluation.
+    `tail[n]` is the least that follows pass n: the rest of its rank's word, and the rank's `offset`. An evaluation
+    stops at a pass that ends too late for its tail.
     """
 
     def __init__(self, order: Order, time: Sequence[float], delay: Sequence[float]) -> None:
@@ -141,8 +141,8 @@ class PassTimes:
         return max(self.end[self.order.before[n]], self.end[self.wait[n]] + self.delay[n]) + self.time[n]
 
     def settle(self, changed: Sequence[int], latest: float) -> bool:
-        """Time these passes anew, in this order, and what follows from them. False, with an unfinished evaluation, as
-        soon as the objective must be above `latest`; `undo` takes either back."""
+        """Time these passes again, in this order, and all that depend on them. False, with the evaluation unfinished,
+        as soon as the objective must exceed `latest`; `undo` reverts either."""
         end, tail, time, wait, delay = self.end, self.tail, self.time, self.wait, self.delay
         before, behind, nothing = self.order.before, self.order.behind, self.order.nothing
         after, passes = self.problem.after, self.passes
@@ -198,7 +198,7 @@ class PassTimes:
         return path
 
     def _held_up(self, n: int) -> int:
-        """What pass n waited for."""
+        """The pass that pass n waited for."""
         if n >= self.passes:
             return max((made for made, _ in self.problem.waits[n]), key=self.end.__getitem__)
         before, wait = self.order.before[n], self.wait[n]

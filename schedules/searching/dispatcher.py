@@ -1,4 +1,4 @@
-"""Free ranks that take what is most urgent, in either direction of time: priorities become an order within memory."""
+"""List scheduling, forward or backward in time: a free rank runs the most urgent pass that its memory admits."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ BETWEEN_LOOKS = 2048  # passes that are begun between two looks at the time
 
 
 class DispatchedOrder(NamedTuple):
-    """By rank the passes as they were begun, when each pass ended, and the objective."""
+    """The passes of each rank in the order in which they begin, the end of each pass, and the objective."""
 
     words: Words
     end: list[float]
@@ -21,8 +21,8 @@ class DispatchedOrder(NamedTuple):
 
 
 class Direction:
-    """A problem as its ranks meet it: from its begin, or `backward` in time, from its end. Backward, users come before
-    what they wait for, memory that a pass frees is taken, and a rank begins after its offset."""
+    """A problem seen forward or `backward` in time. Backward, a pass follows the passes that wait for it and takes the
+    memory that it frees, and a rank begins after its offset."""
 
     def __init__(self, problem: Problem, backward: bool) -> None:
         self.problem, self.backward = problem, backward
@@ -54,9 +54,9 @@ class Direction:
     def dispatch(
         self, priority: Sequence[float], patience: float, late: Callable[[], bool] = bool
     ) -> DispatchedOrder | None:
-        """Every rank runs, of what it may begin soon, the pass of least priority. It waits for one that arrives up to
-        `patience` times the time in which the first of the others could end. None if memory admits no order, or if
-        `late()` before the end."""
+        """Let every free rank run, of the passes that it can begin soon, the one with the least priority. It waits for
+        one that has not arrived up to `patience` times the time in which the first of the others could end. None if
+        memory admits no order, or if it is `late()` before the end."""
         return _Dispatch(self, priority, patience).result(late)
 
 
@@ -132,7 +132,7 @@ class _Dispatch:
         return DispatchedOrder(words, self.end, max(map(sum, zip(free, self.way.offset, strict=True))))
 
     def _choice(self, now: float, rank: int, priority: Sequence[float]) -> tuple[float, int, int] | None:
-        """When to begin which head of the rank."""
+        """Begin, number and place among the rank's heads of the pass to run next; None if none can begin."""
         time, missing, arrival, memory, added = self.time, self.missing, self.arrival, self.memory, self.way.added
         known: list[tuple[float, float, int, int]] = []
         first = ended = 0.0

@@ -1,4 +1,4 @@
-"""A search: orders to start from, turned around and annealed, and what was found."""
+"""The search: named schedules and other starting orders, improved by turns and annealing, and its result."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +25,7 @@ TURN = 6  # times as long as preparing for turns: the first turn
 
 
 class Effort(NamedTuple):
-    """The work on steps of up to that many passes, repeated with more moves."""
+    """How the moves of a step of up to `passes` passes are shared out, round after round with more of them."""
 
     passes: float
     turns: Sequence[tuple[int, float]]  # placements whose orders are turned around, share of the moves
@@ -196,11 +196,11 @@ class Hunt:
         return [problem for problem in self.problems if best > self._target(problem)]
 
     def _target(self, problem: Problem) -> float:
-        """What cannot be improved on; under noise nothing is known of it."""
+        """The value that no order can improve on; under noise none is known."""
         return self.bounds[problem] * EXACT if self.noise is None else 0.0
 
     def _take(self, problem: Problem, origin: str, words: Words, named: Schedule | None = None) -> None:
-        """One more candidate; of a named schedule, which may have pairs, also what it is with these opened."""
+        """Add a candidate; of a named schedule that may have pairs, both with them and without."""
         if self.pool:
             self.progress.show(min(c.value for c in self.pool), min(self.bounds.values()), self.budget.spent)
         for schedule in (named, None) if named is not None else (None,):
@@ -221,8 +221,8 @@ class Hunt:
         return list(dict.fromkeys((*leaders[: count // 2], *distinct)))[:count]
 
     def _ranked(self) -> list[Candidate]:
-        """The candidates of open problems, each with another order, the best first. What a search with less time has
-        not got is left as it is: it would lead more time elsewhere."""
+        """The candidates of open problems, each with another order, the best first. Without those that a search with
+        less time leaves out: with them, more time would lead elsewhere."""
         open_ = self._open()
         always = (c for c in self.pool if c.origin not in HEURISTIC or len(c.problem.time) <= MANY)
         ranked = sorted((c for c in always if c.problem in open_), key=lambda c: c.value)
@@ -256,7 +256,7 @@ class Hunt:
                 self.pool.append(Candidate(problem, annealer.best, candidate.origin, words))
 
     def _shown(self, done: Callable[[int], float]) -> Callable[[int], float]:
-        """The same, with progress shown on the way."""
+        """`done`, which also shows the progress."""
         best = min(candidate.value for candidate in self.pool)
 
         def shown(made: int) -> float:
@@ -301,18 +301,18 @@ def _schedule_of(candidate: Candidate) -> Schedule:
 
 
 def _peak(candidate: Candidate) -> float:
-    """What the fullest rank holds."""
+    """The most that a rank holds, on the fullest one."""
     return max(peak_memory(_schedule_of(candidate), candidate.problem.costs))
 
 
 def _fullest(candidate: Candidate) -> float:
-    """The same; with limits, how far beyond its limit (so mostly negative)."""
+    """The most that a rank holds or, with limits, the most by which one exceeds its own (mostly negative)."""
     problem = candidate.problem
     peaks = peak_memory(_schedule_of(candidate), problem.costs)
     return max(map(sub, peaks, problem.limits or (0,) * len(peaks)))
 
 
 def _within(problem: Problem, level: float) -> Problem:
-    """The same with no rank above a level."""
+    """The problem with no limit above `level`."""
     limits = problem.limits or (level,) * problem.placement.ranks
     return replace(problem, limits=tuple(min(limit, level) for limit in limits))

@@ -24,8 +24,8 @@ WORTH = 100  # moves that take as long as a pair of turns, whatever the size of 
 
 
 def turned_around(problem: Problem, words: Words, late: Callable[[], bool] = bool) -> Words | None:
-    """The shorter of what a turn backward makes of an order and what one more forward does, which ends if it is
-    `late()`; None if memory admits no order."""
+    """The shorter of two orders: the given one dispatched backward in time, and that one dispatched forward again,
+    unless it is `late()`. None if memory admits no order."""
     clock = PassTimes(Order(problem, words), *draws_of(problem, None)[0])
     turned = Direction(problem, backward=True).dispatch([-end for end in clock.end], FIRST_PATIENCE)
     if turned is None:
@@ -35,7 +35,7 @@ def turned_around(problem: Problem, words: Words, late: Callable[[], bool] = boo
 
 
 class Justifier:
-    """One search from several orders of a problem; `best_words` is None until something below `best` is found."""
+    """A search by turns from several orders of a problem; `best_words` is None until it finds one below `best`."""
 
     def __init__(self, problem: Problem, starts: Sequence[Words], best: float, seed: int) -> None:
         self.problem, self.starts, self.best = problem, starts, best
@@ -46,7 +46,8 @@ class Justifier:
         self._restart(0)
 
     def run(self, progress: Callable[[int], float], target: float) -> int:
-        """Turn until `progress(moves)` is 1 or the objective is `target`; returns how many moves that was worth."""
+        """Make turns until `progress(moves)` reaches 1 or the objective reaches `target`. Returns the number of moves
+        that would have taken as long."""
         turns = 0
         while self.best > target and progress(turns * WORTH) < 1:
             turns += 1
@@ -56,7 +57,7 @@ class Justifier:
         return turns * WORTH
 
     def _restart(self, number: int) -> None:
-        """Go on from the next of the orders; behind the last of them from the best that was found."""
+        """Continue from the next starting order; after the last of them, from the best order found."""
         self.started, self.stale, self.value = number, 0, math.inf
         if number < len(self.starts) or self.best_words is None:
             words = self.starts[number % len(self.starts)]

@@ -1,4 +1,4 @@
-"""What no order of a problem can be shorter than.
+"""Lower bounds of what any order of a problem takes.
 
 Every pass has a head (the earliest that it can begin) and a tail (the least that follows its end until the objective),
 from the longest ways through its dependencies, through the passes of its own letter, and through memory: the forward
@@ -7,7 +7,7 @@ of microbatch j of a stage begins after the backward of microbatch j - K if K ac
 * a rank cannot be quicker than one machine that may interrupt its passes (Jackson's preemptive schedule);
 * what a rank holds, summed over time, fits under its limit for the time that it runs.
 
-Neither assumes anything of the order, so no order that is found is ever below.
+Neither assumes anything about the order, so no order is ever below them.
 """
 
 import heapq

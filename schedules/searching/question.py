@@ -1,4 +1,4 @@
-"""What a search is asked, made precise: one problem for every placement that the costs and the ranks allow."""
+"""From the arguments of a search to its problems: one for every placement that the costs and the ranks allow."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence

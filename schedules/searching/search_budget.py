@@ -1,4 +1,4 @@
-"""How long a search takes, and the line that says how far it is."""
+"""What a search may take, in seconds and in moves, and the line that shows its progress."""
 
 import math
 import sys
@@ -48,8 +48,8 @@ class Budget:
         return self.late or self.made >= self.moves
 
     def slice(self, moves: float, each: float = 0.0) -> Callable[[int], float]:
-        """The share of `moves` further moves that is done, by the moves made. It is asked before each round of them,
-        and ends what another round would carry beyond the seconds; the first one takes about `each`."""
+        """A function from the moves made to the share that is done of `moves` further ones. Called before each round of
+        moves, it returns 1 if another round would end late; the first round takes about `each` seconds."""
         before, begun = self.spent, self.made
 
         def done(made: int) -> float:

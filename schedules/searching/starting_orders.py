@@ -19,8 +19,8 @@ LARGE = 10_000  # and from which on it is too long to be done for several limits
 
 def named_orders(problem: Problem, budget: Budget | None = None) -> Iterator[tuple[str, Words, Schedule]]:
     """Every name of this placement that fits into the limits, in the order of the registry, with its words and as it
-    was built; without those whose own heuristics would take most of the seconds, and as long as another one that
-    takes as long as the longest so far ends within them."""
+    was built. It leaves out names whose own heuristics would take most of the seconds, and ends where another name
+    that takes as long as the slowest so far would end late."""
     budget = budget or Budget(math.inf, None)
     long = HEURISTIC_SECONDS * len(problem.time) > budget.seconds / 2 and len(problem.time) > MANY
     longest = 0.0
