@@ -140,7 +140,7 @@ BUDGET = {
     "zbcompile/inspection": 2376,
     "zbcompile/integrations": 560,
     "zbcompile/model": 1180,
-    "zbcompile/optimizer": 1386,
+    "zbcompile/optimizer": 1390,
     "zbcompile/persistence": 2508,
     "zbcompile/planning": 1380,
     "zbcompile/prediction": 1400,

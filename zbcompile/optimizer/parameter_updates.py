@@ -231,7 +231,8 @@ class ParameterUpdates(Optimizer):
             found.settle()
             self.slices.recall()
             found.undo(self.state)
-            self.slices.round()
+            self.slices.end_update()  # other replicas have got what is undone
+            self.slices.arrive()
 
     def _as_made(self) -> EarlyUpdate:
         slices = self.slices  # what is divided notices writes when its values arrive
