@@ -30,6 +30,7 @@ from zbcompile.passes.graph.fx import call_like, copied, with_graph
 from zbcompile.passes.graph.process_groups import group_of, is_under_way, is_wait
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.gradient_flow import GradientFlow
+from zbcompile.passes.verification.exchanges import Exchange, exchange_of
 from zbcompile.passes.verification.value_kinds import forward_nodes
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 
@@ -40,7 +41,7 @@ Numbers = list[dict[str, Tensor]]  # of each rank
 
 @dataclass(frozen=True)
 class Mutation:
-    """`change` is done to the wait number `place` of a stage's graph."""
+    """`change` is done to the exchange number `place` of a stage's graph."""
 
     what: str
     stage: int
@@ -49,32 +50,41 @@ class Mutation:
 
 
 def exchanges(graph: Graph, dimension: str) -> list[Node]:
-    """The waits of a graph's collectives along a dimension."""
-    return [node for node in graph.nodes if is_wait(node) and group_of(node.args[0]) == dimension]
+    """The results of a graph's collectives along a dimension: waits, and custom operators, which wait themselves."""
+    return [n for n in graph.nodes if not is_under_way(n) and group_of(_issue(n)) == dimension]
+
+
+def _issue(node: Node) -> Node:
+    issue = node.args[0] if is_wait(node) else node
+    assert isinstance(issue, Node)
+    return issue
 
 
 def drop(wait: Node) -> bool:
     """The rank's own value in the place of what was exchanged, as often or as much of it as there is room."""
-    issue = wait.args[0]
-    assert isinstance(issue, Node)
+    issue = _issue(wait)
     operand = issue.args[0]
     have, want = operand.meta["val"].numel(), wait.meta["val"].numel()  # type: ignore[union-attr]
-    issue.target, issue.args = aten.clone.default, (operand,)
+    if is_wait(wait):
+        wait.target = aten.clone.default
+    issue.target, issue.args, issue.kwargs = aten.clone.default, (operand,), {}
     if want > have:
         issue.target, issue.args = aten.cat.default, ([operand] * (want // have),)
     elif want < have:
         issue.target, issue.args = aten.slice.Tensor, (operand, 0, 0, wait.meta["val"].shape[0])
-    wait.target = aten.clone.default
     return True
 
 
 def double(wait: Node) -> bool:
     """The exchange once more, of what it gave; a sum if its result has another size."""
-    issue = wait.args[0]
-    assert isinstance(issue, Node)
+    issue = _issue(wait)
     value = wait.meta["val"]
     graph = wait.graph
     with graph.inserting_before(wait):
+        if issue is wait:
+            first = call_like(graph, wait, wait.target, wait.args, value, **wait.kwargs)
+            wait.args = (first, *wait.args[1:])
+            return True
         first = call_like(graph, wait, wait.target, (issue,), value)
         same = issue.args[0].meta["val"].shape == value.shape  # type: ignore[union-attr]
         target = issue.target if same else torch.ops._c10d_functional.all_reduce.default
@@ -86,8 +96,7 @@ def double(wait: Node) -> bool:
 
 def move(wait: Node) -> bool:
     """The sum is formed behind the next operation instead of before it."""
-    issue = wait.args[0]
-    assert isinstance(issue, Node)
+    issue = _issue(wait)
     users = [user for user in wait.users if user.op == "call_function" and not group_of(user)]
     if "all_reduce" not in str(issue.target) or len(users) != 1:
         return False
@@ -192,8 +201,9 @@ def _play(steps: list[RankStep], stage: int, dimension: str, factor: float, play
     for nodes in zip(*(flow.module.graph.nodes for flow in flows), strict=True):
         if nodes[0].op == "output" or not plays(0, nodes[0]):
             continue
-        if group_of(nodes[0]) == dimension and is_under_way(nodes[0]):
-            results = _exchanged(nodes[0], [step.held[stage][n.args[0]] for step, n in zip(steps, nodes, strict=True)])
+        if group_of(nodes[0]) == dimension and not is_wait(nodes[0]):
+            given = [step.held[stage][node.args[0]] for step, node in zip(steps, nodes, strict=True)]
+            results = _exchanged(nodes[0], given, steps[0].graphs.groups)
         else:
             results = [
                 step.compute(stage, node, slots[i].get(node), factor)
@@ -203,7 +213,11 @@ def _play(steps: list[RankStep], stage: int, dimension: str, factor: float, play
             step.held[stage][node] = result
 
 
-def _exchanged(issue: Node, given: list[Tensor]) -> list[Tensor]:
+def _exchanged(issue: Node, given: list[Tensor], groups: Mapping[str, str]) -> list[Tensor]:
+    if not is_under_way(issue):  # a custom operator: it sums, or does nothing but take a group
+        found = exchange_of(issue, groups)
+        assert found in (Exchange("sum", summed=True), Exchange("none")), issue
+        return [sum(given) if found.summed else each.clone() for each in given]  # type: ignore[misc]
     name = issue.target.overloadpacket.__name__  # type: ignore[union-attr]
     if name.startswith("all_reduce"):
         operation = str(issue.args[1])
@@ -238,16 +252,16 @@ def differ(one: Numbers, other: Numbers, summed: Callable[[str], bool]) -> bool:
 
 
 def mutated_cases() -> dict[str, Case]:
-    """The cases whose ranks have the same operations and wait for their exchanges, each as one stage."""
+    """The cases whose ranks have the same operations, and exchange as many rows whatever they compute, as one stage."""
     dtensor_models.VOCABULARY = 12  # equal parts
-    named = {name: case for name, case in all_cases().items() if name not in ("tp-plain", "dtensor-odd", "ep-counted")}
+    named = {name: case for name, case in all_cases().items() if name not in ("dtensor-odd", "ep-counted")}
     return {name: case if case.vocab else replace(case, stages=1) for name, case in named.items()}
 
 
 def passes_gradients(flow: GradientFlow, wait: Node) -> bool:
     """Whether a gradient goes through an exchange, or is what it exchanges. Of other numbers (counts, what an operation
     with a derivative of its own exchanges inside) any exchange, or none, makes a model whose gradients fit."""
-    operand = wait.args[0].args[0]  # type: ignore[union-attr]
+    operand = _issue(wait).args[0]
     return wait not in set(forward_nodes(flow)) or not {wait, operand}.isdisjoint(flow.made.values())
 
 

@@ -9,6 +9,8 @@ from tests.support.proofs import Case, proof_of
 from tests.support.proven_models import BY_HAND, DISTRIBUTED, OTHERS, all_cases, by_hand, distributed
 from zbcompile.passes.graph.source_location import source_line
 
+MUTATED = ("tp-plain", "tp-functions", "cp-ulysses", "ep-dispatched", "dp-norm", "sharded-output")
+
 
 def require_proven(case: Case) -> None:
     proof = proof_of(case)
@@ -56,8 +58,8 @@ def test_models_of_replicas_experts_and_shards_are_proven(kind: str) -> None:
     require_proven(all_cases()[kind])
 
 
-@pytest.mark.mostly_slow(every=5)
-@pytest.mark.parametrize("kind", ["tp-functions", "cp-ulysses", "ep-dispatched", "dp-norm", "sharded-output"])
+@pytest.mark.mostly_slow(every=6)
+@pytest.mark.parametrize("kind", MUTATED)
 def test_a_changed_exchange_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each collective of a model, forward and back, dropped, doubled and moved."""
     monkeypatch.setattr(dtensor_models, "VOCABULARY", dtensor_models.VOCABULARY)  # which `mutated_cases` changes
