@@ -199,8 +199,9 @@ class Reach:
             for each in list(self.known.values()):
                 self._note_names(each)
         if "__getattribute__" in code.co_names:
-            for each in before:
-                for name in words & (each.stored.keys() if isinstance(each.stored, dict) else set()):
+            for each in before:  # items of a dictionary are no attributes
+                has = each.stored if isinstance(each.stored, dict) and not isinstance(each.value, dict) else {}
+                for name in words & has.keys():
                     self.read(each.value, name)
 
     def note_special_methods(self, codes: Mapping[int, types.CodeType]) -> None:

@@ -55,7 +55,7 @@ class Mode(enum.Enum):
 
 CODE, HOOKED = compile("REAL['a']", "made", "eval"), nn.Identity()
 VARIABLE = contextvars.ContextVar("VARIABLE", default=1.0)
-SETTINGS, REAL = Settings(), {"a": 1.0}
+SETTINGS, REAL, KEYED = Settings(), {"a": 1.0}, {"tau": 1.0}
 REFERENCE, WEAK = weakref.ref(SETTINGS), weakref.WeakValueDictionary(a=SETTINGS)
 
 
@@ -147,6 +147,9 @@ CASES = {
         lambda n: vars(n)["value"], 1.0, lambda n: setattr(n, "value", 2.0), lambda n: setattr(n, "value", 1.0)
     ),
     "by object": Case(lambda n: object.__getattribute__(SETTINGS, "tau"), SETTINGS),
+    "by object, with a key of that name": Case(
+        lambda n: object.__getattribute__(SETTINGS, "tau") * KEYED["tau"], SETTINGS
+    ),
     "class that is watched": Case(lambda n: SETTINGS.tau * by_class(), SETTINGS),
     "dir": Case(lambda n: "more" in dir(n), 1.0, lambda n: setattr(n, "more", 2.0), lambda n: delattr(n, "more")),
     "copy": Case(lambda n: copy.copy(SETTINGS).tau, SETTINGS),
