@@ -3,7 +3,7 @@
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part kinds
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part validation
-    torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part bounds
+    torchrun --standalone --nproc-per-node 4 examples/benchmarks/optimizer_sweep.py --part bounds      # or 8
     torchrun --standalone --nproc-per-node 8 examples/benchmarks/optimizer_sweep.py --part tensors
 
 `levels`, at dp2 x pp2: losses, norms and parameters of 20 updates are compared bit by bit with `zero=0`, for `zero=1`,
@@ -121,8 +121,8 @@ def validation() -> Iterator[Row]:
 
 
 def bounds() -> Iterator[Row]:
-    """Four replicas of one rank, each of which has a part of what it is compared with."""
-    mesh = init_device_mesh("cpu", (4, 1), mesh_dim_names=("dp", "pp"))
+    """Four replicas of one rank, with eight processes of two, each of which has a part of what it is compared with."""
+    mesh = init_device_mesh("cpu", (4, dist.get_world_size() // 4), mesh_dim_names=("dp", "pp"))
     whole_gradients, whole = by_sgd(0, mesh)
     for zero in (1, 2, 3):
         gradients, state = by_sgd(zero, mesh)

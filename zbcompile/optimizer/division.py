@@ -13,6 +13,7 @@ from torch import nn
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.model.held_elsewhere import is_in_parts
 from zbcompile.model.placements import PARTIAL, SHARD, along
 from zbcompile.optimizer.wanted import UpdateRule
 from zbcompile.passes.compile_options import HALF
@@ -44,13 +45,23 @@ class TrainedParameters:
 
     def stage_of(self, name: str) -> int:
         """The stage whose last W completes the gradient of a parameter; `LATE` if only the step's end does."""
-        program, homes = self.program, self.program.homes[name]
-        rows = () if program.vocabulary is None else program.vocabulary.parameters
-        return LATE if program.copies > 1 or len(homes) > 1 or name in rows else homes[0]
+        homes = self.program.homes[name]
+        return LATE if len(homes) > 1 or self._is_read_outside_of_stages(name) else homes[0]
+
+    def _is_read_outside_of_stages(self, name: str) -> bool:
+        program = self.program
+        return program.copies > 1 or (program.vocabulary is not None and name in program.vocabulary.parameters)
 
     def lives_divided(self, name: str, zero: int) -> bool:
-        """Whether a trained parameter has memory only while something reads it."""
-        return zero == 3 and self.stage_of(name) != LATE
+        """Whether a parameter has memory only while something reads it."""
+        several = self.ranks.mesh.size(*self.replicas_of(name)) > 1
+        return zero == 3 and several and not self._is_read_outside_of_stages(name)
+
+    def replicas_of(self, name: str) -> tuple[str, ...]:
+        """The dimensions of the mesh along which replicas divide a parameter: those that sum its gradients, or would
+        if it trained."""
+        partial = along(self.program.placement(name), PARTIAL)
+        return tuple(each for each in self.ranks.mesh.beside("pp") if each in partial)
 
     def counts(self, name: str, *dimensions: str) -> bool:
         """Whether this process counts for its part of a parameter: it is the first of all processes that hold the part.
@@ -89,30 +100,34 @@ def whole_slices(trained: TrainedParameters, names: Collection[str], plain: bool
 
 
 def divided_slices(trained: TrainedParameters, names: Collection[str], rule: UpdateRule, zero: int) -> Slices:
-    """The trained parameters called one of `names`, divided by `rule` among the replicas that sum their gradients."""
+    """The trained parameters called one of `names`, divided by `rule` among the replicas that sum their gradients; with
+    `zero=3` also those that no step trains, unless their memory is not theirs alone."""
     program, mesh = trained.program, trained.ranks.mesh
     everywhere = program.trained.intersection(names)
+    frozen = [name for name in trained.own.keys() & program.homes.keys() & set(names) if name not in program.trained]
+    frozen = [name for name in frozen if trained.lives_divided(name, zero) and _is_alone(trained.own[name])]
     found: list[Slice] = []
     loads: dict[tuple[str, ...], list[int]] = {}
 
-    def bucket(name: str) -> tuple[int, str, tuple[str, ...]]:
+    def bucket(name: str) -> tuple[int, str, tuple[str, ...], bool]:
         """What is divided together: several ranks hold what is late, so that each of these is divided by itself."""
-        stage, partial = trained.stage_of(name), along(program.placement(name), PARTIAL)
-        return stage, name if stage == LATE else "", tuple(each for each in mesh.beside("pp") if each in partial)
+        stage = trained.stage_of(name)
+        return stage, name if stage == LATE else "", trained.replicas_of(name), name in everywhere
 
-    names_here = sorted(everywhere & trained.own.keys(), key=lambda name: (bucket(name), name))
-    for (stage, _, summed), together in groupby(names_here, bucket):
+    names_here = sorted([*everywhere & trained.own.keys(), *frozen], key=lambda name: (bucket(name), name))
+    for (stage, _, summed, trains), together in groupby(names_here, bucket):
         shapes = {name: _dense(name, trained.own[name]).shape for name in together}
-        load, group = loads.setdefault(summed, [0] * mesh.size(*summed)), mesh.group(*summed)
-        parts = by_blocks(shapes, len(load), rule.block) if rule.block else by_matrices(shapes, load)
+        load, block = loads.setdefault(summed, [0] * mesh.size(*summed)), rule.block if trains else 1
+        parts = by_blocks(shapes, len(load), block) if block else by_matrices(shapes, load)
+        group = mesh.group(*summed)
         here = dist.get_rank(group) if group is not None else 0
         for name, begin, end, owner in parts:
             own, shown, counts = trained.own[name], trained.shown[name], trained.counts(name, *summed)
             _sum_in_single_precision(own, shown)
-            apart = group is not None and trained.lives_divided(name, zero)
-            place = (stage, counts, True, rule.block > 0, group, owner, owner == here, apart)
+            place = (stage, counts, True, block > 0, group, owner, owner == here, trained.lives_divided(name, zero))
             found.append(Slice(name, own, own, shown, begin, end, *place))
-    slices = Slices(found, trained.ranks, True, zero == 1, frozenset(names), everywhere)
+    owned, rest = ([each for each in found if (each.name in everywhere) == trains] for trains in (True, False))
+    slices = Slices(owned, trained.ranks, True, zero == 1, frozenset(names), everywhere, frozen=rest)
     slices.give_masters(lambda parameter: True)
     return slices
 
@@ -152,6 +167,12 @@ def by_matrices(shapes: Shapes, loads: list[int]) -> list[Part]:
         loads[owner] += costs[name]
         found.append((name, 0, prod(shapes[name]), owner))
     return sorted(found, key=lambda part: part[3])
+
+
+def _is_alone(parameter: nn.Parameter) -> bool:
+    """Whether a parameter has memory of its own, without gaps, or none yet."""
+    size = parameter.numel() * parameter.element_size()
+    return is_dense(parameter) and (is_in_parts(parameter) or parameter.untyped_storage().nbytes() == size)
 
 
 def _dense(name: str, parameter: nn.Parameter) -> nn.Parameter:

@@ -1,6 +1,7 @@
 """The optimizer of a pipeline: a torch optimizer that exists before the pipeline is compiled, over parameters, or parts
 of them, that are known afterwards."""
 
+import inspect
 from itertools import zip_longest
 from typing import Any
 
@@ -25,6 +26,7 @@ from zbcompile.optimizer.wanted import (
 
 State = dict[str, Any]
 MASTER = "master"
+STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 PLAIN = (bool, int, float, str, tuple, type(None))  # options that ranks compare
 SETTINGS = ("zero", "clip", "early", "validate", "reduce_dtype", "reshard_after_forward")  # what else they compare
 
@@ -54,7 +56,25 @@ class PipelineOptimizer(ParameterUpdates):
             group.update(made)
         self._inner = inner
         inner.param_groups = self.param_groups
-        self.state = inner.state
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        """This process's state, by the tensors of `param_groups`. Raises PipelineError if `get_optimizer_state_dict` or
+        `set_optimizer_state_dict` of torch reads it, and would look in vain for these tensors in the model."""
+        own = () if self._slices is None else self._slices.mine()
+        apart = next((each.name for each in own if each.tensor is not each.shown), None)
+        caller = (frame := inspect.currentframe()) and frame.f_back
+        if apart is not None and caller is not None and caller.f_globals["__name__"] == STATE_DICTS:
+            raise PipelineError(
+                f"torch's {STATE_DICTS} knows optimizers of a model's parameters, and this one updates a part or a "
+                f"float32 copy of {apart}. Call zbcompile.save_checkpoint(folder, pipe, optimizer), which any zero= "
+                "and number of ranks can load, and zbcompile.load_checkpoint."
+            )
+        return self._inner.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        """It is that of the optimizer that does the updates."""
 
     def bind(self, trained: TrainedParameters) -> None:
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
@@ -71,8 +91,8 @@ class PipelineOptimizer(ParameterUpdates):
     def will_divide(self, trained: TrainedParameters) -> set[str]:
         """The parameters that will live divided once it is bound."""
         chosen = divide_into_groups(trained.model, self._predicates, self.wanted.params)
-        names = trained.program.trained & chosen.keys()
-        return {name for name in names if trained.lives_divided(name, self.wanted.zero)}
+        homes = trained.program.homes.keys() & chosen.keys()
+        return {name for name in homes if trained.lives_divided(name, self.wanted.zero)}
 
     def close(self) -> None:
         """Leave the pipeline, so that another optimizer can have these parameters. Every rank must call it."""
@@ -92,7 +112,8 @@ class PipelineOptimizer(ParameterUpdates):
             require_rule_for_dtensors(wanted, read_groups(wanted.groups)[1], shown)
         if wanted.zero:
             assert self._rule is not None
-            slices = divided_slices(trained, self.numbers, self._rule, wanted.zero)
+            taken = {name for other in self._made if other.bound for name in other.slices.in_parts}
+            slices = divided_slices(trained, self.numbers.keys() - taken, self._rule, wanted.zero)
         else:
             slices = whole_slices(trained, self.numbers, parts)
         slices.reduce_dtype = wanted.reduce_dtype
@@ -149,7 +170,7 @@ class PipelineOptimizer(ParameterUpdates):
         members = self._members()
         self._give_masters(lambda parameter: any(members[number] is parameter for number in masters))
         self._inner.load_state_dict({"param_groups": state_dict["param_groups"], "state": kept})
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.param_groups = self._inner.param_groups
         for number, master in masters.items():
             self._members()[number].detach().copy_(master)
         self._stepped = {self._members()[number] for number in masters}

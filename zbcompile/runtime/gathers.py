@@ -8,6 +8,7 @@ resized. Between steps `hold` gathers everything for whoever reads or writes par
 takes the slices out again; `lend` does so with one parameter at a time.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ class Gathers:
     whole: set[str] = field(default_factory=set)
     under_way: dict[int, list[Parcel[Slice]]] = field(default_factory=dict)
     lent: set[Slice] = field(default_factory=set)  # those whose values are in the gathered parameters alone
+    users: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))  # stages, of what is gathered
 
     def __post_init__(self) -> None:
         self.tensors = {each.name: (each.parameter, each.shown) for each in self.slices}
@@ -43,8 +45,11 @@ class Gathers:
             _require_own_memory(name, self.tensors[name][0])
 
     def fetch(self, stage: int, names: Collection[str]) -> None:
-        """Begin to gather these parameters for a stage, unless they are held; returns at once."""
-        self._gather(stage, names, lends=True)
+        """Begin to gather these parameters for a stage, unless they are held, or gathered for another one; returns at
+        once."""
+        self._gather(stage, {name for name in names if not self.users[name]}, lends=True)
+        for name in names:
+            self.users[name].add(stage)
 
     def _gather(self, stage: int, names: Collection[str], lends: bool) -> None:
         wanted = [each for each in self.slices if each.name in names and each.name not in self.whole]
@@ -59,10 +64,17 @@ class Gathers:
         self.under_way[stage] = spread(wanted)
 
     def arrive(self, stage: int) -> None:
-        """Wait for what is gathered for a stage."""
-        if stage in self.under_way:
+        """Wait for what is gathered for a stage, and for those that read some of it as well."""
+        stages = {stage}.union(*(users for users in self.users.values() if stage in users))
+        for each in sorted(stages & self.under_way.keys()):
             with self.ranks.watch.position.waiting("the gathered parameters"):
-                await_parcels(self.under_way.pop(stage))
+                await_parcels(self.under_way.pop(each))
+
+    def end_use(self, stage: int, names: Collection[str]) -> None:
+        """Free these parameters, which a stage has read, but not what is gathered for others."""
+        for name in names:
+            self.users[name].discard(stage)
+        self.free([name for name in names if not self.users[name]])
 
     def free(self, names: Collection[str]) -> None:
         """Take the memory of these parameters back, unless they are held."""
@@ -115,6 +127,7 @@ class Gathers:
     def forget(self) -> None:
         """A step has failed: slices have their own memory again."""
         self.under_way.clear()
+        self.users.clear()
         self._return(list(self.lent))
 
     def _return(self, slices: Sequence[Slice]) -> None:

@@ -53,7 +53,7 @@ class Slice:
             values = self.values.clone() if self.mine else self.values.new_empty(0)
         else:
             values = self.values
-        self.tensor = nn.Parameter(values) if self.divided else self.given
+        self.tensor = nn.Parameter(values, self.parameter.requires_grad) if self.divided else self.given
 
     @property
     def memory(self) -> torch.Tensor:

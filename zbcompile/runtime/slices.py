@@ -6,7 +6,7 @@ values of other owners, which arrive in the parameters' own memory.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -50,11 +50,17 @@ class Slices:
     reducing: defaultdict[int, list[Parcel[Slice]]] = field(default_factory=lambda: defaultdict(list))
     arriving: defaultdict[int, list[Parcel[Slice]]] = field(default_factory=lambda: defaultdict(list))
     writes: dict[Slice, int] = field(default_factory=dict)  # into the parameters, when their values began to arrive
+    frozen: Sequence[Slice] = ()  # of what no step trains, and lives divided
 
     def __post_init__(self) -> None:
         self.names = frozenset(each.name for each in self.slices)
-        apart = [each for each in self.slices if each.apart]
+        apart = [each for each in (*self.slices, *self.frozen) if each.apart]
         self.gathers = Gathers(apart, self.ranks) if apart else None
+
+    @property
+    def in_parts(self) -> Collection[str]:
+        """The parameters that live divided."""
+        return () if self.gathers is None else self.gathers.tensors.keys()
 
     @property
     def arrives(self) -> bool:

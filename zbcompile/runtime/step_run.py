@@ -266,7 +266,7 @@ class StepRun:
 
     def _free(self, stage: int) -> None:
         for each in self.given.gathers:
-            each.free(self.executable.parameters_of(stage))
+            each.end_use(stage, self.executable.parameters_of(stage))
 
     def _reduce(self, reduction: Reduction, stage: int) -> None:
         reduction.start(stage)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import zbcompile
 from tests.support.pool import Pool
@@ -90,6 +91,12 @@ def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     dist.all_gather_object(theirs, before)
     with pytest.raises(zbcompile.PipelineError, match=r"another rank, .*: it has \['linear.*save_checkpoint"):
         optimizer.load_state_dict(theirs[1 - dist.get_rank()])
+    for torchs in (
+        get_optimizer_state_dict,
+        lambda *both: set_optimizer_state_dict(*both, {"state": {}, "param_groups": []}),
+    ):
+        with pytest.raises(zbcompile.PipelineError, match=r"this one updates a part .* of linear.*save_checkpoint\("):
+            torchs(pipe._model, optimizer)
     zbcompile.save_checkpoint(folder, pipe, optimizer)
     optimizer.load_state_dict({**before, "state": {}})
     zbcompile.load_checkpoint(folder, pipe, optimizer)

@@ -100,7 +100,7 @@ def trained_in_blocks(zero: int, early: bool) -> Any:
 def trained_with_each_zero() -> list[Any]:
     torch.set_num_threads(1)
     with compiled_once("mlp float32", exact=True):
-        return [trained_in_blocks(*each) for each in ((0, False), (1, False), (2, True))]
+        return [trained_in_blocks(*each) for each in ((0, False), (1, False), (2, True), (3, False))]
 
 
 @pytest.mark.slow

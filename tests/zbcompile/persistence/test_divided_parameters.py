@@ -113,6 +113,50 @@ def test_from_any_layout_to_any_other(ways: Any, dtype: str, pool: Pool, tmp_pat
     require_same_at_all([(*place, zero, dtype) for place, zero in ways], pool, folder)
 
 
+def adapted(dtype: str) -> nn.Module:
+    """Every second layer is frozen, and so is one that nothing reads; two others have the same weight."""
+    model = model_of(dtype)
+    model[7].weight = model[1].weight  # type: ignore[index]
+    model.unused = nn.Linear(2, 2)  # type: ignore[assignment]
+    model.forward = lambda x: nn.Sequential.forward(model[:LAYERS], x)  # type: ignore[method-assign, index]
+    for layer in [*list(model)[::2]]:
+        layer.requires_grad_(False)
+    return model
+
+
+def trained_with_tie(zero: int, dtype: str, folder: Path) -> list[dict[str, Tensor]]:
+    """The parameters after two updates; after loading a checkpoint of that; and one that left out what is frozen."""
+    torch.set_num_threads(1)
+    layout = (2, 2, "looped-bfs", 2, zero, dtype)
+    pipe, optimizer, x = begun(layout, adapted(dtype))
+    for _ in range(2):
+        update(pipe, optimizer, x)
+    for frozen in (True, False):
+        zbcompile.save_checkpoint(folder / f"{zero} {frozen}", pipe, optimizer, frozen=frozen)
+    required_in_parts(pipe)
+    found = [pipe.state_dict(full=True)]
+    pipe.close()
+    for frozen in (True, False):
+        pipe, optimizer, _ = begun(layout, adapted(dtype))
+        zbcompile.load_checkpoint(folder / f"{zero} {frozen}", pipe, optimizer)
+        required_in_parts(pipe)
+        if zero == 3:
+            (gathers,) = pipe._optimizers.gathers
+            assert gathers.tensors.keys() == dict(pipe.named_parameters()).keys()
+        found.append(pipe.state_dict(full=True))
+        pipe.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_is_frozen_or_tied_lives_divided_too(dtype: str, pool: Pool, tmp_path: Path) -> None:
+    runs = zip(*(pool.run(trained_with_tie, zero, dtype, tmp_path, ranks=4) for zero in (0, 3)), strict=True)
+    for whole, divided in runs:
+        for found in (*whole, *divided):
+            assert_same_tensors(found, whole[0], "parameter")
+
+
 def filled(weights: Path) -> tuple[list[int], dict[str, Tensor], dict[str, Tensor]]:
     """Of a model on the meta device: how many divided parameters had memory at once while it was filled by `init=`, and
     by a file, and what it has got."""
