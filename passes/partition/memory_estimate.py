@@ -2,8 +2,10 @@
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -60,22 +62,84 @@ class DistinctBytes:
         return list(accumulate(of_last, initial=0))[-2::-1] if end > begin else []
 
 
+@dataclass(frozen=True)
+class ReplicaSharding:
+    """How many replicas hold the same parameters, and what they divide: as `zero` of `pipe.optimizer`; with `reshard`
+    stages let divided parameters go between their uses."""
+
+    replicas: int = 1
+    zero: int = 0
+    reshard: bool = False
+
+    @property
+    def gathers(self) -> bool:
+        """Whether parameters live divided."""
+        return self.zero == 3 and self.replicas > 1
+
+    @property
+    def state_parts(self) -> int:
+        """Into how many parts the optimizer's state is divided."""
+        return self.replicas if self.zero else 1
+
+
+ALONE = ReplicaSharding()
+
+
+class DividedParameter(NamedTuple):
+    """Bytes of a parameter that lives divided, and of its gradient; `master` says whether its owner keeps one."""
+
+    size: int
+    gradient: int
+    master: bool
+
+    @classmethod
+    def of(cls, value: torch.Tensor, trains: bool, dtype: torch.dtype | None = None) -> "DividedParameter":
+        """A parameter whose gradients are summed in `dtype`, by default as an optimizer of the pipeline has them."""
+        gradient = _gradient(value) if dtype is None else gradient_bytes(value, dtype)
+        return cls(value.nbytes, gradient * trains, trains and value.dtype in HALF)
+
+    def stays(self, replicas: int) -> float:
+        """What each replica keeps of it between steps, beside the optimizer's state with the master."""
+        return 0 if self.master else self.size / replicas
+
+
 class Footprint:
     """The bytes of any span of the line, `(begin, end)` in nodes.
 
-    `resident` are parameters with their gradients and optimizer state, and buffers; `gradients` those of parameters, as
-    they are summed; `shared` are those that several operations use.
+    `resident` are parameters with their gradients and optimizer state, and buffers, of one of the replicas that divide
+    them as `sharding` says; `gradients` those of parameters, as they are summed; `shared` is what several operations
+    use: where, its bytes, and those of the sum that each stage makes of its gradients. `divided` are, by name, where
+    parameters are used that live divided.
     """
 
-    def __init__(self, canonical: Canonical, line: Line, optimizer_state: float) -> None:
+    def __init__(
+        self, canonical: Canonical, line: Line, optimizer_state: float, sharding: ReplicaSharding = ALONE
+    ) -> None:
         length = len(line.nodes)
-        trainable = canonical.captured.trainable
-        held = list(_held(line))
-        resident = ((i, n, _resident(value, n in trainable, optimizer_state)) for i, n, value in held)
+        trainable, held = canonical.captured.trainable, list(_held(line))
+        slots = (node.meta["slot"] for node in line.nodes[0].graph.find_nodes(op="placeholder"))
+        parameters = {slot.name for slot in slots if slot.kind == "parameter"}
+        state, replicas = optimizer_state, sharding.replicas
+
+        def resident(name: str, value: torch.Tensor) -> int:
+            trains = name in trainable
+            owned = int(state_bytes(value, state) / sharding.state_parts) if trains else 0
+            if sharding.gathers and name in parameters:
+                return owned + int(DividedParameter.of(value, trains).stays(replicas))
+            return value.nbytes + trains * _gradient(value) + owned
+
         summed = ((i, n, _gradient(value)) for i, n, value in held if n in trainable)
-        self.resident = DistinctBytes(resident, length).within
+        self.resident = DistinctBytes(((i, n, resident(n, v)) for i, n, v in held), length).within
         self.gradients = DistinctBytes(summed, length).within
-        self.shared = list(_shared(line, trainable, optimizer_state))
+        uses = _uses(held)
+        self.shared = [
+            (at, resident(n, v), (n in trainable) * _gradient(v)) for n, (at, v) in uses.items() if len(at) > 1
+        ]
+        self.divided = {
+            name: (at, DividedParameter.of(value, name in trainable))
+            for name, (at, value) in uses.items()
+            if name in parameters and sharding.gathers
+        }
 
 
 def gradient_bytes(value: torch.Tensor, dtype: torch.dtype) -> int:
@@ -90,25 +154,17 @@ def state_bytes(value: torch.Tensor, optimizer_state: float) -> float:
     return value.nbytes * optimizer_state
 
 
-def _resident(value: torch.Tensor, trains: bool, optimizer_state: float) -> int:
-    if not trains:
-        return value.nbytes
-    return int(value.nbytes + _gradient(value) + state_bytes(value, optimizer_state))
-
-
 def _gradient(value: torch.Tensor) -> int:
     return gradient_bytes(value, torch.float32 if value.dtype in HALF else value.dtype)
 
 
-def _shared(line: Line, trainable: frozenset[str], optimizer_state: float) -> Iterator[tuple[list[int], int, int]]:
-    """What several operations use: where, its bytes, and those of the sum that each stage makes of its gradients."""
-    uses: dict[str, dict[int, torch.Tensor]] = defaultdict(dict)
-    for i, name, value in _held(line):
-        uses[name][i] = value
-    for name, at in uses.items():
-        value, trains = next(iter(at.values())), name in trainable
-        if len(at) > 1:
-            yield list(at), _resident(value, trains, optimizer_state), trains * _gradient(value)
+def _uses(held: Iterable[tuple[int, str, torch.Tensor]]) -> dict[str, tuple[list[int], torch.Tensor]]:
+    """Where operations use each tensor, by its name."""
+    found: dict[str, tuple[list[int], torch.Tensor]] = {}
+    for i, name, value in held:
+        at = found.setdefault(name, ([], value))[0]
+        at += [i] * (i not in at[-1:])
+    return found
 
 
 def _held(line: Line) -> Iterable[tuple[int, str, torch.Tensor]]:

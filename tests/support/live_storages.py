@@ -28,14 +28,21 @@ class Alive(TorchDispatchMode):
         self.look(tensors_of(result))
         return result
 
-    def look(self, values: list[torch.Tensor]) -> None:
+    @property
+    def now(self) -> int:
+        """Bytes that are alive."""
+        return self.look([])
+
+    def look(self, values: list[torch.Tensor]) -> int:
         for value in values:
             storage = value.untyped_storage()
             if storage._cdata not in self.without:
                 self.seen[storage._cdata] = StorageWeakRef(storage)
         sizes = {key: _size(found) for key, found in self.seen.items()}
         self.seen = {key: found for key, found in self.seen.items() if sizes[key] is not None}
-        self.most = max(self.most, sum(size or 0 for size in sizes.values()))
+        alive = sum(size or 0 for size in sizes.values())
+        self.most = max(self.most, alive)
+        return alive
 
 
 def _size(found: StorageWeakRef) -> int | None:

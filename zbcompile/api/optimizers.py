@@ -14,8 +14,7 @@ from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.optimizer.wanted import OptimizerRequest
-from zbcompile.prediction.predict import predicted_costs
-from zbcompile.prediction.rank_memory import ReplicaSharding, rank_memories
+from zbcompile.prediction.rank_memory import should_reshard
 from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.runtime.gathers import Gathers
@@ -68,17 +67,11 @@ class Optimizers:
         gathers, asked = optimizer.slices.gathers, optimizer.wanted.reshard_after_forward
         if gathers is not None:
             self.bound.share.fill_divided(partial(gathers.lend, values=False))
-            gathers.reshard = self._keeps_too_much() if asked is None else asked
+            gathers.reshard = self._should_reshard() if asked is None else asked
 
-    def _keeps_too_much(self) -> bool:
-        """Whether a step that gathers divided parameters once, and keeps them, would exceed the limit of memory."""
-        program = self.bound.program
-        assert program is not None
-        limit, model = program.choices.memory, dict(self.model.named_parameters())
-        kept = ReplicaSharding(self.ranks.replicas.count, zero=3)
-        return limit is not None and limit < max(
-            each.peak for each in rank_memories(program, predicted_costs(program), model, kept)
-        )
+    def _should_reshard(self) -> bool:
+        assert self.bound.program is not None
+        return should_reshard(self.bound.program, dict(self.model.named_parameters()), self.ranks.replicas.count)
 
     @property
     def slices(self) -> list[Slices]:

@@ -90,6 +90,21 @@ def add_plan(parser: argparse.ArgumentParser, without: Sequence[str] = (), **ins
     )
 
 
+def add_division(add: Any) -> None:
+    """Add the arguments that say what replicas divide."""
+    what = "what replicas divide: the optimizer, gradients too, parameters too (default: 0, nothing)"
+    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help=what)
+    add("--reshard", action="store_true", help="with --zero 3: stages let parameters go between their uses in a step")
+
+
+def require_division(zero: int, reshard: bool) -> None:
+    """Raise PipelineError if these contradict each other."""
+    if reshard and zero != 3:
+        raise PipelineError(
+            f"--reshard lets divided parameters go, and --zero {zero} leaves them whole; pass --zero 3 as well."
+        )
+
+
 def example_of(plan: Plan, mesh: Any = None) -> Example:
     """Build the model, on a mesh if one is given. What it prints goes to standard error, not into the report."""
     with contextlib.redirect_stdout(sys.stderr), fake_models(plan.device) if plan.fake else contextlib.nullcontext():

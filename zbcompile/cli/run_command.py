@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zbcompile.cli.command_line import Command, add_flags, flag_of
-from zbcompile.cli.compile_arguments import FLAGS
+from zbcompile.cli.compile_arguments import FLAGS, add_division
 from zbcompile.cli.train_job import train
 from zbcompile.cli.train_optimizer import DECAYS, NAMED
 from zbcompile.cli.train_pipeline import Job
@@ -121,9 +121,7 @@ def _add_optimizer(group: Any) -> None:
     add("--warmup", type=int, default=0, metavar="STEPS", help="warm up the rate over this many steps")
     add("--decay", choices=DECAYS, default="none", help="lower the rate to 0 at the last step")
     add("--clip", type=float, metavar="NORM", help="clip the gradients to this norm over all ranks")
-    zero = "what the --replicas divide: the optimizer, gradients too, parameters too (default: 0, nothing)"
-    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help=zero)
-    add("--reshard", action="store_true", help="with --zero 3: stages let parameters go between their uses in a step")
+    add_division(add)
     add("--early", action="store_true", help="update stage by stage inside of the step")
     add("--validate", choices=("before", "after"), default="before", help="after: early, in spite of --clip")
 

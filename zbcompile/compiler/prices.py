@@ -4,29 +4,36 @@ compiled."""
 import copy
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch.fx import Node
 
 from zbcompile.compiler.block_prices import Made, Prices, price_line
+from zbcompile.compiler.divided_bytes import DividedBytes
 from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices, Policy, Recompute, price_of_policy
 from zbcompile.passes.graph.storage import bytes_behind
 from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
-from zbcompile.passes.partition.memory_estimate import DistinctBytes, Footprint
+from zbcompile.passes.partition.memory_estimate import (
+    ALONE,
+    DistinctBytes,
+    DividedParameter,
+    Footprint,
+    ReplicaSharding,
+)
 from zbcompile.passes.partition.node_costs import device_of, measured_seconds
 from zbcompile.passes.partition.stage_graphs import legs_of
 from zbcompile.passes.recompute.candidates import is_hinted
 from zbcompile.passes.stage.deduplicate import Tangents
-from zbcompile.schedules import Costs, Placement, Schedule, peak_memory
-from zbcompile.schedules.execution.memory import most_beside, with_messages
-from zbcompile.schedules.ir.actions import B, F
+from zbcompile.schedules import Costs, Placement, Schedule, peak_memory, with_updates
+from zbcompile.schedules.execution.memory import Running, deltas, most_beside, only_while_running, with_messages
+from zbcompile.schedules.ir.actions import BW, GATHERS, REDUCE, B, F, Step, flatten
 
 PRICES = (1, 2, 4, 6, 8, 12, 16)  # of a byte, in the time to move it; above, stages remake what their blocks receive
 
@@ -63,7 +70,7 @@ class LinePrices:
     `measured` are the times of operations for `balance="measured"`: the graphs then say how a time divides. `behind`
     are the gradients that arrive at the end of the line, None if it makes the loss; `made` remembers what was compiled.
     `shard` is what each rank has of a sharded output layer, `link` what connects two ranks (None: messages are free);
-    `fused`: see `seconds_of`.
+    `fused`: see `seconds_of`; `sharding` is what replicas divide.
     """
 
     canonical: Canonical
@@ -75,6 +82,7 @@ class LinePrices:
     shard: ShardPrice = WHOLE
     link: Connection | None = None
     fused: bool = False
+    sharding: ReplicaSharding = ALONE
 
     _stages: dict[tuple[int, int, Policy], StagePrice] = field(init=False, default_factory=dict)
     _corners: dict[Policy, tuple[Policy, ...]] = field(init=False, default_factory=dict)
@@ -86,6 +94,13 @@ class LinePrices:
         both share what either has computed of them."""
         found = copy.copy(self)  # unlike `replace` with these dicts, and with the cached properties
         object.__setattr__(found, "shard", shard)
+        return found
+
+    def for_replicas(self, sharding: ReplicaSharding) -> "LinePrices":
+        """The same line for one of the replicas that divide what `sharding` says: it changes what stages hold."""
+        found = copy.copy(self)
+        found.__dict__.update(sharding=sharding, _stages={})
+        found.__dict__.pop("footprint", None)
         return found
 
     @cached_property
@@ -280,7 +295,7 @@ class LinePrices:
     @property
     def shard_bytes(self) -> float:
         """Bytes that a rank holds all the time of a sharded output layer."""
-        return self.shard.parameters * (2 + self.choices.optimizer_state)
+        return self.shard.parameters * (2 + self.choices.optimizer_state / self.sharding.state_parts)
 
     def resident(self, edges: Sequence[int], placement: Placement) -> tuple[float, ...]:
         """Bytes that each rank holds all the time: parameters, gradients, optimizer state and buffers."""
@@ -317,17 +332,44 @@ class LinePrices:
     ) -> tuple[float, ...]:
         """`always_held` with the bytes of the running pass, taken as those of the pass that needs most."""
         costs = with_messages(self.costs(edges, rows, recompute, placement), placement)
-        beside = most_beside(placement, costs, running_of(self.stages(edges, recompute, rows)))
-        return tuple(map(sum, zip(self.always_held(placement, edges, rows), beside, strict=True)))
+        passes = most_beside(placement, costs, running_of(self.stages(edges, recompute, rows)))
+        gathered = (each.least for each in self._divided_of(placement, edges))
+        return tuple(map(sum, zip(self.always_held(placement, edges, rows), passes, gathered, strict=True)))
 
     def most_held(
         self, schedule: Schedule, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None
     ) -> tuple[float, ...]:
         """The most bytes that each rank holds at any moment of a step."""
-        placement = schedule.placement
+        placement, sharding = schedule.placement, self.sharding
         costs = with_messages(self.costs(edges, rows, recompute, placement), placement)
-        waiting = peak_memory(schedule, costs, running_of(self.stages(edges, recompute, rows)))
+        running = running_of(self.stages(edges, recompute, rows))
+        if sharding.gathers:
+            updated = with_updates(schedule, (*GATHERS, REDUCE), sharding.reshard, (F, B, BW))
+            extra = only_while_running(costs, running)
+            waiting = tuple(
+                max(_with_divided(order, costs, extra, divided))
+                for order, divided in zip(updated.orders, self._divided_of(placement, edges), strict=True)
+            )
+        else:
+            waiting = peak_memory(schedule, costs, running)
+        if sharding.zero == 1 and sharding.replicas > 1:  # a part of the sums over replicas beside all gradients
+            parts = (each / sharding.replicas for each in self.gradients(edges, placement))
+            waiting = tuple(map(max, waiting, parts))
         return tuple(map(sum, zip(waiting, self.always_held(placement, edges, rows), strict=True)))
+
+    def divided(self, edges: Sequence[int]) -> list[dict[Hashable, DividedParameter]]:
+        """The parameters of each stage that live divided among replicas."""
+        found: list[dict[Hashable, DividedParameter]] = [{} for _ in range(len(edges) + 1)]
+        for name, (positions, parameter) in self.footprint.divided.items():
+            stages = {bisect_right(edges, at) for at in positions}
+            for stage in stages:
+                found[stage][name] = parameter if len(stages) == 1 else parameter._replace(gradient=0)
+        return found
+
+    def _divided_of(self, placement: Placement, edges: Sequence[int]) -> list[DividedBytes]:
+        """The same of each rank."""
+        found, ranks = self.divided(edges), map(placement.stages_of, range(placement.ranks))
+        return [DividedBytes({stage: found[stage] for stage in own}, self.sharding.replicas) for own in ranks]
 
     def held_before(self, recompute: bool) -> list[float]:
         """Bytes that a rank with the first k nodes holds with one microbatch, by k; recomputed values not counted."""
@@ -338,7 +380,7 @@ class LinePrices:
     @cached_property
     def footprint(self) -> Footprint:
         """What spans of the line hold all the time."""
-        return Footprint(self.canonical, self.line, self.choices.optimizer_state)
+        return Footprint(self.canonical, self.line, self.choices.optimizer_state, self.sharding)
 
     def _known(self, policy: Policy) -> PolicyPrices:
         if isinstance(policy, int) or (policy == "hints" and not self._has_hints):  # bytes decide about whole stages
@@ -368,6 +410,15 @@ class LinePrices:
         found = map(sum, zip(*self._known("off").prices.seconds, strict=True))
         measured = measured_seconds(self.line, self.measured)
         return [now / then if then else 0.0 for now, then in zip(measured, found, strict=True)]
+
+
+def _with_divided(order: Sequence[Step], costs: Costs, extra: Running, divided: DividedBytes) -> Iterator[float]:
+    """What a rank holds of activations, parameters and gradients at each moment of an order that gathers."""
+    levels = pairwise(accumulate(deltas(order, costs), initial=0))
+    for held, action in zip(levels, flatten(tuple(order)), strict=True):
+        most = max(held) + (extra[action.op][action.stage] if action.op in extra else 0)
+        yield most + max(map(sum, divided.after(action)))
+    yield max((sum(each) for each in divided.finish()), default=0)
 
 
 def _is_above(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zbcompile.cli.command_line import Command, split_options
-from zbcompile.cli.compile_arguments import add_plan, quiet, schedule_of, with_options
+from zbcompile.cli.compile_arguments import add_division, add_plan, quiet, schedule_of, with_options
 from zbcompile.env import VARIABLES
 from zbcompile.inspection.compared_schedules import compare
 from zbcompile.inspection.graphs import (
@@ -23,10 +23,11 @@ from zbcompile.inspection.graphs import (
 from zbcompile.inspection.idle_report import critical_table, exchanges, idle_intervals, require_rank
 from zbcompile.inspection.report import OtherCompilations, Summary
 from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for, predicted
+from zbcompile.passes.partition.memory_estimate import ReplicaSharding
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.prediction.advice import ImpossibleChange, Peak
 from zbcompile.prediction.predict import left_on_last
-from zbcompile.prediction.rank_memory import ReplicaSharding, complete_peak
+from zbcompile.prediction.rank_memory import complete_peak
 from zbcompile.prediction.recompile_trials import run_trials
 from zbcompile.program.manifest import SavedProgram
 from zbcompile.program.program import Program
@@ -242,8 +243,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--fused", action="store_true", help="chains of elementwise operations take one kernel, as with inductor")
     add("--replicas", type=int, default=1, metavar="N", help="data-parallel copies of the pipeline, for the memory")
-    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="what replicas divide, for the memory (default: 0)")
-    add("--reshard", action="store_true", help="with --zero 3: stages let parameters go between their uses in a step")
+    add_division(add)
     _add_output(parser.add_argument_group("what to show, one after the other (default: a summary)"))
 
 

@@ -13,7 +13,15 @@ from zbcompile.batches.batch import Microbatch
 from zbcompile.batches.batch_split import choose_cuts
 from zbcompile.batches.example import Example
 from zbcompile.cli.command_line import Command, flag_of, split_options
-from zbcompile.cli.compile_arguments import Plan, add_plan, example_of, quiet, with_options
+from zbcompile.cli.compile_arguments import (
+    Plan,
+    add_division,
+    add_plan,
+    example_of,
+    quiet,
+    require_division,
+    with_options,
+)
 from zbcompile.cli.mesh_parts import DIMENSIONS, Labels, part_of, why_whole
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import lay_out_step, whole_of
@@ -113,8 +121,8 @@ def _ticks(most: float, pixels: float) -> list[tuple[float, float]]:
 ASSUMED = (
     "Predicted from operations{fused} on {hardware}, with {messages}; memory is parameters, gradients, optimizer "
     "state, activations, also those of the pass that runs, and messages, without what kernels, the allocator and the "
-    "sum of gradients over replicas take for themselves. Steps of many microbatches: the first ones, and the rest at "
-    "their pace."
+    "sum of gradients over replicas take for themselves{divided}. Steps of many microbatches: the first ones, and the "
+    "rest at their pace."
 )
 LINKED = "messages and sums of gradients over its links"
 FREE = "messages and the exchange between replicas free"
@@ -141,6 +149,11 @@ class PlanRequest(Plan):
     svg: Path | None
     json: bool
     dimensions: tuple[str, ...]
+    zero: int
+    reshard: bool
+
+    def __post_init__(self) -> None:
+        require_division(self.zero, self.reshard)
 
 
 def _run(chosen: argparse.Namespace, say: Say) -> None:
@@ -170,8 +183,9 @@ def _run(chosen: argparse.Namespace, say: Say) -> None:
 def _assumed(request: PlanRequest) -> str:
     hardware = request.options.hardware
     messages = LINKED if hardware and hardware.within else FREE
-    fused = " in fused kernels" * request.fused
-    return ASSUMED.format(fused=fused, hardware=hardware or "nominal speeds of the device", messages=messages)
+    fused, machine = " in fused kernels" * request.fused, hardware or "nominal speeds of the device"
+    divided = f"; replicas divide what zero={request.zero} says" * bool(request.zero)
+    return ASSUMED.format(fused=fused, hardware=machine, messages=messages, divided=divided)
 
 
 def _searched(request: PlanRequest, schedule: str, ranks: int, say: Say) -> tuple[list[PlanRow], list[str]]:
@@ -185,6 +199,8 @@ def _searched(request: PlanRequest, schedule: str, ranks: int, say: Say) -> tupl
         options.microbatches,
         options.chunks,
         request.fused,
+        request.zero,
+        request.reshard,
     )
     task = question, ranks, options.search_seconds, say
     sizes = [tp for tp in range(2, ranks + 1) if ranks % tp == 0] if "tp" in request.dimensions else []
@@ -231,6 +247,7 @@ def _command(request: PlanRequest, schedule: str, row: PlanRow) -> str:
     if tensor > 1:
         begin = f"torchrun --nproc-per-node {replicas * tensor * ranks} -m zbcompile.run {request.target}"
         begin, end = f"{begin} --replicas {replicas} --tensor {tensor}", "--data FILE.py:NAME --steps N"
+        begin += f" --zero {request.zero}{' --reshard' * request.reshard}" * (request.zero and replicas > 1)
     parts = [
         f"{begin} --schedule {schedule} --microbatches {layout.microbatches}",
         *([f"--chunks {layout.parsed.chunks}"] if find(schedule).free_chunks else []),
@@ -273,6 +290,7 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--fused", action="store_true", help="chains of elementwise operations take one kernel, as with inductor"
     )
+    add_division(parser.add_argument)
     parser.add_argument("--rows", metavar="N", type=_positive, default=12, help="rows to print (default: %(default)s)")
     parser.add_argument("--all", dest="every", action="store_true", help="print every row, however slow")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="draw rate against memory")

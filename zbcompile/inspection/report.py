@@ -9,6 +9,7 @@ from zbcompile.inspection.closed_form import with_equal_stages
 from zbcompile.inspection.request import Prediction
 from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
 from zbcompile.passes.machine.flops import without_formula
+from zbcompile.passes.partition.memory_estimate import ALONE, ReplicaSharding
 from zbcompile.prediction.advice import (
     Alternative,
     ImpossibleChange,
@@ -21,14 +22,7 @@ from zbcompile.prediction.advice import (
 )
 from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import count_messages, hardware_of
-from zbcompile.prediction.rank_memory import (
-    ALONE,
-    RankMemory,
-    ReplicaSharding,
-    complete_peak,
-    gathers_of,
-    rank_memories,
-)
+from zbcompile.prediction.rank_memory import RankMemory, complete_peak, gathers_of, rank_memories
 from zbcompile.program.program import Program
 from zbcompile.schedules import format_schedule, format_timeline
 from zbcompile.schedules.ir.actions import flatten

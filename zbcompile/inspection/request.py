@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from zbcompile.batches.example import Example
-from zbcompile.cli.compile_arguments import Plan, compiled, example_of, schedule_of
+from zbcompile.cli.compile_arguments import Plan, compiled, example_of, require_division, schedule_of
 from zbcompile.compiler.compile_example import CompiledExample, read_saved
 from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
@@ -50,6 +50,7 @@ class Request(Plan):
 
     def __post_init__(self) -> None:
         """Raise for files that cannot be written or read, before anything is compiled."""
+        require_division(self.zero, self.reshard)
         if self.fake and self.costs == "measured":
             raise PipelineError("--costs measured runs the graphs for real; leave out --fake.")
         if self.graphs:

@@ -9,10 +9,12 @@ from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.machine.hardware import Connection
+from zbcompile.passes.partition.memory_estimate import ReplicaSharding
 from zbcompile.planning.layouts import LayoutSearch, rounded, whole_step
 from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
 from zbcompile.schedules import ScheduleError, bound, simulate
+from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.searching.pairs import with_pairs
 
 SLOW = 3.0  # times longer than the fastest: what holds little because almost nothing runs side by side
@@ -69,7 +71,8 @@ class PlanQuestion:
 
     `batch` is the number of rows of a whole step over all replicas, by default four microbatches for each pipeline
     rank; `microbatches` the number of those of a replica, if it is given, and `chunks` the stages per rank;
-    `dimensions` of the mesh have several ranks, others one; `fused`: see `seconds_of`.
+    `dimensions` of the mesh have several ranks, others one; `fused`: see `seconds_of`. Replicas divide what `zero` and
+    `reshard` of `ReplicaSharding` say.
     """
 
     choices: Choices
@@ -79,6 +82,8 @@ class PlanQuestion:
     microbatches: int | None = None
     chunks: int | None = None
     fused: bool = False
+    zero: int = 0
+    reshard: bool = False
 
 
 def factorisations(
@@ -87,6 +92,8 @@ def factorisations(
     """The rows for that many ranks altogether, and why other numbers of pipeline ranks are impossible. `seconds` may
     be spent on the search altogether."""
     places, dimensions = ranks // step.tensor, question.dimensions
+    copies = find(question.schedule).placement == "dual"  # of the model, whose parameters live whole
+    divided = ReplicaSharding(zero=min(question.zero, 2 if copies else 3), reshard=question.reshard)
     least, most = 1 if "dp" in dimensions else places, places if "pp" in dimensions else 1
     sizes = [size for size in range(least, most + 1) if places % size == 0]
     found: list[PlanRow] = []
@@ -99,8 +106,9 @@ def factorisations(
         ring = hardware.collective(replicas, size * step.tensor) if hardware else None
         announce(f"dp={replicas}, {beside}pp={size}")
         try:
-            own = _own_rows(step, question, replicas, size)
-            search = _search(step, priced.costs(size), replace(question, choices=choices), size, own)
+            own, sharding = _own_rows(step, question, replicas, size), replace(divided, replicas=replicas)
+            costs = {vocab: each.for_replicas(sharding) for vocab, each in priced.costs(size).items()}
+            search = _search(step, costs, replace(question, choices=choices), size, own)
             for choice in search.run(seconds / len(sizes), announce):
                 choice = _hiding(choice, search)
                 exchange = _exchange(choice, search, replicas, ring)
@@ -166,13 +174,21 @@ def _hiding(choice: Choice, search: LayoutSearch) -> Choice:
 
 def _exchange(choice: Choice, search: LayoutSearch, replicas: int, ring: Connection | None) -> float:
     """By how many seconds sums of gradients end after the last pass: each rank's begins behind its own last one. A ring
-    passes each byte on twice."""
+    passes each byte on twice. Where parameters are gathered, with what passes wait for that."""
     if replicas == 1 or ring is None:
         return 0.0
-    layout, ends = choice.layout, [max(rank, default=0.0) for rank in search.timeline(choice).run.end]
-    sizes = search.lines[layout.vocab].gradients(layout.edges, layout.parsed)
-    sums = [2 * (replicas - 1) * (ring.latency + size / replicas / ring.bandwidth) for size in sizes]
-    return max(0.0, max(map(sum, zip(ends, sums, strict=True))) - max(ends))
+    layout, prices = choice.layout, search.lines[choice.layout.vocab]
+    plain = search.timeline(choice)
+
+    def ring_seconds(size: float) -> float:
+        return (replicas - 1) * (ring.latency + size / replicas / ring.bandwidth)
+
+    gathers = prices.sharding.gathers
+    sizes = [sum(each.size for each in stage.values()) for stage in prices.divided(layout.edges)]
+    step = search.timeline(choice, [*map(ring_seconds, sizes)]) if gathers else plain
+    ends, before = ([max(rank, default=0.0) for rank in each.run.end] for each in (step, plain))
+    sums = [2 * ring_seconds(size) for size in prices.gradients(layout.edges, layout.parsed)]
+    return max(0.0, max(map(sum, zip(ends, sums, strict=True))) - max(before))
 
 
 def ranked(rows: Iterable[PlanRow]) -> list[PlanRow]:

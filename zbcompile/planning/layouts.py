@@ -21,9 +21,10 @@ from zbcompile.passes.partition.search import Limits, choose_edges
 from zbcompile.planning.choose_schedule import named_order, placement_of
 from zbcompile.planning.search_cache import best_name_of, cached_search
 from zbcompile.program.choice import Choice, Layout
-from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound, simulate
+from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound, simulate, with_updates
 from zbcompile.schedules.execution.memory import with_messages
 from zbcompile.schedules.generators.registry import find
+from zbcompile.schedules.ir.actions import BW, GATHERS, B, F
 from zbcompile.schedules.searching.problem import ROUNDING
 
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
@@ -105,6 +106,9 @@ class LayoutSearch:
             found = cached_search(*task, keep=self.choices.balance != "measured")
         self._took[layout], whole = found.seconds, whole_step(layout, found.simulation)
         prices, how = self.lines[layout.vocab], (self._rows(layout), layout.recompute)
+        peak = prices.most_held(found.schedule, layout.edges, *how)
+        if limits and prices.sharding.gathers:  # of which the limits know the largest stage only
+            list(_room(self.choices.memory or inf, peak, layout.placement))
         return Choice(
             layout,
             found.schedule,
@@ -112,15 +116,18 @@ class LayoutSearch:
             whole,
             float(found.bound),
             resident=prices.always_held(found.schedule.placement, layout.edges, how[0]),
-            peak=prices.most_held(found.schedule, layout.edges, *how),
+            peak=peak,
             bubble=1 - found.simulation.work * layout.microbatches / count / whole if whole else 0.0,
             basis="the graphs of distinct blocks",
             best_name=best_name_of(found),
         )
 
-    def timeline(self, choice: Choice) -> Timeline:
-        """The step of a choice; of a brief one, its first microbatches."""
-        return simulate(choice.order, self._task(choice.layout)[0])
+    def timeline(self, choice: Choice, gather: Sequence[float] = ()) -> Timeline:
+        """The step of a choice; of a brief one, its first microbatches. With `gather`, the seconds in which each stage
+        gathers its divided parameters, it waits for these."""
+        costs, reshard = self._task(choice.layout)[0], self.lines[choice.layout.vocab].sharding.reshard
+        order = with_updates(choice.order, GATHERS, reshard, (F, B, BW)) if gather else choice.order
+        return simulate(order, replace(costs, gather=tuple(gather)))
 
     def _looked_at(self, announce: Callable[[str], None]) -> list[Choice]:
         """Every layout that is worth a glance, and fits."""

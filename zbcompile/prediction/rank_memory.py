@@ -1,6 +1,6 @@
 """What each rank holds: parameters, gradients, optimizer state, activations, messages, the copies of collectives."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import chain
@@ -8,27 +8,30 @@ from typing import NamedTuple
 
 import torch
 
+from zbcompile.compiler.divided_bytes import DividedBytes, small_bytes
 from zbcompile.compiler.stage_price import running_of
 from zbcompile.distributed.packing import Buffer
-from zbcompile.distributed.parcels import ALONE_BYTES
-from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
-from zbcompile.passes.partition.memory_estimate import gradient_bytes, state_bytes
+from zbcompile.passes.partition.memory_estimate import (
+    ALONE,
+    DividedParameter,
+    ReplicaSharding,
+    gradient_bytes,
+    state_bytes,
+)
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.communicators import communicators_of
-from zbcompile.prediction.predict import prices_of
+from zbcompile.prediction.predict import hardware_of, predicted_costs, prices_of
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import AFTER, arrivals_of, assign_buffers, completed_sends
-from zbcompile.schedules import Costs, lower, with_updates
+from zbcompile.schedules import Costs, lower, simulate, with_updates
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import (
     COMPUTE,
     FETCH,
-    FREE,
-    GATHER,
     GATHERS,
     ONCE,
     RECEIVES,
@@ -73,34 +76,21 @@ class RankMemory:
     peak: int
 
 
-@dataclass(frozen=True)
-class ReplicaSharding:
-    """How many replicas hold the same parameters, and what they divide: as `zero` of `pipe.optimizer`; with `reshard`
-    stages let divided parameters go between their uses."""
-
-    replicas: int = 1
-    zero: int = 0
-    reshard: bool = False
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters live divided."""
-        return self.zero == 3 and self.replicas > 1
-
-
-ALONE = ReplicaSharding()
-
-
 class HeldBytes(NamedTuple):
-    """One moment of a step: bytes of activations, of messages, and of the sums that stages have made so far of a
-    gradient to which several contribute; where parameters live divided, of those that are gathered, and of gradients.
-    """
+    """One moment of a step, behind the action `after` or, if that is None, within one: bytes of activations, of
+    messages, and of the sums that stages have made so far of a gradient to which several contribute; where parameters
+    live divided, of those that are gathered, and of gradients."""
 
     activations: float
     messages: float
     sums: float
     gathered: float = 0.0
     gradients: float = 0.0
+    after: Action | None = None
+
+    @property
+    def total(self) -> float:
+        return self.activations + self.messages + self.sums + self.gathered + self.gradients
 
 
 class _Receiver(NamedTuple):
@@ -120,7 +110,7 @@ def rank_memories(
 ) -> tuple[RankMemory, ...]:
     """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program, and
     `running` those of its passes, if they are known already (`running_of`)."""
-    moments = partial(_moments, program, costs, running or running_of(prices_of(program)), model, sharding)
+    moments = partial(held_in_step, program, costs, running or running_of(prices_of(program)), model, sharding)
     return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
 
 
@@ -148,27 +138,29 @@ def _memory(
     gradients, replicas = sum(sums), sharding.replicas
     state = sum(share * state_bytes(v, program.choices.optimizer_state) for v, share in trained)
     parameters = sum(share * value.nbytes for value, share, _ in held)
-    collectives = sum(size for size in sums if size < ALONE_BYTES) if replicas > 1 else 0
+    collectives = small_bytes(sums) if replicas > 1 else 0
     parts = gradients / replicas if sharding.zero == 1 and replicas > 1 else 0
-    state /= replicas if sharding.zero else 1
-    always, last = gradients, moments[-1]
+    state /= sharding.state_parts
+    always, tied, last = gradients, 0, moments[-1]
     if sharding.gathers:
-        lives = [each for stage in program.stages_of(rank) for each in divided_of(program, model, stage)]
-        parameters -= sum(v.nbytes - (0 if v.dtype in HALF else v.nbytes / replicas) for v in lives)
-        always -= sum(gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v in lives)
-    waiting = max(sum(moment) for moment in moments)
+        lives = {n: each for stage in program.stages_of(rank) for n, each in divided_of(program, model, stage).items()}
+        parameters -= sum(each.size - each.stays(replicas) for each in lives.values())
+        shared = (model[name] for name in program.shared if name in lives)  # their `.grad` is made at the end
+        tied = sum(gradient_bytes(value, program.choices.dtype_of_sum(value.dtype)) for value in shared)
+        always -= sum(each.gradient for each in lives.values()) + tied
+    waiting = max(moment.total for moment in moments)
     communicators = communicators_of(program, rank, replicas).bytes
     stays = parameters + always + state + communicators
     return RankMemory(
         parameters=int(parameters),
-        gradients=int(always + max(m.gradients for m in moments) + parts + last.sums),
+        gradients=int(always + max(m.gradients for m in moments) + parts + last.sums + tied),
         optimizer_state=int(state),
         activations=int(max(m.activations for m in moments)),
         messages=int(max(m.messages for m in moments)),
         collectives=int(collectives),
         gathered=int(max(m.gathered for m in moments)),
         communicators=communicators,
-        peak=int(stays + max(waiting, parts + collectives + last.messages + last.sums + last.gradients)),
+        peak=int(stays + max(waiting, parts + collectives + last.messages + last.sums + last.gradients + tied)),
     )
 
 
@@ -194,11 +186,18 @@ def _sums(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> in
     return sum(gradient_bytes(value, program.choices.dtype_of_sum(value.dtype)) for value in values)
 
 
-def divided_of(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> list[torch.Tensor]:
-    """The parameters of a stage that live divided with `zero=3`: what the end of the step completes lives whole."""
-    rows = () if program.vocabulary is None else program.vocabulary.parameters
-    own = (name for name in program.stages[stage].trained if name in model and name not in rows)
-    return [model[name] for name in own if len(program.homes[name]) == 1 and program.copies == 1]
+def divided_of(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> dict[Hashable, DividedParameter]:
+    """The parameters of a stage that live divided with `zero=3`. The gradients of what several stages read do not."""
+    rows, found = (
+        () if program.vocabulary is None else program.vocabulary.parameters,
+        dict[Hashable, DividedParameter](),
+    )
+    for name in program.stages[stage].parameters if program.copies == 1 else ():
+        if name in model and name not in rows:
+            trains, dtype = name in program.trained, program.choices.dtype_of_sum(model[name].dtype)
+            each = DividedParameter.of(model[name], trains, dtype)
+            found[name] = each if len(program.homes[name]) == 1 else each._replace(gradient=0)
+    return found
 
 
 def gathers_of(program: Program, sharding: ReplicaSharding) -> tuple[int, ...]:
@@ -207,68 +206,30 @@ def gathers_of(program: Program, sharding: ReplicaSharding) -> tuple[int, ...]:
     return tuple(sum(step[0] == FETCH for step in own) for own in lowered.programs)
 
 
-class _DividedBytes:
-    """What a rank holds of parameters that live divided: those that are gathered, less the slices that are in them, and
-    gradients. From a stage's first W until the sum of the next stage begins a replica has whole gradients, then its
-    part of their sums."""
+def should_reshard(program: Program, model: Mapping[str, torch.Tensor], replicas: int) -> bool:
+    """Whether stages should let divided parameters go between their uses: what exceeds the limit of memory least, of
+    these the shorter step, as its gathers are priced, and if they are equal the one with fewer gathers. Without a limit
+    they should not, nor in a loaded program, where the graphs of other ranks are not here to be priced."""
+    limit = program.choices.memory
+    if limit is None or not all(stage.pieces for stage in program.stages):
+        return False
+    costs = predicted_costs(program)
+    running, hardware = running_of(prices_of(program)), hardware_of(program)
+    stages = (divided_of(program, model, stage).values() for stage in range(len(program.stages)))
+    sizes = [sum(each.size for each in own) for own in stages]
+    sent = [size * (1 - 1 / replicas) for size in sizes]
+    costs = replace(costs, gather=tuple(hardware.exchange_seconds(size, "all_gather") for size in sent))
 
-    def __init__(self, program: Program, model: Mapping[str, torch.Tensor], rank: int, replicas: int) -> None:
-        self.replicas = replicas
-        self.parameters = {stage: divided_of(program, model, stage) for stage in program.stages_of(rank)}
-        self.whole = {
-            stage: [gradient_bytes(v, program.choices.dtype_of_sum(v.dtype)) for v in own]
-            for stage, own in self.parameters.items()
-        }
-        self.added = {stage: sum(map(self._added, own)) for stage, own in self.parameters.items()}
-        self.held: dict[int, float] = {}
-        self.gradients: dict[int, float] = {}
-        self.reducing: list[int] = []
+    def price(reshard: bool) -> tuple[float, float, bool]:
+        sharding = ReplicaSharding(replicas, 3, reshard)
+        peak = max(each.peak for each in rank_memories(program, costs, model, sharding, running))
+        step = simulate(with_updates(program.lowered, GATHERS, reshard, program.readers), costs)
+        return max(0.0, peak - limit), float(f"{step.makespan:.6g}"), reshard
 
-    def after(self, action: Action) -> Iterator[tuple[float, float]]:
-        """Bytes of gathered parameters and of gradients, while and after an action is carried out."""
-        stage, sizes = action.stage, [each.nbytes for each in self.parameters[action.stage]]
-        if action.op == FETCH:
-            self.held[stage] = self.added[stage] + _small(sizes)
-        elif action.op == GATHER:
-            self.held[stage] = self.added[stage]
-        elif action.op == FREE:
-            plain = [each.nbytes for each in self.parameters[stage] if each.dtype not in HALF]
-            largest, part = max(plain, default=0), sum(plain) / self.replicas
-            self.held[stage] += max(0, min(largest, part) - max(0, sum(plain) - part - largest))
-            yield self.now  # a slice gets its memory before the parameter loses its own
-            self.held.pop(stage)
-        elif action.op == REDUCE:
-            yield from self.finish()
-            self.gradients[stage] = sum(self.whole[stage]) + _small(self.whole[stage])
-            self.reducing.append(stage)
-        elif "W" in KINDS[action.op].does:
-            self.gradients.setdefault(stage, sum(self.whole[stage]))
-        yield self.now
-
-    def _added(self, parameter: torch.Tensor) -> float:
-        """What a gathered parameter takes in addition to its slice, or its master."""
-        return parameter.nbytes * (1.0 if parameter.dtype in HALF else 1 - 1 / self.replicas)
-
-    def finish(self) -> Iterator[tuple[float, float]]:
-        """The sums under way have arrived: of each a part is copied before the whole is freed."""
-        for stage in self.reducing:
-            part = sum(self.whole[stage]) / self.replicas
-            self.gradients[stage] += part
-            yield self.now
-            self.gradients[stage] = part
-        self.reducing.clear()
-
-    @property
-    def now(self) -> tuple[float, float]:
-        return sum(self.held.values()), sum(self.gradients.values())
+    return min((False, True), key=price)
 
 
-def _small(sizes: Iterable[int]) -> int:
-    """Bytes of the gradients that travel in copies."""
-    return sum(size for size in sizes if size < ALONE_BYTES)
-
-
-def _moments(
+def held_in_step(
     program: Program,
     costs: Costs,
     running: Mapping[str, Sequence[float]],
@@ -276,11 +237,12 @@ def _moments(
     sharding: ReplicaSharding,
     rank: int,
 ) -> Iterator[HeldBytes]:
-    """What a rank holds while each of its passes runs, and behind it."""
+    """What a rank holds while each of its passes runs, and behind it, beside what it holds all the time."""
     messages = _Messages(program, rank)
     waiting = 0.0
     sums: dict[int, int] = {}
-    divided = _DividedBytes(program, model, rank, sharding.replicas) if sharding.gathers else None
+    lives = {stage: divided_of(program, model, stage) for stage in program.stages_of(rank) if sharding.gathers}
+    divided = DividedBytes(lives, sharding.replicas) if sharding.gathers else None
     own = {"F": [0.0] * len(program.stages), "B": costs.activation, "W": costs.residue, "BW": costs.activation}
     kinds = (*GATHERS, REDUCE) if divided else ()
     lowered = with_updates(program.lowered, kinds, sharding.reshard, program.readers)
@@ -288,7 +250,8 @@ def _moments(
     for action in flatten(lowered.programs[rank]):
         found = list(divided.after(action)) if divided and action.op in COMPUTE else [(0.0, 0.0)]
         if action.op in ONCE:
-            yield from (HeldBytes(waiting, messages.bytes, sum(sums.values()), *each) for each in found)
+            *within, last = (HeldBytes(waiting, messages.bytes, sum(sums.values()), *each) for each in found)
+            yield from (*within, last._replace(after=action))
             continue
         messages.before(action)
         if action.op not in COMPUTE:
@@ -301,7 +264,7 @@ def _moments(
             before = waiting - own[action.op][action.stage] + needed
             yield HeldBytes(before, messages.bytes, sum(sums.values()), *found[-1])
         waiting += change
-        yield HeldBytes(waiting, messages.bytes, sum(sums.values()), *found[-1])
+        yield HeldBytes(waiting, messages.bytes, sum(sums.values()), *found[-1], after=action)
         messages.after(action)
     for each in (*divided.finish(), divided.now) if divided else [(0.0, 0.0)]:
         yield HeldBytes(waiting, messages.bytes, sum(sums.values()), *each)

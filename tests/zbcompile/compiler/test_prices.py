@@ -20,11 +20,12 @@ from zbcompile.compiler.prices import LinePrices
 from zbcompile.compiler.stage_price import StagePrice, running_of
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.passes.compile_options import Choices, Policy
+from zbcompile.passes.partition.memory_estimate import ReplicaSharding
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.prediction.predict import predicted_costs, prices_of
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.program.program import Program
-from zbcompile.schedules import Costs, build, search
+from zbcompile.schedules import Costs, Placement, build, search
 from zbcompile.torch_private import group_without_peers
 
 POLICIES = ["off", "selective", "full"]
@@ -184,6 +185,48 @@ def test_what_a_rank_holds_at_most_where_backwards_are_split(placement: str, rec
     order = search(Costs.uniform(4 if placement == "v" else 2), 2, 4, placements=[placement], moves=0).schedule
     compiled = compile_example(example, order, Choices(recompute=recompute))
     assert_close(*line_prices(compiled), compiled, rel=0.05)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved-1f1b"])
+def test_what_a_replica_holds_at_most(schedule: str) -> None:
+    """Whatever replicas divide; a layer is large enough to travel by itself."""
+    model, x = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(768, 768), nn.GELU()))), torch.ones(16, 768)
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    compiled = compile_example(example, build(schedule, 2, 4), Choices())
+    require_same_peaks(compiled, rel=0.01)
+
+
+def test_what_is_frozen_is_divided_too() -> None:
+    model, x = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4))), torch.ones(4, 768)
+    for layer in list(model)[1::2]:
+        layer.requires_grad_(False)
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    require_same_peaks(compile_example(example, build("1f1b", 2, 4), Choices()), rel=0.01)
+
+
+def require_same_peaks(compiled: CompiledExample, rel: float) -> None:
+    """Of every rank, whatever replicas divide, by prices and by the graphs."""
+    prices, edges = line_prices(compiled)
+    program, tensors = compiled.program, dict(compiled.example.model.named_parameters())
+    for zero, reshard in ((0, False), (1, False), (2, False), (3, False), (3, True)):
+        sharding = ReplicaSharding(2, zero, reshard)
+        memory = rank_memories(program, predicted_costs(program), tensors, sharding)
+        found = prices.for_replicas(sharding).most_held(program.schedule, edges)
+        assert found == pytest.approx([each.peak for each in memory], rel=rel), sharding
+
+
+def test_what_several_stages_share_has_a_whole_gradient() -> None:
+    """Of a layer that is used twice the gradient is divided only if both uses are in one stage."""
+    tied, x = nn.Linear(8, 8, bias=False), torch.ones(4, 8)
+    model = nn.Sequential(tied, nn.Linear(8, 8, bias=False), tied)
+    example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
+    laid_out = lay_out_step(model, one_microbatch(example), example.loss, Choices())
+    prices = LinePrices(laid_out.canonical, laid_out.line, Choices()).for_replicas(ReplicaSharding(2, 3))
+    size, placement = 4 * 8 * 8, Placement.parse("linear", 2)
+    one, two = ([[(p.size, p.gradient) for p in stage.values()] for stage in prices.divided(e)] for e in ([], [1]))
+    assert (one, two) == ([[(size, size)] * 2], [[(size, 0)], [(size, 0), (size, size)]])
+    part, state = size / 2, size  # and the sum of one stage, which joins that of the other at the end of the step
+    assert prices.resident([1], placement) == (size + part + state, size + 2 * (part + state))
 
 
 def assert_close(prices: LinePrices, edges: list[int], compiled: CompiledExample, rel: float) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+import torch
+from torch import nn
 
 from tests.support.error_lines import error_lines
 from tests.support.oracle import PROBLEMS
@@ -277,3 +279,22 @@ def test_replicas_sum_their_gradients(name: str) -> None:
     expected = 2 * (link.latency + size / 2 / link.bandwidth)
     assert [row.exchange for row in rows] == pytest.approx([expected] * len(rows))
     assert all(row.seconds == row.choice.seconds + row.exchange for row in rows)
+
+
+def test_replicas_divide() -> None:
+    """What they divide takes less memory, and gathers take time; the limit counts what is divided."""
+    model, x = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4))), torch.ones(2, 768)
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    example, choices = Example(model, (x,), loss=nn.MSELoss(), target=x), Choices(hardware=Hardware.find("h100-sxm"))
+    captured = CapturedStep(lay_out_step(model, one_microbatch(example), example.loss, choices), 2)
+
+    def planned(zero: int, memory: float | None = None) -> tuple[list[PlanRow], list[str]]:
+        question = PlanQuestion(replace(choices, memory=memory), 16, ("dp",), zero=zero)
+        return factorisations(captured, question, 2, 0.1, lambda text: None)
+
+    found = [planned(zero)[0][0] for zero in (0, 2, 3)]
+    assert [row.peak / size for row in found] == pytest.approx([4, 3, 3], rel=0.02)  # of one stage, all is gathered
+    assert found[0].exchange == found[1].exchange < found[2].exchange
+    assert planned(2, 3.5 * size)[0]
+    assert "no layout fits" in planned(0, 3.5 * size)[1][0]
+    assert "no layout fits" in planned(3, 2.5 * size)[1][0]
