@@ -33,7 +33,7 @@ class Line:
         return bytes_behind(self.live[position])
 
 
-def draw_line(canonical: Canonical) -> Line:
+def lay_out_line(canonical: Canonical) -> Line:
     """Lay the graph out as a line of nodes between which it can be cut."""
     inside = inside_calls(canonical.graph)
     counted = {node: each.forward_flops for node, each in inside.items()}

@@ -163,7 +163,8 @@ def _uses(held: Iterable[tuple[int, str, torch.Tensor]]) -> dict[str, tuple[list
     found: dict[str, tuple[list[int], torch.Tensor]] = {}
     for i, name, value in held:
         at = found.setdefault(name, ([], value))[0]
-        at += [i] * (i not in at[-1:])
+        if i not in at[-1:]:
+            at.append(i)
     return found
 
 

@@ -13,7 +13,7 @@ from zbcompile.compiler.compile_stage import compile_stage
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.partition.liveness import Line, draw_line
+from zbcompile.passes.partition.liveness import Line, lay_out_line
 from zbcompile.passes.partition.stage_graphs import Stage, cut
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import Joint, tangents_of, trace_joint
@@ -137,5 +137,5 @@ def joint_of_middle(inner: nn.Module, x: Tensor) -> Joint:
 def _stages(model: Middle, x: Tensor) -> tuple[tuple[Stage, ...], Captured]:
     captured = capture(model, (x,), {}, None, None)
     canonical = canonicalise(captured)
-    line = draw_line(canonical)
+    line = lay_out_line(canonical)
     return cut(canonical, line, _assigned(line), 3), captured

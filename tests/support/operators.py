@@ -12,7 +12,7 @@ from zbcompile.passes.capture.differentiability import backward_failure
 from zbcompile.passes.capture.export import capture
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
@@ -108,7 +108,7 @@ def compile_operators(model: Operators) -> tuple[Split, dict[Slot, Tensor]]:
     """The split of the model as one stage, and what is resident on it."""
     captured = capture(model, (torch.ones(()),), {})
     canonical = canonicalise(captured)
-    line = draw_line(canonical)
+    line = lay_out_line(canonical)
     (stage,) = cut(canonical, line, dict.fromkeys(line.nodes, 0), 1)
     try:
         joint = trace_joint(stage, captured.trainable, tangents_of(stage, None), exact=True)

@@ -32,7 +32,7 @@ from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.process_groups import is_collective
-from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CAPTURE_INFERENCE, canonicalise
 from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
 from zbcompile.passes.torch_private import global_hooks, is_compiled, storage_key, tensor_hooks
@@ -252,7 +252,7 @@ def shared_captures() -> Iterator[None]:
     functions = [
         (canonicalise, _canonical_once()),
         (choose_sharding, _sharding_once()),
-        (draw_line, _once_per_object(draw_line)),
+        (lay_out_line, _once_per_object(lay_out_line)),
         (compile_laid_out, _once_per_plan(compile_laid_out)),
         (compile_forward, _forward_once(compile_forward)),
     ]

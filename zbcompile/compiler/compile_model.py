@@ -28,7 +28,7 @@ from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
-from zbcompile.passes.partition.liveness import Line, draw_line
+from zbcompile.passes.partition.liveness import Line, lay_out_line
 from zbcompile.passes.partition.node_costs import device_of
 from zbcompile.passes.partition.shared_parameters import refuse_mutation_of_copies, refuse_shared_mutation
 from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters
@@ -98,7 +98,7 @@ def whole_of(laid_out: LaidOut) -> LaidOut:
     """The same captured step with its output layer whole."""
     if laid_out.sharding is None:
         return laid_out
-    return LaidOut(laid_out.captured, laid_out.sharding.whole, draw_line(laid_out.sharding.whole), None)
+    return LaidOut(laid_out.captured, laid_out.sharding.whole, lay_out_line(laid_out.sharding.whole), None)
 
 
 def lay_out_again(laid_out: LaidOut, microbatch: Microbatch, choices: Choices, schedule: Schedule) -> LaidOut:
@@ -113,7 +113,7 @@ def _laid_out(
 ) -> LaidOut:
     sharding = choose_sharding(whole, schedule, choices, manager)
     canonical = whole if sharding is None else sharding.trunk
-    return LaidOut(captured, canonical, draw_line(canonical), sharding)
+    return LaidOut(captured, canonical, lay_out_line(canonical), sharding)
 
 
 def without_autocast(microbatch: Microbatch) -> torch.autocast:

@@ -28,7 +28,7 @@ from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, assign_by_parameters
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE_INFERENCE, CUT, canonicalise
 from zbcompile.passes.pass_list.run_passes import PassManager
@@ -82,7 +82,7 @@ def compile_forward(
         canonical = canonicalise(captured, manager)
         sharding = _sharding(canonical, frame, manager)
         trunk = canonical if sharding is None else sharding.trunk
-        line = draw_line(trunk)
+        line = lay_out_line(trunk)
         cuts = plan_cuts(trunk, line, frame.schedule, frame.choices, {}) if like is None else like.cuts
         count = frame.schedule.stages
         assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes, count)

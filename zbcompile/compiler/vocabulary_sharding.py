@@ -12,7 +12,7 @@ from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import BALANCES, Choices
 from zbcompile.passes.errors import CompileError, PartitionError
 from zbcompile.passes.gpu import KIND, kind_of
-from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.pass_list.passes_in_order import SHARD, TRUNK
 from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
 from zbcompile.passes.stage.stage_program import StageProgram
@@ -243,7 +243,7 @@ def _loads(canonical: Canonical, schedule: Schedule, choices: Choices) -> tuple[
     """The load of each stage; None if there are no such cuts."""
     by_flops = replace(choices, balance="flops") if choices.balance in BALANCES else choices
     try:
-        return plan_cuts(canonical, draw_line(canonical), schedule, by_flops, {}).loads
+        return plan_cuts(canonical, lay_out_line(canonical), schedule, by_flops, {}).loads
     except PartitionError:
         return None
 

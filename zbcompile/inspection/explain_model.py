@@ -35,7 +35,7 @@ from zbcompile.passes.capture.training_step import (
 )
 from zbcompile.passes.capture.unsupported import training_problems
 from zbcompile.passes.errors import CaptureError, CompileError
-from zbcompile.passes.partition.liveness import Line, draw_line
+from zbcompile.passes.partition.liveness import Line, lay_out_line
 from zbcompile.passes.partition.node_costs import predicted_seconds
 from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
@@ -199,7 +199,7 @@ class _Examination:
         except CompileError as error:
             self.problems.append(str(error))
             return
-        self.places = tuple(_places(draw_line(canonical)))
+        self.places = tuple(_places(lay_out_line(canonical)))
         self.notes += _updates_that_forbid_cuts(canonical)
         self.problems += [*mixed_dtypes(canonical), *operations_without_backward(canonical)]
         self._differentiate(canonical)
@@ -220,7 +220,7 @@ class _Examination:
 
 
 def _backward_failure(canonical: Canonical, loss: Node, exact: bool) -> str:
-    line = draw_line(canonical)
+    line = lay_out_line(canonical)
     (stage,) = cut(canonical, line, dict.fromkeys(line.nodes, 0), 1)
     try:
         trace_joint(stage, canonical.captured.trainable, {"loss": loss.meta["val"]}, exact)

@@ -119,10 +119,12 @@ def _common(optimizer: Optimizer) -> dict[str, Any]:
 def _mark(value: Any) -> Any:
     """A token of a value that changes when the value, or one inside of it, is written."""
     if isinstance(value, torch.Tensor):
-        return () if isinstance(value, nn.Parameter) else (id(value), written_so_far(value))
+        return None if isinstance(value, nn.Parameter) else (id(value), written_so_far(value))
     if isinstance(value, Mapping):
         return tuple(map(_mark, value.values()))
-    return tuple(map(_mark, value)) if isinstance(value, list | tuple) else (repr(value),) * isinstance(value, PLAIN)
+    if isinstance(value, list | tuple):
+        return tuple(map(_mark, value))
+    return repr(value) if isinstance(value, PLAIN) else None
 
 
 def _too_late(what: str) -> str:
@@ -142,6 +144,5 @@ def _written(used: Mapping[str, tuple[torch.Tensor | None, int]]) -> list[str]:
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor) and torch.equal(one, other)
-    return bool(one == other)
+    tensors = [isinstance(each, torch.Tensor) for each in (one, other)]
+    return torch.equal(one, other) if all(tensors) else not any(tensors) and bool(one == other)

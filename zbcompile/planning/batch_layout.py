@@ -65,8 +65,8 @@ class BatchLayout:
         compiled = self._compiled
         what = "searching the layout"
         with compiled.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
-            draw = partial(compiled.laid_out, leads=True)
-            task = self._model, self._options, compiled.ranks, draw, compiled.measured, compiled.make, microbatch
+            lay_out = partial(compiled.laid_out, leads=True)
+            task = self._model, self._options, compiled.ranks, lay_out, compiled.measured, compiled.make, microbatch
             with readable(self._model):
                 laid_out, program = LayoutTrials(*task).run(compiled.schedule, counts)
         compiled.schedule, compiled.decided = program.schedule, program.choices

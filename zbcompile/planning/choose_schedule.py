@@ -94,12 +94,13 @@ def named_order(
     """A layout in the order of a named schedule, as if a search had found it; `limits` are bytes by rank, `chunks` the
     stages per rank if they were given. Raises ScheduleError for counts that it does not admit, and if a rank holds
     more."""
-    limit = min(limits) if limits and find(name).name in HEURISTIC else None  # others do not adapt to it
-    order = build(name, layout.ranks, microbatches, costs, limit, chunks)
+    lowest = min(limits) if limits and find(name).name in HEURISTIC else None  # others do not adapt to it
+    order = build(name, layout.ranks, microbatches, costs, lowest, chunks)
     if layout.vocab != "off":
         order = with_vocabulary(order, layout.barriers, costs)
     timeline = simulate(order, costs)
-    for rank, (peak, limit) in enumerate(zip(timeline.peak_memory, limits or (), strict=bool(limits))):
+    for rank, limit in enumerate(limits or ()):
+        peak = timeline.peak_memory[rank]
         if peak > limit * ROUNDING:
             raise ScheduleError(
                 f"{order.name}: {peak:,.0f} bytes wait between passes on rank {rank}, {peak - limit:,.0f} more than "

@@ -4,7 +4,7 @@ trial steps."""
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from torch import nn
 
@@ -27,17 +27,17 @@ from zbcompile.schedules import Schedule, ScheduleError
 
 @dataclass(frozen=True, eq=False)
 class LayoutTrials:
-    """The search for a layout of `model`, for a batch whose part `microbatch` gives for any number of parts. `draw`
+    """The search for a layout of `model`, for a batch whose part `microbatch` gives for any number of parts. `lay_out`
     captures the step of a microbatch, `measure` times the operations of a line, `make` compiles a choice."""
 
     model: nn.Module
     options: Options
     ranks: Ranks
-    draw: Callable[[Microbatch], LaidOut]
+    lay_out: Callable[[Microbatch], LaidOut]
     measure: Callable[[LaidOut], dict[str, float]]
     make: Callable[..., Program]
     microbatch: Callable[[int], Microbatch]
-    _drawn: dict[int, LaidOut] = field(default_factory=dict, init=False)
+    _captured: dict[int, LaidOut] = field(default_factory=dict, init=False)
     _refused: dict[int, Exception] = field(default_factory=dict, init=False)
 
     def run(self, provisional: Schedule, counts: Sequence[int]) -> tuple[LaidOut, Program]:
@@ -65,21 +65,21 @@ class LayoutTrials:
 
     def _find(self, count: int) -> LaidOut | None:
         """The step as it is captured for one of that many microbatches. The model may refuse small ones: a batch norm
-        needs two rows. None if every rank raises CaptureError, so that no rank takes that number; raises what `draw`
+        needs two rows. None if every rank raises CaptureError, so that no rank takes that number; raises what `lay_out`
         raises if only some do, or if it fails in another way."""
-        if count not in self._drawn and count not in self._refused:
+        if count not in self._captured and count not in self._refused:
             try:
-                self._drawn[count] = self.draw(self.microbatch(count))
+                self._captured[count] = self.lay_out(self.microbatch(count))
             except Exception as error:  # what is known to all is raised on all, but need not be a CaptureError on all
                 if error is not self.ranks.watch.known or not all(
                     gathered(self.ranks, isinstance(error, CaptureError))
                 ):
                     raise
                 self._refused[count] = error
-        return self._drawn.get(count)
+        return self._captured.get(count)
 
     def _step_of(self, choice: Choice) -> LaidOut:
-        laid_out = self._drawn[choice.layout.microbatches]
+        laid_out = self._captured[choice.layout.microbatches]
         return whole_of(laid_out) if choice.layout.vocab == "off" else laid_out
 
     def _laid_out(self, provisional: Schedule, counts: Sequence[int]) -> tuple[LaidOut, list[Choice]]:
@@ -115,9 +115,8 @@ class LayoutTrials:
         """The first rank decides for all."""
         options, whole = self.options, whole_of(laid_out)
         settings = counts, options.chunks, options.search_seconds, self.measure(whole), self._link
-        return from_first(
-            *(self.ranks, "searching the layout"), lambda: decide(laid_out, schedule, options.choices, *settings)
-        )
+        search = partial(decide, laid_out, schedule, options.choices, *settings)
+        return from_first(self.ranks, "searching the layout", search)
 
     @cached_property
     def _tries(self) -> bool:

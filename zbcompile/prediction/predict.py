@@ -96,7 +96,7 @@ def figure_of(program: Program) -> str:
     return figure(in_units([simulate(program.lowered, predicted_costs(program))]))
 
 
-Program.draw = figure_of
+Program.picture = figure_of
 
 
 def _links(program: Program, hardware: Hardware) -> dict[str, Any]:

@@ -74,7 +74,7 @@ class Program:
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
     unproven: Mapping[str, frozenset[str]] | None = field(default=None, repr=False, compare=False)
     rules: int | None = field(default=None, repr=False, compare=False)
-    draw: ClassVar[Callable[["Program"], str]]
+    picture: ClassVar[Callable[["Program"], str]]
 
     def __post_init__(self) -> None:
         """Raises PipelineError if values that go straight to their stages have no messages in the order: they would
@@ -90,8 +90,8 @@ class Program:
             )
 
     def _repr_html_(self) -> str:
-        """In notebooks, the predicted step: prediction says how to `draw` it, because it imports this room."""
-        return type(self).draw(self)
+        """In notebooks, the predicted step: prediction says how in `picture`, because it imports this room."""
+        return type(self).picture(self)
 
     @cached_property
     def schedule(self) -> Schedule:

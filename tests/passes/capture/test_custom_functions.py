@@ -24,7 +24,7 @@ from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.partition.liveness import draw_line
+from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
@@ -308,7 +308,7 @@ def test_refused(case: str) -> None:
 
 def compiled(captured: Captured) -> None:
     canonical = canonicalise(captured)
-    line = draw_line(canonical)
+    line = lay_out_line(canonical)
     (stage,) = cut(canonical, line, dict.fromkeys(line.nodes, 0), 1)
     trace_joint(stage, captured.trainable, tangents_of(stage, None))
 
