@@ -94,7 +94,7 @@ def require_same_at_all(layouts: list[Layout], pool: Pool, folder: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.beyond_sample)])
 def test_from_divided_parameters_to_whole_ones_and_back(dtype: str, pool: Pool, tmp_path: Path) -> None:
     ways = [(*PLACES[0], 3), (*PLACES[1], 0), (*PLACES[1], 3), (*PLACES[3], 0), (*PLACES[2], 3)]
     require_same_at_all([(*each, dtype) for each in ways], pool, tmp_path)
@@ -149,7 +149,7 @@ def trained_with_tie(zero: int, dtype: str, folder: Path) -> list[dict[str, Tens
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.beyond_sample), "bfloat16"])
 def test_what_is_frozen_or_tied_lives_divided_too(dtype: str, pool: Pool, tmp_path: Path) -> None:
     runs = zip(*(pool.run(trained_with_tie, zero, dtype, tmp_path, ranks=4) for zero in (0, 3)), strict=True)
     for whole, divided in runs:
