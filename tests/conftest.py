@@ -1,5 +1,5 @@
 """What all tests share: golden files (output that a person would look at, compared as text), one
-torch thread, and a checker between the compiler's passes."""
+torch thread, a checker between the compiler's passes, and processes that play the ranks."""
 
 import difflib
 import gc
@@ -11,9 +11,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from tests.support.pool import Pool
 
 GOLDEN = Path(__file__).parent / "golden"
 CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
@@ -132,6 +136,28 @@ def _shared_captures() -> Iterator[None]:
         return
     with importlib.import_module("tests.support.shared_captures").shared_captures():
         yield
+
+
+@pytest.fixture(scope="session")
+def pool() -> "Iterator[Pool]":
+    """Worker processes for the whole session; see `tests/support/pool.py`. Here, as pytest 9.1 does not find a fixture
+    of a folder whose files are named before and behind one of another folder."""
+    with importlib.import_module("tests.support.pool").open_pool() as started:
+        yield started
+
+
+@pytest.fixture(scope="session")
+def small_program(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The model of `tests/support/checkpointing.py` compiled for a schedule and a number of ranks, once."""
+    root = tmp_path_factory.mktemp("programs")
+
+    def make(schedule: str, ranks: int) -> Path:
+        directory = root / f"{schedule}-{ranks}"
+        if not directory.exists():
+            importlib.import_module("tests.support.checkpointing").save_program(directory, schedule, ranks)
+        return directory
+
+    return make
 
 
 @pytest.fixture
