@@ -59,22 +59,26 @@ class PipelineOptimizer(ParameterUpdates):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """This process's state, by the tensors of `param_groups`. Raises PipelineError if `get_optimizer_state_dict` or
-        `set_optimizer_state_dict` of torch reads it, and would look in vain for these tensors in the model."""
-        own = () if self._slices is None else self._slices.mine()
-        apart = next((each.name for each in own if each.tensor is not each.shown), None)
-        caller = (frame := inspect.currentframe()) and frame.f_back
-        if apart is not None and caller is not None and caller.f_globals["__name__"] == STATE_DICTS:
-            raise PipelineError(
-                f"torch's {STATE_DICTS} knows optimizers of a model's parameters, and this one updates a part or a "
-                f"float32 copy of {apart}. Call zbcompile.save_checkpoint(folder, pipe, optimizer), which any zero= "
-                "and number of ranks can load, and zbcompile.load_checkpoint."
-            )
+        """This process's state, by the tensors of `param_groups`. Raises PipelineError for torch's
+        `get_optimizer_state_dict` and `set_optimizer_state_dict` if these tensors are not the model's parameters."""
+        caller = (frame := inspect.currentframe()) and frame.f_back  # torch has no hook: it reads this attribute first
+        if caller is not None and caller.f_globals.get("__name__") == STATE_DICTS:
+            self._require_parameters_of_the_model()
         return self._inner.state
 
     @state.setter
     def state(self, state: Any) -> None:
         """It is that of the optimizer that does the updates."""
+
+    def _require_parameters_of_the_model(self) -> None:
+        own = () if self._slices is None else self._slices.mine()
+        apart = next((each.name for each in own if each.tensor is not each.shown), None)
+        if apart is not None:
+            raise PipelineError(
+                f"torch's {STATE_DICTS} knows optimizers of a model's parameters, and this one updates a part or a "
+                f"float32 copy of {apart}. Call zbcompile.save_checkpoint(folder, pipe, optimizer), which any zero= "
+                "and number of ranks can load, and zbcompile.load_checkpoint."
+            )
 
     def bind(self, trained: TrainedParameters) -> None:
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
