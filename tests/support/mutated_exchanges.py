@@ -275,14 +275,14 @@ def mutations_of(flows: list[GradientFlow], dimension: str) -> Iterator[Mutation
 @dataclass
 class Tally:
     """What became of mutations: `missed` are those whose numbers change and that are not found; those of exchanges that
-    no gradient passes are in `other_models`."""
+    no gradient passes (counts, and sums inside of a softmax of shards), which a proof cannot see, are `unseen`."""
 
     tried: int = 0
     changed: int = 0
     found: int = 0
     refused_alike: int = 0
     missed: list[str] = field(default_factory=list)
-    other_models: list[str] = field(default_factory=list)
+    unseen: list[str] = field(default_factory=list)
 
     def count(self, what: str, changes: bool, refused: bool, gradients: bool) -> None:
         self.tried += 1
@@ -290,7 +290,7 @@ class Tally:
         self.found += changes and refused
         self.refused_alike += refused and not changes
         if changes and not refused:
-            (self.missed if gradients else self.other_models).append(what)
+            (self.missed if gradients else self.unseen).append(what)
 
 
 def inputs_of(case: Case, rank: int, sharded: Collection[str]) -> dict[str, Tensor]:
@@ -353,7 +353,7 @@ def main() -> int:
             flush=True,
         )
     print(f"refused although no number changes: {tally.refused_alike}; missed: {tally.missed or 'none'}")
-    print(f"of exchanges that no gradient passes, not refused: {tally.other_models or 'none'}")
+    print(f"not seen, of exchanges that no gradient passes: {tally.unseen or 'none'}")
     return 1 if tally.missed else 0
 
 
