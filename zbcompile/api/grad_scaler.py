@@ -34,7 +34,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As `torch.amp.GradScaler.unscale_`; every rank must call it, directly or by `step`."""
-        if isinstance(optimizer, PipelineOptimizer) and optimizer.wanted.validates:
+        if isinstance(optimizer, PipelineOptimizer) and optimizer.request.validates:
             if self.is_enabled():
                 add_found_infinity(self, optimizer, optimizer.found_infinity())  # it has unscaled the gradients
             return

@@ -12,8 +12,8 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.division import TrainedParameters
+from zbcompile.optimizer.optimizer_request import OptimizerRequest
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
-from zbcompile.optimizer.wanted import OptimizerRequest
 from zbcompile.prediction.rank_memory import should_reshard
 from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
@@ -36,16 +36,16 @@ class Optimizers:
 
     def _divided_from_the_start(self, program: Program) -> set[str]:
         """Parameters on the meta device that live divided before they have any values; parts of DTensors do not."""
-        waiting = [each for each in self.made if each.wanted.zero == 3 and not each.bound]
+        waiting = [each for each in self.made if each.request.zero == 3 and not each.bound]
         if not (waiting and program.trains) or self.ranks.replicas.count == 1:
             return set()
         model = dict(self.model.named_parameters())
         trained = TrainedParameters(program, self.ranks, model, {}, {}, frozenset(), lambda: None)
         return set().union(*(each.will_divide(trained) for each in waiting)) - self.parts.parameters.keys()
 
-    def make(self, wanted: OptimizerRequest) -> PipelineOptimizer:
+    def make(self, request: OptimizerRequest) -> PipelineOptimizer:
         """One more."""
-        found = PipelineOptimizer(wanted, self.ranks, self.made)
+        found = PipelineOptimizer(request, self.ranks, self.made)
         if self.bound.trains:
             with self.ranks.watch.region("making the optimizer"):
                 self._bind(found)
@@ -57,14 +57,14 @@ class Optimizers:
             self._bind(each)
 
     def _bind(self, optimizer: PipelineOptimizer) -> None:
-        if optimizer.wanted.zero == 3 and self.bound.records_passes:
+        if optimizer.request.zero == 3 and self.bound.records_passes:
             optimizer.close()
             raise PipelineError(
                 "zero=3 gathers parameters wherever memory is free, and cuda_graphs= has recorded where they were. "
                 "Leave cuda_graphs= out, or pass zero=2."
             )
         optimizer.bind(self._trained())
-        gathers, asked = optimizer.slices.gathers, optimizer.wanted.reshard_after_forward
+        gathers, asked = optimizer.slices.gathers, optimizer.request.reshard_after_forward
         if gathers is not None:
             self.bound.share.fill_divided(partial(gathers.lend, values=False))
             gathers.reshard = self._should_reshard() if asked is None else asked
@@ -96,8 +96,9 @@ class Optimizers:
     def require_whole_gradients(self, what: str) -> None:
         """Raise PipelineError if replicas hold parts of the gradients."""
         if self.divided:
+            zero = max(each.request.zero for each in self.made)
             raise PipelineError(
-                f"{what} needs whole gradients, and pipe.optimizer(zero={max(each.wanted.zero for each in self.made)}) "
+                f"{what} needs whole gradients, and pipe.optimizer(zero={zero}) "
                 "keeps this replica's part. Pass clip= to pipe.optimizer to clip, or zero=0."
             )
 
@@ -105,9 +106,9 @@ class Optimizers:
     def actions(self) -> Mapping[str, Sequence[Callable[[int], None]]]:
         """The functions that the next step calls for a stage, by kind of action: correct its last update, wait for its
         parameters, update them (not inside `no_sync`)."""
-        early = [each for each in self.made if each.wanted.updates_early and self.ranks.replicas.synchronise]
+        early = [each for each in self.made if each.request.updates_early and self.ranks.replicas.synchronise]
         return {
-            "VALIDATE": [each.settle for each in self.made if each.wanted.validates],
+            "VALIDATE": [each.settle for each in self.made if each.request.validates],
             "GATHER": [each.arrive for each in self.divided if each.arrives],
             "OPT": [each.update for each in early],
         }
@@ -115,7 +116,7 @@ class Optimizers:
     @property
     def all_early(self) -> bool:
         """Whether a rank that ends a step before another one would not update any more if that one fails."""
-        return bool(self.made) and all(each.wanted.updates_early for each in self.made)
+        return bool(self.made) and all(each.request.updates_early for each in self.made)
 
     def begin_step(self, scaler: GradScaler | None) -> None:
         """Before a step of the pipeline. Raises PipelineError if updates inside of it cannot follow the last ones."""

@@ -24,8 +24,8 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
 from zbcompile.model.experts import placements_of_experts
 from zbcompile.model.held_elsewhere import readable
+from zbcompile.optimizer.optimizer_request import OptimizerRequest, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
-from zbcompile.optimizer.wanted import OptimizerRequest, Predicate
 from zbcompile.options import Options
 from zbcompile.passes.capture.training_step import LossFunction, join_loss
 from zbcompile.passes.capture.unsupported import raise_first, wrapper_problems

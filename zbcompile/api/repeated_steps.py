@@ -34,7 +34,7 @@ def grow(model: nn.Module, ranks: Ranks) -> None:
 
 def require_repeatable(optimizers: Collection[PipelineOptimizer]) -> None:
     """Raise PipelineError for optimizers under which a step cannot be done again: they have updated by then."""
-    if any(each.wanted.updates_early and not each.wanted.validates for each in optimizers):
+    if any(each.request.updates_early and not each.request.validates for each in optimizers):
         raise PipelineError(
             "early=True updates parameters before a step knows whether all tokens have fitted into the exchanges "
             'between experts. Pass validate="after", which keeps what an update changes, or ExpertExchange(factor=) '

@@ -210,10 +210,10 @@ class PipelineTrainer(Trainer):
 
     def _clip_grad_norm(self, model: Any) -> torch.Tensor | None:
         self.accelerator.unscale_gradients()
-        return None if self._own_optimizer.wanted.zero else self.pipe.clip_grad_norm_(self.args.max_grad_norm)
+        return None if self._own_optimizer.request.zero else self.pipe.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        if grad_norm is None and not self._own_optimizer.wanted.zero:
+        if grad_norm is None and not self._own_optimizer.request.zero:
             return self.pipe.clip_grad_norm_(float("inf"))
         return grad_norm
 

@@ -15,7 +15,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.held_elsewhere import is_in_parts
 from zbcompile.model.placements import PARTIAL, SHARD, along
-from zbcompile.optimizer.wanted import UpdateRule
+from zbcompile.optimizer.optimizer_request import UpdateRule
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program

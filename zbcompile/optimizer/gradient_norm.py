@@ -42,12 +42,7 @@ def norm_of_all(gradients: Iterable[torch.Tensor], ranks: Ranks) -> torch.Tensor
     if work is not None:
         with ranks.watch.position.waiting("the norm of all gradients"):
             work.wait()
-    return as_norm(total)
-
-
-def as_norm(squares: torch.Tensor) -> torch.Tensor:
-    """The norm, rounded to float32."""
-    return squares.sqrt().float()
+    return total.sqrt().float()
 
 
 def total_norm(

@@ -13,8 +13,8 @@ from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCALED, EarlyUpdate, writes_only_its_state
 from zbcompile.optimizer.gradient_norm import norm_of_all
+from zbcompile.optimizer.optimizer_request import OptimizerRequest
 from zbcompile.optimizer.post_validation import PostValidation, Verdict
-from zbcompile.optimizer.wanted import OptimizerRequest
 from zbcompile.runtime.slice import LATE
 from zbcompile.runtime.slices import Slices
 from zbcompile.torch_private import step_without_hooks
@@ -32,9 +32,9 @@ class ParameterUpdates(Optimizer):
     trained: TrainedParameters  # what the pipeline has told of its parameters
     closed = False
 
-    def prepare(self, wanted: OptimizerRequest, ranks: Ranks) -> None:
+    def prepare(self, request: OptimizerRequest, ranks: Ranks) -> None:
         """Set up what does not depend on the parameters, which are not known yet."""
-        self.wanted = wanted
+        self.request = request
         self._ranks = ranks
         self._stepped: set[torch.Tensor] = set()  # which of its tensors have had an update
         self._slices: Slices | None = None
@@ -75,10 +75,10 @@ class ParameterUpdates(Optimizer):
 
     def begin_step(self, scaler: GradScaler | None) -> None:
         """Called before a pipeline step. Raises PipelineError, on every rank, if its early update cannot follow."""
-        scaled = scaler is not None and not self.wanted.validates
+        scaled = scaler is not None and not self.request.validates
         problems = {TORN: self._torn, TWICE: self._made_early is not None, SCALED: scaled}
         found = next((text for text, is_so in problems.items() if is_so), None)
-        if self.wanted.updates_early and found is not None:
+        if self.request.updates_early and found is not None:
             raise self._ranks.refusal(found)
         self._scaler = scaler
         if self._unsettled is not None and self._reads_at_once():
@@ -93,14 +93,14 @@ class ParameterUpdates(Optimizer):
     def update(self, stage: int) -> None:
         """Update, inside of a step, what is complete with the last W of `stage`."""
         slices = self.slices
-        if self.wanted.validates and not self._begun:
+        if self.request.validates and not self._begun:
             self._unsettled = self._begin_validation()
         self._begun, validation = True, self._unsettled
         with torch.no_grad():
             self._take()
             slices.begin_update(stage)
             tensors = [each.tensor for each in slices.mine(stage)]
-            may_update = validation is None or validation.may_update(stage, tensors, slices.counted(stage))
+            may_update = validation is None or validation.may_update(tensors, slices.counted(stage))
             if validation is not None and validation.is_last(stage):
                 validation.begin_total(slices.counted())
             if validation is not None and may_update:
@@ -117,7 +117,7 @@ class ParameterUpdates(Optimizer):
         if self._scaler is not None:
             scale = torch.tensor(self._scaler.get_scale(), dtype=torch.float64, device=ranks.device)
             inverse = scale.reciprocal().float()
-        return PostValidation(ranks, self.wanted.clip, inverse, stages, late or not stages)
+        return PostValidation(ranks, self.request.clip, inverse, stages, late or not stages)
 
     def take(self) -> None:
         """Take the gradients that a step of the pipeline has left."""
@@ -140,9 +140,9 @@ class ParameterUpdates(Optimizer):
             self.trained.take_gradients()
             self._take()
 
-    def _give_masters(self, wanted: Callable[[nn.Parameter], bool]) -> None:
+    def _give_masters(self, chosen: Callable[[nn.Parameter], bool]) -> None:
         """Give masters to parameters that were frozen at first, and update them through these as well."""
-        found = self.slices.give_masters(wanted)
+        found = self.slices.give_masters(chosen)
         for group in self.param_groups if found else ():
             group["params"] = [found.get(member, member) for member in group["params"]]
 
@@ -161,7 +161,7 @@ class ParameterUpdates(Optimizer):
         pipeline's step, is called first; returns what it returns."""
         loss = None if closure is None else closure()
         slices = self.slices
-        if self.wanted.updates_early:
+        if self.request.updates_early:
             self._complete(slices)
             return loss
         with self._ranks.watch.region("the optimizer's step"), torch.no_grad():
@@ -184,18 +184,18 @@ class ParameterUpdates(Optimizer):
         """Update everything; the norm of all gradients may be known already."""
         slices = self.slices
         slices.begin_update()
-        if self.wanted.clip is not None:
+        if self.request.clip is not None:
             self._norm = norm_of_all(slices.counted(), self._ranks) if norm is None else norm
-            slices.clip(self.wanted.clip, self._norm)
+            slices.clip(self.request.clip, self._norm)
         self._step_inner(self._members())
         slices.end_update()
 
     def _step_inner(self, chosen: Collection[torch.Tensor]) -> None:
         """Update these of its tensors."""
-        members, wanted = [group["params"] for group in self.param_groups], set(chosen)
+        members, updated = [group["params"] for group in self.param_groups], set(chosen)
         self._stepped.update(tensor for tensor in chosen if tensor.grad is not None)
         for group, own in zip(self.param_groups, members, strict=True):
-            group["params"] = [member for member in own if member in wanted]
+            group["params"] = [member for member in own if member in updated]
         try:
             step_without_hooks(self._inner)
         finally:
@@ -211,7 +211,7 @@ class ParameterUpdates(Optimizer):
         with torch.no_grad():
             verdict, stands = found.settle()
             self._infinite = found.flags[0]
-            if self.wanted.clip is not None and verdict != "skipped":
+            if self.request.clip is not None and verdict != "skipped":
                 self._norm = found.norm
             self._torn = not stands
             if found.made is not None:

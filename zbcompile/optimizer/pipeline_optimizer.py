@@ -12,9 +12,7 @@ from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import TrainedParameters, divided_slices, whole_slices
-from zbcompile.optimizer.parameter_updates import ParameterUpdates
-from zbcompile.optimizer.trial_update import require_rule, require_rule_for_dtensors
-from zbcompile.optimizer.wanted import (
+from zbcompile.optimizer.optimizer_request import (
     ELEMENTS,
     OptimizerRequest,
     divide_into_groups,
@@ -23,6 +21,8 @@ from zbcompile.optimizer.wanted import (
     require_divisible,
     rule_of,
 )
+from zbcompile.optimizer.parameter_updates import ParameterUpdates
+from zbcompile.optimizer.trial_update import require_rule, require_rule_for_dtensors
 
 State = dict[str, Any]
 MASTER = "master"
@@ -38,14 +38,15 @@ class PipelineOptimizer(ParameterUpdates):
     it is one until it is closed.
     """
 
-    def __init__(self, wanted: OptimizerRequest, ranks: Ranks, made: "list[PipelineOptimizer]") -> None:
-        self.prepare(wanted, ranks)
+    def __init__(self, request: OptimizerRequest, ranks: Ranks, made: "list[PipelineOptimizer]") -> None:
+        self.prepare(request, ranks)
         self._made = made
         self.numbers = {}
-        self._rule = require_divisible(wanted.kind, wanted.zero, ranks.mesh) if wanted.zero else rule_of(wanted.kind)
-        self._predicates, options = read_groups(wanted.groups)
-        require_rule(wanted, self._rule, options, ranks.device)
-        inner = wanted.make([{**each, "params": []} for each in options])
+        kind, zero = request.kind, request.zero
+        self._rule = require_divisible(kind, zero, ranks.mesh) if zero else rule_of(kind)
+        self._predicates, options = read_groups(request.groups)
+        require_rule(request, self._rule, options, ranks.device)
+        inner = request.make([{**each, "params": []} for each in options])
         super().__init__(inner.param_groups, inner.defaults)
         self._adopt(inner)
         made.append(self)
@@ -84,9 +85,9 @@ class PipelineOptimizer(ParameterUpdates):
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
         try:
             together(self._ranks, "making the optimizer", lambda: self._bind(trained))
-            said = {key: _text(getattr(self.wanted, key)) for key in SETTINGS}
+            said = {key: _text(getattr(self.request, key)) for key in SETTINGS}
             options = [{k: repr(v) for k, v in g.items() if isinstance(v, PLAIN)} for g in self.param_groups]
-            made = {"optimizer": self.wanted.kind.__name__, **said, "groups": self.numbers, "options": options}
+            made = {"optimizer": self.request.kind.__name__, **said, "groups": self.numbers, "options": options}
             agree(self._ranks, made, "made different optimizers", "Every rank must make the same optimizer.")
         except Exception:
             self.close()
@@ -94,9 +95,9 @@ class PipelineOptimizer(ParameterUpdates):
 
     def will_divide(self, trained: TrainedParameters) -> set[str]:
         """The parameters that will live divided once it is bound."""
-        chosen = divide_into_groups(trained.model, self._predicates, self.wanted.params)
+        chosen = divide_into_groups(trained.model, self._predicates, self.request.params)
         homes = trained.program.homes.keys() & chosen.keys()
-        return {name for name in homes if trained.lives_divided(name, self.wanted.zero)}
+        return {name for name in homes if trained.lives_divided(name, self.request.zero)}
 
     def close(self) -> None:
         """Leave the pipeline, so that another optimizer can have these parameters. Every rank must call it."""
@@ -105,40 +106,39 @@ class PipelineOptimizer(ParameterUpdates):
         self._made[:] = (each for each in self._made if each is not self)
 
     def _bind(self, trained: TrainedParameters) -> None:
-        wanted, plain = self.wanted, self._rule == ELEMENTS
-        self.numbers = divide_into_groups(trained.model, self._predicates, wanted.params)
+        request, plain = self.request, self._rule == ELEMENTS
+        self.numbers = divide_into_groups(trained.model, self._predicates, request.params)
         self._require_alone(trained)
         for name in () if plain else self.numbers:
-            trained.require_whole(name, wanted.kind.__name__, wanted.zero or wanted.updates_early)
-        parts = plain or wanted.updates_early
-        if not (parts or wanted.zero or is_known(wanted.kind)):
+            trained.require_whole(name, request.kind.__name__, request.zero or request.updates_early)
+        parts = plain or request.updates_early
+        if not (parts or request.zero or is_known(request.kind)):
             shown = [trained.shown[name] for name in self.numbers if name in trained.shown]
-            require_rule_for_dtensors(wanted, read_groups(wanted.groups)[1], shown)
-        if wanted.zero:
+            require_rule_for_dtensors(request, read_groups(request.groups)[1], shown)
+        if request.zero:
             assert self._rule is not None
             taken = {name for other in self._made if other.bound for name in other.slices.in_parts}
-            slices = divided_slices(trained, self.numbers.keys() - taken, self._rule, wanted.zero)
+            slices = divided_slices(trained, self.numbers.keys() - taken, self._rule, request.zero)
         else:
             slices = whole_slices(trained, self.numbers, parts)
-        slices.reduce_dtype = wanted.reduce_dtype
+        slices.reduce_dtype = request.reduce_dtype
         groups: list[State] = [{**group, "params": []} for group in self.param_groups]
         for each in slices.mine():
             groups[self.numbers[each.name]]["params"].append(each.tensor)
-        self._adopt(wanted.make(groups))
+        self._adopt(request.make(groups))
         self._slices, self.trained = slices, trained
 
     def _require_alone(self, trained: TrainedParameters) -> None:
         """Refuse parameters of another optimizer if either wants them alone."""
-        wanted = self.wanted
+        request = self.request
         for other in self._made:
             both = self.numbers.keys() & other.numbers.keys() & trained.program.trained
-            if other is not self and other.bound and both and (wanted.alone or other.wanted.alone):
-                asked = " and ".join(map(_what_needs_it_alone, (other.wanted, wanted)))
-                remedy = (
-                    "One that is divided, early or has a reduce_dtype must be the only one: pass params=, or close() "
+            if other is not self and other.bound and both and (request.alone or other.request.alone):
+                asked = " and ".join(map(_what_needs_it_alone, (other.request, request)))
+                raise PipelineError(
+                    f"{min(both)} is in two optimizers of this pipeline, with {asked}. One that is divided, early or "
+                    "has a reduce_dtype must be the only one: pass params=, or close() the other."
                 )
-                remedy += "the other."
-                raise PipelineError(f"{min(both)} is in two optimizers of this pipeline, with {asked}. {remedy}")
 
     def add_param_group(self, param_group: State) -> None:
         if hasattr(self, "_inner"):
@@ -195,6 +195,6 @@ def _text(setting: object) -> str:
     return getattr(setting, "__qualname__", repr(setting))
 
 
-def _what_needs_it_alone(wanted: OptimizerRequest) -> str:
-    more = "" if wanted.reduce_dtype is None else f", reduce_dtype={_text(wanted.reduce_dtype)}"
-    return f"zero={wanted.zero}, early={wanted.updates_early}{more}"
+def _what_needs_it_alone(request: OptimizerRequest) -> str:
+    more = "" if request.reduce_dtype is None else f", reduce_dtype={_text(request.reduce_dtype)}"
+    return f"zero={request.zero}, early={request.updates_early}{more}"

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.optimizer.early_update import EarlyUpdate, Options
-from zbcompile.optimizer.gradient_norm import as_norm, begin_sum, squares_of
+from zbcompile.optimizer.gradient_norm import begin_sum, squares_of
 from zbcompile.runtime.slice import LATE
 from zbcompile.torch_private import unscale_and_find_infinities
 
@@ -21,25 +21,21 @@ Verdict = Literal["as it is", "clipped", "skipped"]  # how an update uses its gr
 
 @dataclass
 class Speculation:
-    """`updated` are the stages whose updates have not waited, `held` says that some stage waits."""
+    """Which updates of a rank wait for all gradients; `held` says that some stage has to."""
 
-    updated: list[int] = field(default_factory=list)
     held: bool = False
 
-    def may_update(self, stage: int, known: Verdict) -> bool:
+    def may_update(self, known: Verdict) -> bool:
         """Whether a stage updates now, given what the gradients say that are known."""
-        if known != "as it is":
-            self.held = True
-            return False
-        self.updated.append(stage)
-        return True
+        self.held |= known != "as it is"
+        return known == "as it is"
 
     def stands(self, total: Verdict, held_anywhere: bool) -> bool:
-        """Whether the updates are those of all gradients; if not, `updated` are to be undone. `held_anywhere` says
-        whether some stage of any rank waits: replicas exchange their updates, so that all of them must agree.
+        """Whether the updates are those of all gradients; if not, they are undone. `held_anywhere` says whether some
+        stage of any rank waits: replicas exchange their updates, so that all of them must agree.
 
         >>> rank = Speculation()
-        >>> rank.may_update(0, "as it is"), rank.stands("clipped", held_anywhere=False)
+        >>> rank.may_update("as it is"), rank.stands("clipped", held_anywhere=False)
         (True, False)
         """
         return total == "as it is" and not held_anywhere
@@ -104,8 +100,8 @@ class PostValidation:
         self.infinite = torch.zeros((), device=self.ranks.device)
         self.before = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
 
-    def may_update(self, stage: int, tensors: Sequence[torch.Tensor], counted: Iterable[torch.Tensor]) -> bool:
-        """Whether a stage with these `tensors`, of whose gradients this process counts some, updates now."""
+    def may_update(self, tensors: Sequence[torch.Tensor], counted: Iterable[torch.Tensor]) -> bool:
+        """Whether the stage of these `tensors`, of whose gradients this process counts some, updates now."""
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         if self.inverse is not None and gradients:
             unscale_and_find_infinities(gradients, self.infinite, self.inverse)
@@ -116,7 +112,7 @@ class PostValidation:
         known = torch.stack([sum(self.squares.values(), self.before[0]), self.infinite + self.before[1]])
         if self.weighed == self.stages:
             self._pass_on(known)
-        return self.speculation.may_update(stage, self._verdict(as_norm(known[0]), known[1]))
+        return self.speculation.may_update(self._verdict(known[0].sqrt().float(), known[1]))
 
     def _receive(self) -> None:
         """The last stage of a rank waits for the ranks before it: those that update earlier would hold up the chain."""
@@ -159,7 +155,7 @@ class PostValidation:
             while self.works:
                 complete(self.works[-1])
                 self.works.pop()
-        self.norm = as_norm(self.total)
+        self.norm = self.total.sqrt().float()
         verdict = self._verdict(self.norm, self.flags[0])
         return verdict, self.speculation.stands(verdict, bool(self.flags[1]))
 

@@ -12,7 +12,7 @@ from torch import nn
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.optimizer.early_update import writes_only_its_state
-from zbcompile.optimizer.wanted import MATRICES, OptimizerRequest, UpdateRule, is_known
+from zbcompile.optimizer.optimizer_request import MATRICES, OptimizerRequest, UpdateRule, is_known
 from zbcompile.passes import gpu
 from zbcompile.torch_private import step_without_hooks
 
@@ -23,34 +23,34 @@ CLOSE = 1e-4  # of the largest change: more than vectors and scalars round apart
 Options = Sequence[Mapping[str, Any]]
 
 
-def require_rule(wanted: OptimizerRequest, rule: UpdateRule | None, options: Options, device: torch.device) -> None:
+def require_rule(request: OptimizerRequest, rule: UpdateRule | None, options: Options, device: torch.device) -> None:
     """Raise PipelineError if scratch tensors that are updated apart, divided by `rule`, get other values than together,
     if an early optimizer writes what belongs to all parameters, or if its step needs a closure. `options` are those of
     its groups. torch's own optimizers whose rule is known are not tried."""
-    if is_known(wanted.kind):
+    if is_known(request.kind):
         return
     together, apart = _scratch(rule, device)
     with gpu.forked_generators(device), torch.no_grad():
         try:
-            one = _updated(wanted, options, together)
+            one = _updated(request, options, together)
         except PipelineError:
             raise
         except Exception as error:
             if "closure" in str(error):
-                raise PipelineError(_needs_closure(wanted)) from error
+                raise PipelineError(_needs_closure(request)) from error
             if rule is not None:
-                text = f"{wanted.kind.__name__}.step() fails on a scratch tensor: {type(error).__name__}: {error}"
+                text = f"{request.kind.__name__}.step() fails on a scratch tensor: {type(error).__name__}: {error}"
                 raise PipelineError(text) from error
             return
         if rule is None:
             return
-        two = torch.cat([_updated(wanted, options, [each]) for each in apart], dim=1)
+        two = torch.cat([_updated(request, options, [each]) for each in apart], dim=1)
     before = torch.cat([draws[0].flatten() for draws in together])
     if (one - two).abs().max() > CLOSE * (one - before).abs().max():
-        raise PipelineError(_other_numbers(wanted, rule))
+        raise PipelineError(_other_numbers(request, rule))
 
 
-def require_rule_for_dtensors(wanted: OptimizerRequest, options: Options, parameters: Iterable[Any]) -> None:
+def require_rule_for_dtensors(request: OptimizerRequest, options: Options, parameters: Iterable[Any]) -> None:
     """Raise PipelineError if DTensors get other values than whole tensors, or if the optimizer cannot update them, as
     scratch ones like the smallest of the `parameters` of each kind show. Every rank of their meshes must call it."""
     kinds: dict[Any, Any] = {}
@@ -62,15 +62,15 @@ def require_rule_for_dtensors(wanted: OptimizerRequest, options: Options, parame
         wholes = [line * (1 + number) + number for number in range(1 + UPDATES)]
         parts = [_distributed_as(like, each) for each in wholes]
         with torch.random.fork_rng([]), torch.no_grad():
-            one = _updated(wanted, options, [wholes])
+            one = _updated(request, options, [wholes])
             try:
-                two = _updated(wanted, options, [parts])
+                two = _updated(request, options, [parts])
             except Exception as error:
                 said = str(error).partition("\n")[0].rstrip(".")
-                text = f"{wanted.kind.__name__}.step() fails on parameters that are DTensors: {said}. {_LEAVE_OUT}"
+                text = f"{request.kind.__name__}.step() fails on parameters that are DTensors: {said}. {_LEAVE_OUT}"
                 raise PipelineError(text) from error
         if (one - two).abs().max() > CLOSE * (one - wholes[0].flatten()).abs().max():
-            text = f"{wanted.kind.__name__} gives parameters that are DTensors other values than whole tensors"
+            text = f"{request.kind.__name__} gives parameters that are DTensors other values than whole tensors"
             raise PipelineError(f"{text}: scratch ones differ after {UPDATES} updates. {_LEAVE_OUT}")
 
 
@@ -96,15 +96,15 @@ def _scratch(rule: UpdateRule | None, device: torch.device) -> tuple[list[torch.
     return [draws], [draws[:, :cut], draws[:, cut:]]
 
 
-def _updated(wanted: OptimizerRequest, options: Options, scratch: Sequence[Any]) -> torch.Tensor:
+def _updated(request: OptimizerRequest, options: Options, scratch: Sequence[Any]) -> torch.Tensor:
     """The values of the scratch tensors after all updates, in one row for each group of options."""
     members = [[nn.Parameter(draws[0].clone()) for draws in scratch] for _ in options]
-    optimizer = wanted.make([{**each, "params": own} for each, own in zip(options, members, strict=True)])
+    optimizer = request.make([{**each, "params": own} for each, own in zip(options, members, strict=True)])
     for update in range(1, 1 + UPDATES):
         for own in members:
             for parameter, draws in zip(own, scratch, strict=True):
                 parameter.grad = draws[update].clone()
-        with writes_only_its_state(optimizer) if wanted.updates_early else nullcontext():
+        with writes_only_its_state(optimizer) if request.updates_early else nullcontext():
             step_without_hooks(optimizer)
     return torch.stack([torch.cat([_whole(parameter.detach()).flatten() for parameter in own]) for own in members])
 
@@ -113,8 +113,8 @@ def _whole(tensor: Any) -> torch.Tensor:
     return tensor.full_tensor() if is_distributed(tensor) else tensor
 
 
-def _other_numbers(wanted: OptimizerRequest, rule: UpdateRule) -> str:
-    name = wanted.kind.__name__
+def _other_numbers(request: OptimizerRequest, rule: UpdateRule) -> str:
+    name = request.kind.__name__
     remedy = "matrixwise = True if it needs whole parameters, blockwise = N if it works in blocks of N elements"
     return (
         f"{name} says that it updates {rule}, but scratch tensors that were divided so got other values than whole "
@@ -123,9 +123,9 @@ def _other_numbers(wanted: OptimizerRequest, rule: UpdateRule) -> str:
     )
 
 
-def _needs_closure(wanted: OptimizerRequest) -> str:
+def _needs_closure(request: OptimizerRequest) -> str:
     return (
-        f"{wanted.kind.__name__}.step() needs a closure, to compute gradients several times for one update, and would "
+        f"{request.kind.__name__}.step() needs a closure, to compute gradients several times for one update, and would "
         "see the parameters of one rank only. A pipeline's optimizer updates once, from the gradients of a step: take "
         "AdamW, say, or train the whole model in one process."
     )

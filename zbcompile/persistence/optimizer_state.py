@@ -53,7 +53,7 @@ def kind_of(optimizer: Any) -> str:
     if not isinstance(optimizer, Optimizer):
         text = f"optimizer= received a {type(optimizer).__name__}; expected one torch optimizer."
         raise PipelineError(f"{text} Save each of several in a folder of its own.")
-    return str((optimizer.wanted.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)).__name__)
+    return str((optimizer.request.kind if isinstance(optimizer, PipelineOptimizer) else type(optimizer)).__name__)
 
 
 def _trained(optimizer: Optimizer, holding: Holding) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:

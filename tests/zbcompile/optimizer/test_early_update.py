@@ -234,7 +234,7 @@ def ahead(folder: str, options: dict[str, Any]) -> tuple[list[float], list[str],
     optimizer = pipe.optimizer(PatientSGD, lr=0.1, **options)
     losses = []
     for number, batch in enumerate(batches):
-        PatientSGD.sign = Path(folder, str(number)) if optimizer.wanted.updates_early else None
+        PatientSGD.sign = Path(folder, str(number)) if optimizer.request.updates_early else None
         losses.append(pipe.step(*batch.args, target=batch.target))
         if dist.get_rank() == 0:
             Path(folder, str(number)).touch()

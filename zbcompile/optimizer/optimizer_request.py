@@ -27,12 +27,7 @@ class UpdateRule:
 
 
 ELEMENTS, MATRICES = UpdateRule(1), UpdateRule(0)
-KNOWN = {
-    **dict.fromkeys(("AdamW", "Adam", "SGD", "RMSprop", "Adagrad"), ELEMENTS),
-    "Muon": MATRICES,  # torch 2.9 has it
-}
-
-
+KNOWN = dict.fromkeys(("AdamW", "Adam", "SGD", "RMSprop", "Adagrad"), ELEMENTS) | {"Muon": MATRICES}
 DECLARE = "elementwise = True, matrixwise = True or, for blocks of 64 elements, blockwise = 64"
 
 
@@ -62,17 +57,21 @@ def require_divisible(kind: type[Optimizer], zero: int, mesh: Mesh) -> UpdateRul
     """The rule by which the optimizer is divided. Raises PipelineError if it has none, or if there is no replica."""
     rule = rule_of(kind)
     if rule is None:
-        raise PipelineError(
-            f"zero={zero} divides the optimizer among replicas, and {kind.__name__} is not known to update element by "
-            f"element ({', '.join(name for name, each in KNOWN.items() if each == ELEMENTS)}), matrix by matrix "
-            f"(Muon) or in blocks. If it does, say so in its class: {DECLARE}; otherwise pass zero=0."
-        )
+        raise _without_rule(f"zero={zero} divides the optimizer among replicas", kind, "pass zero=0")
     if "dp" not in mesh.names:
         raise PipelineError(
             f'zero={zero} divides the optimizer among replicas, but the mesh has no dimension "dp". Pass mesh= with '
             "one, or zero=0."
         )
     return rule
+
+
+def _without_rule(needs: str, kind: type[Optimizer], instead: str) -> PipelineError:
+    return PipelineError(
+        f"{needs}, and {kind.__name__} is not known to update element by element "
+        f"({', '.join(name for name, each in KNOWN.items() if each == ELEMENTS)}), matrix by matrix (Muon) or in "
+        f"blocks. If it does, say so in its class: {DECLARE}; otherwise {instead}."
+    )
 
 
 Predicate = Callable[[str, torch.Tensor], bool]
@@ -168,27 +167,25 @@ def _is_list(given: Any) -> bool:
     return isinstance(given, list | tuple) and all(isinstance(each, Mapping) for each in given)
 
 
-def _require_known(wanted: OptimizerRequest) -> None:
-    if not (isinstance(wanted.kind, type) and issubclass(wanted.kind, Optimizer)):
+def _require_known(request: OptimizerRequest) -> None:
+    kind = request.kind
+    if not (isinstance(kind, type) and issubclass(kind, Optimizer)):
         raise PipelineError(
-            f"pipe.optimizer received {getattr(wanted.kind, '__name__', type(wanted.kind).__name__)}; expected a class "
-            "of torch optimizers, such as torch.optim.AdamW."
+            f"pipe.optimizer received {getattr(kind, '__name__', type(kind).__name__)}; expected a class of torch "
+            "optimizers, such as torch.optim.AdamW."
         )
     for name, (holds, expected) in EXPECTED.items():
-        if not holds(given := getattr(wanted, name)):
+        if not holds(given := getattr(request, name)):
             raise PipelineError(f"{name}={given!r}; expected {expected}.")
-    if wanted.reshard_after_forward is not None and wanted.zero != 3:
+    if request.reshard_after_forward is not None and request.zero != 3:
         raise PipelineError(
-            f"reshard_after_forward={wanted.reshard_after_forward} says when parameters that live divided are let go, "
-            f"and zero={wanted.zero} leaves them whole. Pass zero=3 as well."
+            f"reshard_after_forward={request.reshard_after_forward} says when parameters that live divided are let go, "
+            f"and zero={request.zero} leaves them whole. Pass zero=3 as well."
         )
-    if wanted.early and wanted.clip is not None and not wanted.validates:
+    if request.early and request.clip is not None and not request.validates:
         raise PipelineError(
             "early=True updates a stage before the norm of all gradients is known, by which clip= clips. Pass "
             'validate="after", which corrects such updates, or leave one of them out.'
         )
-    if wanted.updates_early and rule_of(wanted.kind) is None:
-        raise PipelineError(
-            f"early=True updates stage by stage, and {wanted.kind.__name__} is not known to update element by element, "
-            f"matrix by matrix or in blocks. If it does, say so in its class: {DECLARE}."
-        )
+    if request.updates_early and rule_of(kind) is None:
+        raise _without_rule("early=True updates stage by stage", kind, "leave early= and validate= out")
