@@ -19,10 +19,10 @@ from torch.fx import Graph, GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
 from zbcompile.passes.capture.distributed_regions import regions_of
+from zbcompile.passes.capture.eagers_answers import computes_with_them, untraced
 from zbcompile.passes.capture.guards import Guards, separate_guards
 from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.opaque_calls import OpaqueCall
-from zbcompile.passes.capture.open_numbers import computes_with_them
 from zbcompile.passes.capture.questions import ForeignAnswers, Questions
 from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture.torch_private import (
@@ -32,7 +32,6 @@ from zbcompile.passes.capture.torch_private import (
     unchecked_distributions,
     whole_regions,
 )
-from zbcompile.passes.capture.tracing_flags import ways_to_trace
 from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction, Read, TrainingStep
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.capture_refusals import Refusal, explanation
@@ -218,43 +217,33 @@ def not_exported(model: nn.Module, error: BaseException, shape_from_data: str = 
 
 
 def _is_own_fault(error: BaseException) -> bool:
-    """Whether this project raised an error itself, not torch or the model that it calls: another way to trace would
-    hide that."""
+    """Whether this project raised an error itself, not torch or the model that it calls: a second trace would hide
+    that."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return is_own(frame.f_code.co_filename) and frame.f_code.co_name not in _CALLERS
 
 
 def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
-    """Export as in eager mode; in another way only if the model cannot be captured otherwise."""
-    asked: list[str] = []
+    """Export as in eager mode. Numbers that forward reads from its inputs are left open, since one that is only logged
+    decides nothing; if the model cannot be captured so, it is traced once more and gets them."""
     given = watch.questions.given
-    error: Exception | None = None  # none in the end if all went well: its traceback would keep this frame alive
-    for way in ways_to_trace(lambda: watch.questions.read_numbers, asked) if given is None else (given.way,):
-        watch.questions.way = way
-        watch.warnings.clear()
-        watch.unanswered = ""
+    watch.questions.gives_numbers = given is not None and given.with_numbers
+    while True:
+        watch.begin()
         try:
-            with way.told(asked):
+            with untraced():
                 program = _export_once(wrapper, watch, example)
-            error = CaptureError(watch.unanswered) if watch.unanswered else None
-            again = watch.questions.read_numbers and not way.numbers and computes_with_them(program.graph)
-            if error is None and not again:
-                break
         except CaptureError:
             raise
-        except Exception as caught:
-            if _is_own_fault(caught):
+        except Exception as error:
+            if _is_own_fault(error) or not watch.questions.left_open:
                 raise
-            error = caught
-    else:
-        assert error is not None
-        raise error
-    if not way.eager and asked:
-        watch.warning(
-            f"forward asks torch whether it is being traced ({asked[0]}), and can be captured only if the answer is "
-            "yes. It may take a different path than in eager mode, with different last bits, even with exact=True."
-        )
-    return program
+        else:
+            if not watch.unanswered and not (watch.questions.left_open and computes_with_them(program.graph)):
+                return program
+            if not watch.questions.left_open:
+                raise CaptureError(watch.unanswered)
+        watch.questions.gives_numbers = True
 
 
 def _export_once(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:

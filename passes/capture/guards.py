@@ -97,4 +97,4 @@ def separate_guards(
     held = {slot.name: constants[slot.name] for slot in taken if slot.kind == "constant"}
     if len(held) == len(taken) and not any(storage_key(tensor) in memories for tensor in held.values()):
         return None
-    return Guards(LazyGraphModule(module, graph), taken, ForeignAnswers(questions.way, answers), lines, held)
+    return Guards(LazyGraphModule(module, graph), taken, ForeignAnswers(questions.gives_numbers, answers), lines, held)

@@ -5,6 +5,13 @@ The kernel of `zbcompile::function` is the call itself. It stands above autograd
 torch.export keeps it whole, and tracing a joint graph runs its real forward and backward: both become ordinary
 operations, and nothing of the operator is left. An operator takes tensors and strings only; the rest of a call is found
 by its name in a table, which forgets a call with the graph that it was captured for.
+
+What `OpaqueCall.run` does differs between the two, and must. The Python code of a Function runs once and its backward
+with the ctx of that run, so both are on tapes (`function_calls`). A module with DTensors runs again in every trace: the
+proof of placements reads, of every operation inside, which gradient arrives for which value and along which dimensions
+it is replicated as a DTensor (`zbcompile.passes.split.gradient_flow`), and a tape has nothing left of that. Operators
+of torch.library (Triton's kernels too) and flex_attention need neither: torch.export keeps them whole, with their own
+derivative.
 """
 
 import itertools

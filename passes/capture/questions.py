@@ -17,7 +17,6 @@ from torch.fx.node import map_arg
 
 from zbcompile.passes.capture.data_dependent_shapes import with_known_size
 from zbcompile.passes.capture.deferred_checks import require_fit, required_answer
-from zbcompile.passes.capture.tracing_flags import EAGERS_WAY, TracingWay
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import Kind
 from zbcompile.passes.graph.source_location import calling_line
@@ -128,10 +127,10 @@ QUESTIONS = frozenset((*DECISIONS, *NUMBERS, _T.__complex__))  # answered here o
 
 @dataclass(frozen=True)
 class ForeignAnswers:
-    """The answers of another rank, or for another shape, and the way in which the model was traced when it asked for
-    them."""
+    """The answers of another rank, or for another shape, and whether the model got the numbers that it read when it
+    asked for them."""
 
-    way: TracingWay
+    with_numbers: bool
     answers: tuple[Answer, ...]
 
 
@@ -147,13 +146,14 @@ class Check(NamedTuple):
 @dataclass
 class Questions:
     """The questions of one trace. `example` is the microbatch at hand, flat; `given` are answers to use in place of its
-    own. `way` is how the model is traced, `read_numbers` whether it read numbers that were left open. `answers`,
-    `lines` and `tensors` are what was asked, `checks` what is checked when the graph runs."""
+    own. `gives_numbers` says whether forward gets the whole numbers that it reads, `left_open` whether it read some
+    that it did not get, but would in a second trace. `answers`, `lines` and `tensors` are what was asked, `checks` what
+    is checked when the graph runs."""
 
     example: Sequence[Any] = ()
     given: ForeignAnswers | None = None
-    way: TracingWay = EAGERS_WAY
-    read_numbers: bool = False
+    gives_numbers: bool = False
+    left_open: bool = False
     answers: list[Answer] = field(default_factory=list)
     lines: list[str] = field(default_factory=list)
     tensors: list[torch.Tensor] = field(default_factory=list)
@@ -188,8 +188,8 @@ class Questions:
             return self._answer(*NUMBERS[function], (args[0].clone(),), kwargs)
         if args[0].is_floating_point():  # a float rarely repeats, so every batch would need its own program
             return NotImplemented
-        if not self.way.numbers:
-            self.read_numbers = True
+        if not self.gives_numbers:
+            self.left_open = self.given is None
             return NotImplemented
         return self._answer(*NUMBERS[function], args, kwargs)
 

@@ -22,9 +22,9 @@ from zbcompile.passes.capture.attention_kernels import (
     is_same_choice,
 )
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
+from zbcompile.passes.capture.eagers_answers import failed_questions, with_eagers_types
 from zbcompile.passes.capture.function_calls import calls_as_operators, refuse_set_data
 from zbcompile.passes.capture.opaque_calls import OpaqueCalls
-from zbcompile.passes.capture.open_numbers import failed_questions, with_eagers_types
 from zbcompile.passes.capture.python_effects import (
     generator_seeded,
     numbers_drawn_outside_torch,
@@ -68,6 +68,11 @@ class EffectsSeen:
     reads: PythonReads | None = None
     _roots: Roots | None = None
     _around: contextlib.ExitStack | None = None
+
+    def begin(self) -> None:
+        """Forget what is known of an earlier trace that failed; its problems explain why, and stay."""
+        self.warnings.clear()
+        self.unanswered, self.questions.left_open = "", False
 
     @contextlib.contextmanager
     def functions(self, model: nn.Module, regions: Regions) -> Iterator[None]:

@@ -7,7 +7,6 @@ import torch
 
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import ForeignAnswers
-from zbcompile.passes.capture.tracing_flags import EAGERS_WAY
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import content_of
 from zbcompile.passes.serialization.arguments import argument_from_data, argument_to_data
@@ -43,7 +42,7 @@ def guards_from_data(data: Data | None, device: torch.device, operators: Collect
     piece = piece_from_data("guards", data, GraphReading(device, {}, operators), "", "Guards")
     answers = tuple(argument_from_data(answer, {}, device) for answer in data["answers"])
     constants = {name: _tensor_from_data(each, device) for name, each in data["constants"].items()}
-    return Guards(piece.module, piece.inputs, ForeignAnswers(EAGERS_WAY, answers), tuple(data["lines"]), constants)
+    return Guards(piece.module, piece.inputs, ForeignAnswers(False, answers), tuple(data["lines"]), constants)
 
 
 def _tensor_to_data(tensor: torch.Tensor) -> list[Any]:

@@ -534,16 +534,15 @@ def test_a_weight_that_autocast_casts_on_two_stages() -> None:
         assert (ours.grad - theirs.grad).abs().max() <= bound, name
 
 
-def test_a_model_that_must_be_told_that_it_is_traced() -> None:
-    """It looks at activations otherwise, which no trace can; what it then does instead is warned of."""
+def test_a_model_that_only_a_trace_can_follow_is_refused() -> None:
+    """It looks at activations otherwise. If it were told that it is traced, its bits would be others than eager's."""
 
     class Looking(Layers):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x if torch.compiler.is_compiling() or self.layers[0](x).sum() < 9 else -x)
 
-    with pytest.warns(
-        UserWarning, match=r"asks torch whether it is being traced \(.*test_capture\.py:\d+: return super"
-    ):
+    match = r"test_capture\.py:\d+: return super.*makes a Python number, or a decision"
+    with pytest.raises(zbcompile.CaptureError, match=match):
         capture(Looking(), (torch.randn(2, WIDTH),), {}, torch.randn(2, WIDTH), F.mse_loss)
 
 

@@ -1,7 +1,11 @@
-"""Numbers that a trace leaves open: those that forward reads out of tensors for logging, say.
+"""Eager's answers: what a trace tells a model that asks for more than tensors, so that it takes the path of eager mode.
 
-They have no value in a trace, so that nothing may depend on them: a question that fails must not go unnoticed if
-forward catches the error, and their type must be eager's.
+Many models take another path if torch says that it traces. transformers' decoders then build the causal mask and repeat
+keys and values themselves instead of leaving both to the attention kernel: other kernels, other bits, more memory.
+
+Numbers that forward reads out of tensors, for logging say, may be left open. They have no value in a trace, so nothing
+may depend on them: a question that fails must not go unnoticed if forward catches the error, and their type must be
+eager's.
 """
 
 import builtins
@@ -13,11 +17,34 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.torch_private import DATA_DEPENDENT_ERRORS, replaced, told_of_calls
+from zbcompile.passes.torch_private import (
+    DATA_DEPENDENT_ERRORS,
+    FakeTensor,
+    NoTensor,
+    asked_for_fake_tensors,
+    replaced,
+    told_of_calls,
+)
 
 _EAGERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 _TRACERS = ("torch", "zbcompile")  # code that can handle open numbers
 _READ = torch.ops.aten.item.default
+
+
+@contextlib.contextmanager
+def untraced() -> Iterator[None]:
+    """Inside, `torch.compiler.is_compiling()` and `is_exporting()` return False to all code but torch's own, and no
+    tensor is an instance of `torch._subclasses.FakeTensor`."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(asked_for_fake_tensors(_answer(lambda: FakeTensor, NoTensor)))
+        for question in ("is_compiling", "is_exporting"):
+            answer = _answer(getattr(torch.compiler, question), False)
+            stack.enter_context(replaced(torch.compiler, question, answer))
+        yield
+
+
+def _answer(truth: Callable[[], Any], eagers: Any) -> Callable[..., Any]:
+    return lambda *_: truth() if _asker().partition(".")[0] == "torch" else eagers
 
 
 @contextlib.contextmanager
@@ -37,13 +64,13 @@ def with_eagers_types() -> contextlib.AbstractContextManager[None]:
     truth = builtins.isinstance
 
     def answer(value: Any, kinds: Any) -> bool:
-        is_open = type(value) in _EAGERS and asker().partition(".")[0] not in _TRACERS
+        is_open = type(value) in _EAGERS and _asker().partition(".")[0] not in _TRACERS
         return truth(_EAGERS[type(value)] if is_open else value, kinds)
 
     return replaced(builtins, "isinstance", answer)
 
 
-def asker() -> str:
+def _asker() -> str:
     """The module of the code that asks, two frames up."""
     frame = inspect.currentframe()
     try:
