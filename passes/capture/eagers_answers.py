@@ -23,6 +23,7 @@ from zbcompile.passes.torch_private import (
     NoTensor,
     asked_for_fake_tensors,
     replaced,
+    replaced_attribute,
     told_of_calls,
 )
 
@@ -58,16 +59,22 @@ def failed_questions(note: Callable[[], None]) -> Iterator[None]:
         yield
 
 
-def with_eagers_types() -> contextlib.AbstractContextManager[None]:
-    """Inside, `isinstance` takes an open number for what it is in eager mode, unless torch asks. The builtin itself
-    must be replaced: `__class__`, by which an object passes for another's, cannot be given to a class that exists."""
+@contextlib.contextmanager
+def with_eagers_types() -> Iterator[None]:
+    """Inside, an open number can be written in any format (as its name), and `isinstance` takes it for what it is in
+    eager mode, unless torch asks. The builtin itself must be replaced: `__class__`, by which an object passes for
+    another's, cannot be given to a class that exists."""
     truth = builtins.isinstance
 
     def answer(value: Any, kinds: Any) -> bool:
         is_open = type(value) in _EAGERS and _asker().partition(".")[0] not in _TRACERS
         return truth(_EAGERS[type(value)] if is_open else value, kinds)
 
-    return replaced(builtins, "isinstance", answer)
+    with contextlib.ExitStack() as stack:
+        for kind in _EAGERS:
+            stack.enter_context(replaced_attribute(kind, "__format__", lambda number, _: str(number)))
+        stack.enter_context(replaced(builtins, "isinstance", answer))
+        yield
 
 
 def _asker() -> str:

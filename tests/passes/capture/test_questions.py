@@ -229,6 +229,14 @@ def test_an_open_number_has_eagers_type(read: Callable[[Tensor], Any]) -> None:
     assert f"linear, {factor})" in captured.module.code
 
 
+def test_an_open_number_can_be_written_in_any_format() -> None:
+    """Nothing is asked for it, so that a log line does not compile every batch anew."""
+    read = lambda mask: mask.sum().item()  # noqa: E731
+    with pytest.warns(UserWarning, match="reads a number out of a tensor"):
+        captured = capture(Reading(lambda number: len(f"{number:>8.3f}") > 0, read), inputs(0), {})
+    assert captured.guards is None
+
+
 @pytest.mark.parametrize("read", [bool, int, float])
 def test_a_question_in_a_try_block_is_answered(read: Any) -> None:
     guards = capture(Asking((_caught(read),)), inputs(0), {}).guards
