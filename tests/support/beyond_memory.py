@@ -7,7 +7,6 @@ default the parameters' bytes. Prints what each process has had at most, of it a
 """
 
 import argparse
-import gc
 import os
 import resource
 import subprocess
@@ -20,13 +19,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 from gpt import next_byte_loss
 from llama import Llama
-from tests.support.live_storages import Alive
+from tests.support.live_storages import Alive, leave_aside, living_tensors
 from zbcompile.runtime.action_loop import RankRun
 
 LENGTH, HEADS, MICROBATCHES = 16, 4, 2
@@ -45,17 +43,12 @@ def init(name: str, tensor: torch.Tensor) -> None:
         tensor.fill_(1.0)
 
 
-def tensors() -> list[torch.Tensor]:
-    """All that are alive."""
-    return [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-
-
 @contextmanager
 def within(limit: int, before: list[torch.Tensor]) -> Iterator[Alive]:
     """Raises MemoryError if storages take more than `limit` bytes after any action of a step, those `before` it not
     counted."""
     executed = RankRun._execute
-    with Alive(tensors(), before) as alive, pytest.MonkeyPatch.context() as patch:
+    with Alive(living_tensors(), before) as alive, pytest.MonkeyPatch.context() as patch:
 
         def execute(run: RankRun, step: tuple[Any, ...]) -> None:
             executed(run, step)
@@ -75,7 +68,7 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 def losses(layers: int, width: int, share: float | None, steps: int = 3) -> tuple[list[float], float]:
     """Of a few steps with SGD, every process a replica; and the most that storages took, as a share of the parameters'
     bytes. Raises MemoryError if that is above `share` after any action."""
-    before, mesh = tensors(), init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "pp"))
+    before, mesh = leave_aside(), init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("dp", "pp"))
     with torch.device("meta"):
         model = Llama(layers, width, HEADS, LENGTH)
     size = sum(parameter.nbytes for parameter in model.parameters())

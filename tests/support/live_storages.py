@@ -1,9 +1,11 @@
 """An independent count of the storages that are alive, and what a forward-only run may hold of them."""
 
+import gc
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -12,15 +14,31 @@ from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.program.program import Program
 
 
+def leave_aside() -> list[torch.Tensor]:
+    """The tensors that there are. They and all else, in a process that has run many tests millions of objects, stay to
+    its end: no collection or count from here on walks through them."""
+    gc.collect()
+    found = living_tensors()
+    gc.freeze()
+    return found
+
+
+def living_tensors() -> list[torch.Tensor]:
+    """All that are alive and were not left aside."""
+    return [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
+
+
 class Alive(TorchDispatchMode):
-    """Adds up, after every operation, the storages that are alive: those of `values`, and all made since, at the size
-    that each has by then."""
+    """Adds up the storages that are alive: those of `values`, and all made since, at the size that each has by then.
+    `most` is the most at any operation: what is made, or was empty and is no longer, is added there; what has gone is
+    looked for only where the sum would exceed the most."""
 
     def __init__(self, values: list[torch.Tensor], uncounted: Iterable[torch.Tensor]) -> None:
         super().__init__()
         self.without = {t.untyped_storage()._cdata for t in uncounted}
-        self.seen: dict[int, StorageWeakRef] = {}
-        self.most = 0
+        self.seen: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.empty: list[StorageWeakRef] = []
+        self.most = self.sum = 0  # `sum`: no less than what is alive
         self.look(values)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -31,18 +49,23 @@ class Alive(TorchDispatchMode):
     @property
     def now(self) -> int:
         """Bytes that are alive."""
-        return self.look([])
+        sizes = [(key, found, _size(found)) for key, (found, _) in self.seen.items()]
+        self.seen = {key: (found, size) for key, found, size in sizes if size is not None}
+        self.empty = [found for found, size in self.seen.values() if size == 0]
+        self.sum = sum(size for _, size in self.seen.values())
+        return self.sum
 
-    def look(self, values: list[torch.Tensor]) -> int:
+    def look(self, values: list[torch.Tensor]) -> None:
         for value in values:
             storage = value.untyped_storage()
             if storage._cdata not in self.without:
-                self.seen[storage._cdata] = StorageWeakRef(storage)
-        sizes = {key: _size(found) for key, found in self.seen.items()}
-        self.seen = {key: found for key, found in self.seen.items() if sizes[key] is not None}
-        alive = sum(size or 0 for size in sizes.values())
-        self.most = max(self.most, alive)
-        return alive
+                found, size = self.seen.get(storage._cdata, (None, 0))
+                if found is None or found.expired():  # another storage may have been there
+                    found, size = StorageWeakRef(storage), 0
+                self.seen[storage._cdata] = found, storage.nbytes()
+                self.sum += storage.nbytes() - size
+        if self.sum > self.most or any(map(_size, self.empty)):
+            self.most = max(self.most, self.now)
 
 
 def _size(found: StorageWeakRef) -> int | None:

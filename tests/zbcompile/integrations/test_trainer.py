@@ -1,6 +1,5 @@
 """PipelineTrainer beside transformers.Trainer: the same data, the same losses."""
 
-import gc
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
+from tests.support.live_storages import leave_aside
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
 
@@ -34,8 +34,7 @@ TWO = {"ranks": 2, "schedule": "zb-v", "microbatches": 4}
 @pytest.fixture(scope="module", autouse=True)
 def _little_to_search() -> None:
     """accelerate collects garbage before every training: that need not walk through what other tests left."""
-    gc.collect()
-    gc.freeze()
+    leave_aside()
 
 
 def samples(count: int, seed: int = 0) -> list[dict[str, torch.Tensor]]:

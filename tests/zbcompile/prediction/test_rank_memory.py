@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.functional import mse_loss
 
 import zbcompile
-from tests.support.live_storages import Alive
+from tests.support.live_storages import Alive, leave_aside, living_tensors
 from tests.support.pool import Pool
 from tests.support.skip_models import UNet
 from zbcompile.batches.example import Example
@@ -32,10 +32,6 @@ from zbcompile.schedules.ir.actions import FETCH, Action
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
 
 
-def _tensors() -> list[torch.Tensor]:
-    return [each for each in gc.get_objects() if type(each) in (torch.Tensor, nn.Parameter)]
-
-
 def counted_and_predicted(schedule: str, microbatches: int) -> tuple[int, int]:
     """Bytes of gradients, activations and messages on this rank: the most that lived, and what was predicted. Of all
     steps the least counts: on a busy machine a message that leaves late is one more tensor that lives."""
@@ -51,14 +47,14 @@ def skips_counted_and_predicted(schedule: str, microbatches: int, relay: bool) -
 
 def _counted_and_predicted(example: Example, schedule: str, microbatches: int, relay: bool) -> tuple[int, int]:
     tokens, target = (torch.cat([each] * microbatches) for each in (example.args[0], example.target))
-    before = _tensors()
+    before = leave_aside()
     options = {"schedule": schedule, "microbatches": microbatches, "loss": example.loss, "relay": relay}
     pipe = zbcompile.pipeline(example.model, **options)
     pipe.step(tokens, target=target)
     gc.collect()
     lived = []
     for _ in range(8):
-        with Alive(_tensors(), before) as alive:
+        with Alive(living_tensors(), before) as alive:
             pipe.step(tokens, target=target)
         lived.append(alive.most)
     state = dict(example.model.named_parameters()) | dict(example.model.named_buffers())
@@ -136,7 +132,7 @@ def held_after_each_action(
     the least counts: a thread may let a sum go late. Raises if the parameters of stages are not gathered as often as is
     predicted."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    before, executed = _tensors(), RankRun._execute
+    before, executed = leave_aside(), RankRun._execute
     lived: defaultdict[Action, list[int]] = defaultdict(list)
     model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), torch.ones(4, WIDTH)
     if tied:
@@ -147,7 +143,8 @@ def held_after_each_action(
 
     def step(observed: bool) -> None:
         gc.collect()
-        with Alive(_tensors(), [*before, x]) if observed else nullcontext() as alive, pytest.MonkeyPatch.context() as m:
+        counted = Alive(living_tensors(), [*before, x]) if observed else nullcontext()
+        with counted as alive, pytest.MonkeyPatch.context() as m:
 
             def execute(run: RankRun, instructions: tuple[Any, ...]) -> None:
                 executed(run, instructions)
@@ -207,9 +204,9 @@ def held_by_replicas(zero: int, chunks: int = 1, reshard: bool | None = None) ->
     most in an update; the bytes of the parameters. The first step has no state yet, but sums to compare the ranks by.
     """
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    before = _tensors()
+    before = leave_aside()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    before += [] if zero == 3 else _tensors()
+    before += [] if zero == 3 else living_tensors()
     x = torch.ones(4, WIDTH)
     order: dict[str, Any] = {"schedule": "1f1b"} if chunks == 1 else {"schedule": "looped-bfs", "chunks": chunks}
     pipe = zbcompile.pipeline(model, **order, microbatches=2, loss=nn.functional.mse_loss, mesh=mesh)
@@ -221,7 +218,7 @@ def held_by_replicas(zero: int, chunks: int = 1, reshard: bool | None = None) ->
     for _ in range(3):
         for name, call in (("step", lambda: pipe.step(x, target=x)), ("update", optimizer.step)):
             gc.collect()
-            with Alive(_tensors(), before) as alive:
+            with Alive(living_tensors(), before) as alive:
                 call()
             lived[name].append(alive.most)
         optimizer.zero_grad()

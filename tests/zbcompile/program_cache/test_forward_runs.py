@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.live_storages import Alive, forward_bytes
+from tests.support.live_storages import Alive, forward_bytes, leave_aside
 from tests.support.training import assert_same_tensors
 from zbcompile.compiler.inference import forward_order
 from zbcompile.passes.stage.peak_memory import transient_bytes
@@ -127,8 +127,7 @@ def grads(pipe: zbcompile.Pipeline) -> list[tuple[str, Tensor | None]]:
 
 @pytest.mark.slow
 def test_alternating_compiles_and_keeps_nothing(pipe: zbcompile.Pipeline, capsys: pytest.CaptureFixture[str]) -> None:
-    gc.collect()
-    gc.freeze()  # millions of objects of other tests, which would be searched each time
+    leave_aside()
     x, counts = batch_of(8), []
     for i in range(12):
         pipe.step(x, target=x)

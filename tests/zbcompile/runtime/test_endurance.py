@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.live_storages import leave_aside
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
@@ -79,6 +80,7 @@ def test_sent_memory_is_released_within_the_step(schedule: str, pool: Pool) -> N
 
 def grown(case: Case, steps: int) -> dict[str, int]:
     """What there is more of after `steps` steps."""
+    leave_aside()
     pipe, batch = compiled(case)
     tracemalloc.start()  # what a step replaces must have been counted when it was made
     for _ in range(120):  # a comparison of batches is among them, which comes every 100 steps
@@ -121,6 +123,7 @@ def test_100_steps_leave_nothing_behind(pool: Pool) -> None:
 
 def left_behind(close: bool) -> dict[str, int]:
     """What there is more of after 100 pipelines, some of which ran, were made and closed, or dropped."""
+    leave_aside()
     _come_and_go(5, close)
     before = _held()
     _come_and_go(100, close)
