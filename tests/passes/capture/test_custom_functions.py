@@ -180,6 +180,7 @@ SHARED = {  # whether two calls, added up, are one operator
 }
 
 
+@pytest.mark.mostly_slow(every=6, suite=1)
 @pytest.mark.parametrize("case", SHARED)
 def test_calls_share_an_operator_if_they_are_equal(case: str) -> None:
     expected, run = SHARED[case]

@@ -105,6 +105,7 @@ SEEDS: dict[str, Callable[[Net], object]] = {
 }
 
 
+@pytest.mark.mostly_slow(every=6, suite=1)
 @pytest.mark.parametrize("how", SEEDS)
 def test_seeds_in_forward_are_refused(how: str) -> None:
     """Eager would draw the same numbers in every step; the compiled steps drew others."""

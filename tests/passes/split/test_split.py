@@ -66,6 +66,7 @@ def _subsets(nodes: list[torch.fx.Node]) -> list[frozenset[torch.fx.Node]]:
     return [frozenset(chosen) for size in range(len(nodes) + 1) for chosen in combinations(nodes, size)]
 
 
+@pytest.mark.slow
 def test_what_w_computes_again_has_the_same_bits_and_takes_less_memory() -> None:
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(16, D)

@@ -413,6 +413,7 @@ DAMAGES = [  # the pass, the stage, the damage, the rule, and the operation that
 ]
 
 
+@pytest.mark.mostly_slow(every=6, suite=1)
 @pytest.mark.parametrize(("name", "stage", "damage", "rule", "node"), DAMAGES, ids=[d[2].__name__ for d in DAMAGES])
 def test_a_damage_is_caught_where_it_is(
     made: dict[tuple[str, int | None], Made],

@@ -206,6 +206,7 @@ def test_names_with_a_heuristic_of_their_own_are_left_out_of_a_short_search() ->
         assert {name for name, _, _ in named_orders(problem, budget)} & heuristic == expected
 
 
+@pytest.mark.slow
 def test_seconds_are_a_cap_of_turns_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second passes with each pass of the model that a turn begins; the second of two turns is broken off."""
     begun = CountedClock(monkeypatch, _Dispatch, "_start")
@@ -410,6 +411,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("script", SAMPLES)
 def test_the_benchmarks_run_and_go_on_where_they_stopped(script: str, tmp_path: Path) -> None:
     if script == "search_optimum":

@@ -20,6 +20,7 @@ def exchanging(costs: Costs, generator: random.Random) -> Costs:
     return replace(costs, forward=forward, backward=backward, forward_exchange=waits[0], backward_exchange=waits[1])
 
 
+@pytest.mark.slow
 def test_pairs_do_no_harm(small_schedules, random_costs) -> None:
     generator, found = random.Random(0), 0
     for schedule in generator.sample(list(small_schedules(range(1, 5), range(1, 10, 4))), 30):

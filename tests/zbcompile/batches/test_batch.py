@@ -51,6 +51,7 @@ def by_hand(model: nn.Module, x: Tensor, extra: dict[str, Tensor], table: Tensor
     return total
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("wide", "split"), [(1, {}), (5, {"table": False}), (8, {"table": False, "args[1]": True})], ids=str
 )
@@ -149,6 +150,7 @@ def test_schedule_object_and_csv_file(tmp_path: Any) -> None:
         assert_same_tensors(other, results[0], "gradient of")
 
 
+@pytest.mark.slow
 def test_module_in_eval_mode_trains_without_dropout() -> None:
     """The mode of each module at the time of the step counts, as in eager mode."""
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))

@@ -133,6 +133,7 @@ def test_stages_that_are_cut_anywhere(compiled: CompiledExample) -> None:
     assert_priced(prices, compiled.program, edges, seconds=0.03, bytes_=0.1)
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b"])
 def test_messages_go_straight_to_the_stages_that_read_them(name: str) -> None:
     """As those of the compiled stages, and through all stages with `relay`."""
@@ -173,10 +174,12 @@ def test_what_waits_for_w_in_a_chain_of_products() -> None:
     assert all(left > kept for kept, left in zip(estimate.activation, estimate.residue, strict=True))
 
 
+@pytest.mark.slow
 def test_what_a_rank_holds_at_most(compiled: CompiledExample) -> None:
     assert_close(*line_prices(compiled), compiled, rel=0.05)  # messages are counted until B
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("recompute", ["off", "full"])
 @pytest.mark.parametrize("placement", ["linear", "v"])
 def test_what_a_rank_holds_at_most_where_backwards_are_split(placement: str, recompute: Policy) -> None:
@@ -187,6 +190,7 @@ def test_what_a_rank_holds_at_most_where_backwards_are_split(placement: str, rec
     assert_close(*line_prices(compiled), compiled, rel=0.05)
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved-1f1b"])
 def test_what_a_replica_holds_at_most(schedule: str) -> None:
     """Whatever replicas divide; a layer is large enough to travel by itself."""

@@ -34,6 +34,7 @@ class Dropless(nn.Module):
         return x + (rows.view(-1, self.chosen, x.shape[-1]) * weights.unsqueeze(-1)).sum(1)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
 def test_a_layer_without_dropped_tokens(schedule: str) -> None:
     """Bitwise, split into B and W, and its FLOPs are those of the rows: three products of 32 by 16 for each."""

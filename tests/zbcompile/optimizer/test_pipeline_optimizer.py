@@ -330,6 +330,7 @@ def test_a_closure_runs_first() -> None:
     assert pipe.step(*batch.args, target=batch.target) < first
 
 
+@pytest.mark.slow
 def test_an_evaluation_compiles_between_a_step_and_its_update() -> None:
     """While bfloat16 parameters have float32 gradients, as masters ask for."""
     (batch,), model = PROBLEMS["mlp"].batches(1, 4), PROBLEMS["mlp"].model().bfloat16()

@@ -30,6 +30,7 @@ from zbcompile.inspection.report import copies_bytes
 from zbcompile.optimizer.post_validation import PostValidation
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("schedule", ["zb-h2", "zb-2p", "zb-v"])
 def test_every_bit_is_that_of_the_barrier(schedule: str) -> None:
     """Over 40 steps with a scaler, three that clip, two with infinities, one with a NaN."""

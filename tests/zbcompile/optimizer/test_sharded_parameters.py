@@ -68,6 +68,7 @@ def test_a_llama_whose_parameters_exceed_the_memory_of_a_rank_trains(pool: Pool)
         assert most < 1
 
 
+@pytest.mark.slow
 def test_what_exceeds_the_limit_of_storages_is_seen(pool: Pool) -> None:
     with pytest.raises(TaskFailed, match=r"MemoryError: \d+ bytes after "):
         pool.run(losses, 2, 16, 0.1, 1, ranks=2)

@@ -187,6 +187,7 @@ def filled(weights: Path) -> tuple[list[int], dict[str, Tensor], dict[str, Tenso
     return made, before, after
 
 
+@pytest.mark.slow
 def test_one_parameter_at_a_time_is_whole_while_a_model_is_filled(pool: Pool, tmp_path: Path) -> None:
     zbcompile.save_weights(tmp_path / "model.safetensors", model_of())
     for counts, before, after in pool.run(filled, tmp_path / "model.safetensors", ranks=4):
@@ -207,6 +208,7 @@ def initialised_by(zero: int) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.slow
 def test_init_gives_divided_parameters_the_values_of_whole_ones(pool: Pool) -> None:
     for divided, whole in zip(*(pool.run(initialised_by, zero, ranks=4) for zero in (3, 0)), strict=True):
         assert_same_tensors(divided, whole, "parameter")

@@ -71,6 +71,7 @@ def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixtu
         pipe.log_probs(microbatches=[((tokens,), {})], entropies=True)
 
 
+@pytest.mark.slow
 def test_forwards_alone_from_shards(tmp_path: Path, whole: Any) -> None:
     """An evaluation of all logits is placed as the log-probabilities are, and gathers the rows."""
     model, tokens, logits = whole

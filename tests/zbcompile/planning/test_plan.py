@@ -97,6 +97,7 @@ def rows_of(capsys: pytest.CaptureFixture[str], *asked: str) -> list[dict[str, A
     return list(json.loads(capsys.readouterr().out)["plan"])
 
 
+@pytest.mark.slow
 def test_a_named_schedule_with_microbatches_that_are_given(capsys: pytest.CaptureFixture[str]) -> None:
     """Every row has them, at what its graphs are predicted to take; fused kernels take less."""
     asked = TARGET, "--ranks", "2", "--mesh", "dp,pp", "--fake", "--schedule", "1f1b", "--microbatches", "4"
@@ -111,6 +112,7 @@ def test_a_named_schedule_with_microbatches_that_are_given(capsys: pytest.Captur
     assert all(0 < one["step"] < other["step"] for one, other in zip(fused, rows, strict=True))
 
 
+@pytest.mark.slow
 def test_rows_say_how_far_measured_times_spread(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text(to_toml(replace(Hardware.find("cpu-core"), spread=0.04)))
     asked = TARGET, "--ranks", "2", "--mesh", "pp", "--schedule", "1f1b", "--hardware", str(tmp_path / "mine.toml")
@@ -122,6 +124,7 @@ def test_rows_say_how_far_measured_times_spread(capsys: pytest.CaptureFixture[st
     assert "(+- 4.0%)" in step["predicted"]
 
 
+@pytest.mark.slow
 def test_microbatches_that_are_given_share_the_batch(capsys: pytest.CaptureFixture[str]) -> None:
     """Half as many, each with twice the rows, take as much memory for twice as many."""
     asked = TARGET, "--ranks", "2", "--mesh", "pp", "--fake", "--schedule", "zb-h1", "--global-batch", "16"
@@ -132,6 +135,7 @@ def test_microbatches_that_are_given_share_the_batch(capsys: pytest.CaptureFixtu
     assert "a batch of 16 rows is not 1 x a multiple of 3 microbatches" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_named_schedule_that_does_not_fit_says_by_how_much(capsys: pytest.CaptureFixture[str]) -> None:
     asked = "--ranks", "2", "--mesh", "pp", "--fake", "--schedule", "gpipe", "--microbatches", "64", "--memory", "3MB"
     assert main([TARGET, *asked]) == 2
@@ -266,6 +270,7 @@ def test_what_is_slow_for_nothing_is_no_best_row() -> None:
     ]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("name", ["h100-sxm", "a100-80g"])
 def test_replicas_sum_their_gradients(name: str) -> None:
     problem, hardware = PROBLEMS["gpt"], Hardware.find(name)
@@ -282,6 +287,7 @@ def test_replicas_sum_their_gradients(name: str) -> None:
     assert all(row.seconds == row.choice.seconds + row.exchange for row in rows)
 
 
+@pytest.mark.slow
 def test_replicas_divide() -> None:
     """What they divide takes less memory, and gathers take time; the limit counts what is divided."""
     model, x = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4))), torch.ones(2, 768)

@@ -102,6 +102,7 @@ def test_what_replicas_divide(zero: int) -> None:
     assert whole.collectives == 4 * size
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(("schedule", "chunks", "less"), [("looped-bfs", 4, True), ("zb-v", None, False)])
 def test_stages_let_go_where_that_is_cheaper(schedule: str, chunks: int | None, less: bool) -> None:
     """Without a limit the fewest gathers, which no step is slower with; under one what exceeds it least. Under zb-v the

@@ -52,7 +52,7 @@ def compare(pipe: zbcompile.Pipeline, net: Net, loss: Any, step: int) -> None:
     net.zero_grad()
 
 
-@pytest.mark.mostly_slow(every=6, suite=3)
+@pytest.mark.mostly_slow(every=12, suite=3)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_change_is_seen(name: str) -> None:
     """In the next step; the steps before it, and after it, compute with what was there."""
@@ -116,6 +116,7 @@ def test_evaluations_see_what_trains_if_forward_asks(capsys: pytest.CaptureFixtu
         assert out.count(said) == out.count("eval again") == times
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(strategies.lists(strategies.sampled_from(["alpha", "p", "keep", "active", "kind"]), min_size=2, max_size=3))
 def test_any_changes_in_any_order(changes: list[str]) -> None:
@@ -284,6 +285,7 @@ def registers_another(module: nn.Module, args: Any, output: Tensor) -> None:
     module.register_forward_hook(lambda module, args, output: output * 2)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("hook", [removes_itself, registers_another])
 def test_a_hook_that_changes_hooks_is_refused(hook: Callable[..., Any]) -> None:
     """In eager mode each microbatch runs with others; every one was like the first. A refusal leaves what there was."""

@@ -158,6 +158,7 @@ def test_split_microbatches_have_one_form(pipe: zbcompile.Pipeline) -> None:
             pipe.log_probs(labels=labels, microbatches=microbatches)
 
 
+@pytest.mark.slow
 def test_compiled_in_inference_mode() -> None:
     """What is compiled and kept there serves outside, too."""
     pipe = made(Counting())

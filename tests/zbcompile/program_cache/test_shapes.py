@@ -95,6 +95,7 @@ class Readers(nn.Module):
         return made.cos() if x.shape[1] > 3 else made
 
 
+@pytest.mark.slow
 def test_other_operations_add_gradients_in_order() -> None:
     """A program with other operations than the first, placed by its parameters: the middle reader stays behind the
     first one, so the gradients of the value are added as eager does."""

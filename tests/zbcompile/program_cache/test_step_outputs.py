@@ -25,6 +25,7 @@ def with_accuracy(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Ten
     return PROBLEM.loss(logits, target), metrics
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "dualpipe"])
 def test_outputs_and_metrics(schedule: str) -> None:
     pipe, model = made(schedule, loss=with_accuracy), PROBLEM.model()

@@ -35,6 +35,7 @@ from zbcompile.passes.capture.export import capture
 from zbcompile.program_cache.cache import ProgramCache
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(("schedule", "kinds"), [("zb-h1", KINDS), ("dualpipe-v", KINDS[1:])])
 def test_a_stream_whose_mask_changes(schedule: str, kinds: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     """Two programs serve all batches, also those that mix both kinds."""

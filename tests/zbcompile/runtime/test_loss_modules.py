@@ -70,6 +70,7 @@ def test_the_last_rank_has_the_parameters_of_the_loss(pool: Pool) -> None:
     assert all(torch.equal({**first, **last}[name], eager[name]) for name in eager)
 
 
+@pytest.mark.slow
 def test_no_stand_in_of_torchs_tracer_is_read(capsys: pytest.CaptureFixture[str]) -> None:
     """Its methods looked like attributes that forward changes: a warning for each module, and no program was found
     again."""
@@ -112,6 +113,7 @@ class Looking(MLP):
         return super().forward(x) * (1 + LOOKS[self.kind](self))
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("kind", "copied"), [*((kind, False) for kind in LOOKS), ("children", True)])
 def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str, copied: bool) -> None:
     torch.manual_seed(0)
@@ -159,6 +161,7 @@ class Owner(nn.Module):
         return self.body(x)
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("own", [False, True])
 def test_the_loss_changes_its_buffers(own: bool) -> None:
     torch.manual_seed(0)

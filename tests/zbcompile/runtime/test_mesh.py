@@ -180,6 +180,7 @@ def masks(dimension: str, placement: str) -> Tensor:
     return parameter.grad
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(("dimension", "placement"), [("tp", "replicate"), ("cp", "shard"), ("ep", "shard")])
 def test_what_a_sharded_parameter_makes_draws_apart(dimension: str, placement: str, pool: Pool) -> None:
     one, other = pool.run(masks, dimension, placement, ranks=2)

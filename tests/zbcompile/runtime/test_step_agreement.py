@@ -54,6 +54,7 @@ def messages(shape: tuple[int, int], every: int) -> Counter[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_step_has_one_message_outside_of_its_actions(pool: Pool) -> None:
     """With replicas in each step, in one pipeline only if batches are compared."""
     assert pool.run(messages, (2, 1), 0, ranks=2) == [{"begin_largest": 4}] * 2
@@ -110,6 +111,7 @@ def called(kind: str) -> tuple[Counter[str], int]:
     return outside, within.total()
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("kind", "messages"),
     [("pp", 0), ("vocab", 0), ("tp", 0), ("zero 0", 1), ("zero 1", 1), ("zero 3", 1)],

@@ -45,7 +45,7 @@ EXACT = (
 )
 
 
-@pytest.mark.mostly_slow(every=4)
+@pytest.mark.mostly_slow(every=12, suite=2)
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_gradients_have_the_bits_of_eager(case: Case, pool: Pool) -> None:
     """In one process, and the same bits in a process for each rank."""
@@ -83,6 +83,7 @@ def compiled(model: torch.nn.Module, schedule: str, choices: Choices, ranks: int
     return compile_example(Example(model, (x,), target=x, loss=torch.nn.functional.mse_loss), order, choices).program
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_a_u_net_sends_each_value_once(schedule: str) -> None:
     """Straight, there and back: of no value does a rank get more than one copy."""
@@ -93,6 +94,7 @@ def test_a_u_net_sends_each_value_once(schedule: str) -> None:
     assert count_messages(straight).bytes < 0.8 * count_messages(relay).bytes
 
 
+@pytest.mark.slow
 def test_what_a_rank_has_is_not_sent_to_it() -> None:
     """Of four ranks with two stages each three get every value, and return one gradient."""
     program = compiled(Residuals(), "interleaved-1f1b", Choices())
@@ -104,6 +106,7 @@ def test_what_a_rank_has_is_not_sent_to_it() -> None:
         assert len(crossing) == len(set(crossing)), name
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_mask_goes_straight_and_its_send_is_over_when_a_gradient_is_back(exact: bool) -> None:
     """No gradient comes from where it went: the one of the next stage tells."""
@@ -118,6 +121,7 @@ def test_a_mask_goes_straight_and_its_send_is_over_when_a_gradient_is_back(exact
     assert {message.microbatch for message in over if message.hops > 1} == set(range(straight.schedule.microbatches))
 
 
+@pytest.mark.slow
 def test_two_readers_of_a_stage_keep_the_relay_if_bits_count() -> None:
     """A maker that added the sum of two gradients to that of a later stage would add in another order than eager."""
     model = EncoderDecoder()
@@ -125,6 +129,7 @@ def test_two_readers_of_a_stage_keep_the_relay_if_bits_count() -> None:
     assert count_messages(default).bytes < count_messages(exact).bytes
 
 
+@pytest.mark.slow
 def test_a_saved_program_evaluations_and_other_counts_go_the_same_ways(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = UNet(), torch.randn(8, WIDTH)
@@ -216,12 +221,14 @@ def torch_stages(relay: bool) -> None:
     pipe.stages()
 
 
+@pytest.mark.slow
 def test_torchs_schedules_need_the_relay(pool: Pool) -> None:
     pool.run(torch_stages, True, ranks=2)
     with pytest.raises(Exception, match="relay=True"):
         pool.run(torch_stages, False, ranks=4)
 
 
+@pytest.mark.slow
 def test_a_schedule_with_the_messages_of_another_model_is_refused() -> None:
     program = compiled(UNet(), "1f1b", Choices())
     x = torch.ones(2, WIDTH)

@@ -131,6 +131,7 @@ def breadth_first(placement: Placement, microbatches: int) -> Schedule:
     return Schedule("mine", placement, microbatches, tuple(orders))
 
 
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("owners", [(0, 0, 1, 1, 0), (2, 0, 1, 1, 0, 2, 2), (0, 1, 1, 0, 0, 1, 1, 0)], ids=str)
 def test_any_map_of_stages_to_ranks(owners: tuple[int, ...], tmp_path: Path) -> None:
     """Checked, lowered, drawn, searched, read back from every kind of file, and run."""
