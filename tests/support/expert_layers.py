@@ -52,10 +52,17 @@ class Layer(nn.Module):
 
 
 class Mixture(nn.Module):
-    def __init__(self, group: Any = None, factor: float = 1.0, norm: bool = False, kind: type[Layer] = Layer) -> None:
+    def __init__(
+        self,
+        group: Any = None,
+        factor: float = 1.0,
+        norm: bool = False,
+        kind: type[Layer] = Layer,
+        layers: int = LAYERS,
+    ) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.layers = nn.ModuleList(kind(group, factor, norm) for _ in range(LAYERS))
+        self.layers = nn.ModuleList(kind(group, factor, norm) for _ in range(layers))
 
     def forward(self, x: Tensor, bias: Tensor) -> Tensor:
         for layer in self.layers:
@@ -63,9 +70,9 @@ class Mixture(nn.Module):
         return x
 
 
-def mixture_of(rank: int, group: Any, factor: float, norm: bool = False, kind: type[Layer] = Layer) -> Mixture:
-    """One rank's part."""
-    model = Mixture(group, factor, norm, kind)
+def mixture_of(rank: int, *given: Any, **options: Any) -> Mixture:
+    """One rank's part of a `Mixture`, whose arguments follow."""
+    model = Mixture(*given, **options)
     for layer in model.layers:
         layer.keep(rank)
     return model

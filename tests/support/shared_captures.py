@@ -190,11 +190,11 @@ def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
     found = Recent()
 
     def compiled(model: Any, microbatch: Any, laid_out: LaidOut, *plan: Any, **more: Any) -> Program:
-        schedule, choices, seconds, *rest = plan
-        if any(rest) or more.get("observe") or laid_out.canonical.captured.groups:
+        schedule, choices, seconds, like, *_ = (*plan, None)
+        if more.get("observe") or laid_out.canonical.captured.groups:
             return compile_(model, microbatch, laid_out, *plan, **more)
         mesh = tuple(sorted(set(laid_out.captured.dimensions.values())))
-        decided = schedule, repr(choices), tuple(seconds.items()), more.get("edges"), mesh
+        decided = schedule, repr(choices), tuple(seconds.items()), more.get("edges"), mesh, _placement(like)
 
         def make() -> Program:
             with _warnings() as seen:
@@ -206,6 +206,11 @@ def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
         return replace(made[1], model=facts_of(model, laid_out.captured.constants))
 
     return compiled
+
+
+def _placement(like: Program | None) -> str:
+    """What a program that is placed as another one takes from it."""
+    return repr(like and (like.cuts, like.homes, like.canonical_targets, like.vocabulary and like.vocabulary.bounds))
 
 
 def _stored(laid_out: LaidOut, decided: tuple[Any, ...], make: Callable[[], tuple[Program, bool]]) -> Program:
@@ -224,8 +229,7 @@ def _forward_once(compile_: Callable[..., Program]) -> Callable[..., Program]:
 
     def compiled(model: nn.Module, microbatch: Microbatch, wanted: Any, frame: Frame, given: Any = None) -> Program:
         like, mesh = frame.like, sorted(set(frame.dimensions.values()))
-        placed = like and (like.cuts, like.homes, like.vocabulary and like.vocabulary.bounds)
-        decided = repr((wanted, given, frame.schedule, frame.choices, placed, mesh, sorted(frame.sharded)))
+        decided = repr((wanted, given, frame.schedule, frame.choices, _placement(like), mesh, sorted(frame.sharded)))
         key = sketch("forward", model, microbatch.example, decided)
         if key is None:
             return compile_(model, microbatch, wanted, frame, given)

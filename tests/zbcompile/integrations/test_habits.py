@@ -1,5 +1,6 @@
-"""What users of peft, transformers and Lightning do around training, by two processes, beside the same in eager mode:
-adapters that take turns, evaluations before the first step, averages, saving, and the model that is whole again."""
+"""What users of peft, transformers and Lightning do around training, by two processes that torchrun starts, beside the
+same in eager mode: adapters that take turns, evaluations before the first step, averages, saving, and the model that is
+whole again."""
 
 import copy
 import os
@@ -16,7 +17,6 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zbcompile
-from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
 from tests.zbcompile.examples.test_lightning_loop import eager
 
@@ -121,10 +121,6 @@ def adapters_take_turns() -> None:
     assert_same_tensors(ours.state_dict(), theirs.state_dict(), "merged")
 
 
-def test_adapters_of_peft_take_turns(pool: Pool) -> None:
-    pool.run(adapters_take_turns, timeout=400)
-
-
 def saved_as_transformers_does(folder: str) -> None:
     ours, theirs = gpt2(), gpt2()
     pipe, average = pipe_of(ours), AveragedModel(theirs, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
@@ -146,10 +142,6 @@ def saved_as_transformers_does(folder: str) -> None:
     close_whole(pipe, ours)
     one, other = (net.generate(IDS[:, :4], max_new_tokens=4, do_sample=False) for net in (ours, theirs))
     assert torch.equal(one, other)
-
-
-def test_models_of_transformers_are_evaluated_averaged_and_saved(pool: Pool, tmp_path: Path) -> None:
-    pool.run(saved_as_transformers_does, str(tmp_path))
 
 
 class Averaged(Pipelined):
@@ -187,10 +179,6 @@ def fitted_by_lightning(folder: str) -> tuple[list[float], list[Tensor], dict[st
     zbcompile.load_checkpoint(folder, later, optimizer, ema=averages)
     later.compile(torch.zeros(8, WIDTH), target=torch.zeros(8, dtype=torch.long))
     return module.losses, module.outputs, averages.state_dict(full=True)
-
-
-def test_lightning_validates_first_and_by_averages(pool: Pool, tmp_path: Path) -> None:
-    assert_as_eager(pool.run(fitted_by_lightning, str(tmp_path)))
 
 
 def assert_as_eager(fitted: Sequence[tuple[list[float], list[Tensor], dict[str, Tensor]]]) -> None:
