@@ -4,6 +4,7 @@ import contextlib
 import io
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -12,8 +13,9 @@ from tests.support.pool import Pool
 
 
 def trained(folder: Path, steps: int) -> str:
-    """What the script prints."""
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
+    """What the script prints, of a model of two layers."""
+    small = mock.patch.object(train_everything.CONFIG, "num_hidden_layers", 2)
+    with small, contextlib.redirect_stdout(io.StringIO()) as printed:
         train_everything.train(train_everything.parse(["--folder", str(folder), "--steps", str(steps)]))
     return printed.getvalue()
 
