@@ -113,12 +113,23 @@ def test_from_any_layout_to_any_other(ways: Any, dtype: str, pool: Pool, tmp_pat
     require_same_at_all([(*place, zero, dtype) for place, zero in ways], pool, folder)
 
 
+class WithUnused(nn.Sequential):
+    """Beside its layers it has one that nothing reads."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__(*layers)
+        self.unused = nn.Linear(2, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for number in range(LAYERS):
+            x = self[number](x)
+        return x
+
+
 def adapted(dtype: str) -> nn.Module:
-    """Every second layer is frozen, and so is one that nothing reads; two others have the same weight."""
-    model = model_of(dtype)
-    model[7].weight = model[1].weight  # type: ignore[index]
-    model.unused = nn.Linear(2, 2)  # type: ignore[assignment]
-    model.forward = lambda x: nn.Sequential.forward(model[:LAYERS], x)  # type: ignore[method-assign, index]
+    """Every second layer is frozen, and so is the one that nothing reads; two others have the same weight."""
+    model = WithUnused(*model_of(dtype))  # type: ignore[misc]
+    model[7].weight = model[1].weight
     for layer in [*list(model)[::2]]:
         layer.requires_grad_(False)
     return model
