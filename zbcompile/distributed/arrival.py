@@ -21,7 +21,8 @@ import torch.distributed as dist
 from zbcompile.distributed.interfaces import VARIABLE, let_gloo_find
 from zbcompile.distributed.mesh import patience
 from zbcompile.errors import PipelineError
-from zbcompile.faults.board import ANSWER, cut_after
+from zbcompile.faults.abort import cut_connections_to
+from zbcompile.faults.board import ANSWER, GRACE
 from zbcompile.faults.termination import say_at_end, stop_watching, watch_termination
 from zbcompile.torch_private import gloo_link
 
@@ -49,7 +50,7 @@ class Rendezvous:
         """Make the process group of all ranks. Raises PipelineError if that takes longer than `timeout`."""
         let_gloo_find(self.host)
         try:
-            with self._heard(), cut_after(self.timeout + ANSWER, self.port):
+            with self._watched():
                 store = self.meet(self._store())
                 self.absent = ""
                 self._connect(store, backend)
@@ -142,20 +143,21 @@ class Rendezvous:
         if backend == "gloo":
             del reached  # not before: others may still connect
 
-    # When the process is asked to end
+    # While this process waits inside torch
 
     @contextlib.contextmanager
-    def _heard(self) -> Iterator[None]:
-        """Inside, this process says why it ends if it is asked to, also while it waits inside torch."""
+    def _watched(self) -> Iterator[None]:
+        """Inside, this process says why it ends if it is asked to, and waits for no store that does not answer."""
         termination = watch_termination(self)
 
-        def listen() -> None:
-            while termination is not None and not self._over.wait(NEWS / 4):
-                if (termination.since() or 0.0) > NEWS:
+        def watch() -> None:
+            while not self._over.wait(GRACE):
+                if termination is not None and (termination.since() or 0.0) > NEWS:
                     self.say_before_end()
-                    break
+                if self.left < -ANSWER:
+                    cut_connections_to(self.port)
 
-        threading.Thread(target=listen, name="zbcompile-arrival", daemon=True).start()
+        threading.Thread(target=watch, name="zbcompile-arrival", daemon=True).start()
         try:
             yield
         finally:

@@ -4,15 +4,12 @@ import contextlib
 import os
 import socket
 import stat
-import threading
-from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-GRACE = 0.25  # seconds for a store that did not answer in time before
 UNUSED_TAG = 1 << 30  # no message uses it
 
 
@@ -51,36 +48,13 @@ def port_of(store: Any) -> int | None:
     return store.port if isinstance(store, dist.TCPStore) else None
 
 
-@contextlib.contextmanager
-def cut_after(seconds: float, port: int | None) -> Iterator[None]:
-    """Around calls that may wait for a store's server: after `seconds` they raise RuntimeError, or connect anew."""
-    done = threading.Event()
-
-    def cut() -> None:
-        wait = seconds
-        while not done.wait(wait):
-            cut_connections_to(port)
-            wait = GRACE
-
-    threading.Thread(target=cut, name="zbcompile-cut", daemon=True).start()
-    try:
-        yield
-    finally:
-        done.set()
-
-
 def cut_connections_to(port: int | None) -> None:
-    """Shut down this process's connections to a port: what waits in them raises. torch's client gives no other way."""
-    if port is None:
-        return
-    for name in os.listdir("/dev/fd"):
+    """Shut down this process's connections to a port: what waits in them raises. torch's client gives no other way, and
+    a wait inside torch cannot be left to a thread: of a script, or of a process group that is being made."""
+    for name in os.listdir("/dev/fd") if port is not None else ():
         with contextlib.suppress(OSError):
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 with socket.socket(fileno=os.dup(int(name))) as connection:
-                    _shut_down(connection, port)
-
-
-def _shut_down(connection: socket.socket, port: int) -> None:
-    internet = connection.family in (socket.AF_INET, socket.AF_INET6)
-    if internet and connection.getpeername()[1] == port:
-        connection.shutdown(socket.SHUT_RDWR)
+                    internet = connection.family in (socket.AF_INET, socket.AF_INET6)
+                    if internet and connection.getpeername()[1] == port:
+                        connection.shutdown(socket.SHUT_RDWR)

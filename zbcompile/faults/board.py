@@ -16,11 +16,12 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from zbcompile.errors import PipelineError
-from zbcompile.faults.abort import GRACE, cut_after, cut_connections_to, port_of
+from zbcompile.faults.abort import cut_connections_to, port_of
 from zbcompile.faults.fault_report import NEVER, Fault, Status
 
 Value = TypeVar("Value")
 ANSWER = 3.0  # seconds in which a store answers
+GRACE = 0.25  # seconds for a store that did not answer in time before
 
 
 class SilentStoreError(RuntimeError):
@@ -28,7 +29,8 @@ class SilentStoreError(RuntimeError):
 
 
 class BoundedStore:
-    """A store that only one thread asks, so that no other thread waits longer than it wants to."""
+    """A store that only one thread asks, over a connection of its own, so that no other thread waits longer than it
+    wants to."""
 
     def __init__(self, store: Any) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()
@@ -61,10 +63,12 @@ class BoundedStore:
         self._calls.put(None)
 
 
-def _answer(store: Any, calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None]") -> None:
+def _answer(shared: Any, calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None]") -> None:
+    store = None
     while (call := calls.get()) is not None:
         answer, what = call
         try:
+            store = shared.clone() if store is None else store
             answer.set_result(what(store))
         except BaseException as error:
             answer.set_exception(error)
@@ -73,20 +77,20 @@ def _answer(store: Any, calls: "queue.SimpleQueue[tuple[Future[Any], Callable[[A
 
 class Board:
     """One pipeline's keys in the store of its process group, over a separate connection (a blocked call on the
-    group's connection must not keep the watchdog from reading). No call takes much longer than ANSWER;
-    all raise RuntimeError if the store does not answer."""
+    group's connection must not keep the watchdog from reading). No call takes much longer than ANSWER, the first one
+    than `timeout`; all raise RuntimeError if the store does not answer."""
 
     def __init__(self, group: dist.ProcessGroup, members: Sequence[int], rank: int, timeout: float) -> None:
         self.members = tuple(members)
         self.rank = rank
         shared: Any = group.get_group_store()  # `clone` is missing in torch's type stubs (2.13)
-        with cut_after(timeout, port_of(shared)):
-            store = shared.clone()
-            serial = store.add(f"zbcompile/made/{rank}", 1)  # every rank makes its pipelines in the same order
-        self._name = f"zbcompile/{serial}"
-        self._store = BoundedStore(dist.PrefixStore(self._name, store))
-        self._ask = self._store.ask
+        self._store = BoundedStore(shared)
+        serial = self._store.ask(lambda store: store.add(f"zbcompile/made/{rank}", 1), timeout)
+        self._name = f"zbcompile/{serial}"  # every rank makes its pipelines in the same order
         self.address = f"{os.environ.get('MASTER_ADDR', 'localhost')}:{port_of(shared)}"
+
+    def _ask(self, what: Callable[[Any], Value], within: float = ANSWER) -> Value:
+        return self._store.ask(lambda store: what(dist.PrefixStore(self._name, store)), within)
 
     def private_store(self, group: dist.ProcessGroup) -> dist.Store:
         """A rendezvous store for the ranks of `group`, shared with no other group or pipeline."""
@@ -114,9 +118,6 @@ class Board:
     def statuses(self) -> dict[int, Status]:
         """The latest status of every rank; NEVER for one that has not published any."""
         return self._ask(lambda store: {rank: _status(store, rank) for rank in self.members})
-
-    def status(self, rank: int) -> Status:
-        return self._ask(lambda store: _status(store, rank))
 
     def post(self, region: int, fault: Fault) -> Fault:
         """Post a fault of a region; return the fault that all ranks see, which is the first one posted."""

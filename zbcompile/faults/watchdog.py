@@ -104,7 +104,7 @@ class Watch:
     turns: Turns = field(default_factory=lambda: Turns(wait=False))
 
     def __post_init__(self) -> None:
-        self._seen, self._since, self._keeper = self._place(), time.monotonic(), self.position.status()
+        self._seen, self._since = self._place(), time.monotonic()
         self._beats, self._heard_here = itertools.count(1), dict[int, int]()
         self._termination = watch_termination(self)
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
@@ -264,8 +264,7 @@ class Watch:
         lost = f"ended, is frozen, or cannot be reached from rank {rank}; it hosts the store of the process group"
         if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
             return Fault(None, here.where, f"the launcher at {self.board.address} {lost}")
-        where = self._keeper.where if self._keeper.region == here.region else here.doing
-        return Fault(self.board.members[0], where, f"its process {lost}")
+        return Fault(self.board.members[0], here.doing, f"its process {lost}")
 
     # On the watching thread
 
@@ -277,7 +276,7 @@ class Watch:
                 if self.stopped.wait(INTERVAL):
                     break
             if self.fault is None:
-                self.board.beat(self.position.status(next(self._beats), self.timeout, closed=True))
+                self.board.beat(self.position.status(next(self._beats), closed=True))
         except RuntimeError:  # the store does not answer
             if dist.group.WORLD is world and not self.stopped.is_set():
                 self._cut(self._without_store())
@@ -308,10 +307,9 @@ class Watch:
         """Look at the store once; end this rank's wait if there is a reason to. With NCCL the device waits, not the
         host: then a posted fault concerns this rank wherever its host is."""
         waited = self._waited()
-        self.board.beat(self.position.status(next(self._beats), self.timeout))
+        self.board.beat(self.position.status(next(self._beats)))
         self.heard = self.board.posted(self.position.region)
         if self.fault is None and (self.position.waits or self.progress.behind() or self.backend != "gloo"):
-            self._keeper = self.board.status(self.board.members[0])
             fault = self.heard or self._lose_patience(waited)
             if fault is not None:
                 self._cut(fault)

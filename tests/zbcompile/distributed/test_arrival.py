@@ -27,7 +27,7 @@ def gather(arrival: Rendezvous) -> None:
 def wait_inside_torch(arrival: Rendezvous) -> None:
     """Where Python's handlers of signals do not run."""
     arrival.absent = "rank 0 did not arrive"
-    with arrival._heard(), contextlib.suppress(RuntimeError):
+    with arrival._watched(), contextlib.suppress(RuntimeError):
         dist.HashStore().wait(["never"])
 
 

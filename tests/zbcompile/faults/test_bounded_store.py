@@ -15,8 +15,9 @@ import pytest
 import torch.distributed as dist
 
 from zbcompile.distributed.arrival import Rendezvous
-from zbcompile.faults.abort import cut_after
+from zbcompile.errors import PipelineError
 from zbcompile.faults.board import BoundedStore, SilentStoreError
+from zbcompile.torch_private import gloo_link
 
 
 def serve(pipe: Connection) -> None:
@@ -79,9 +80,31 @@ def test_a_store_is_given_up_on_every_thread(server: tuple[int, int]) -> None:
         store.cut()
         with pytest.raises(RuntimeError):
             waiting.result()
-    with pytest.raises(RuntimeError), cut_after(0.1, port):
-        client(port).check(["key"])
     store.close()
+
+
+def test_ranks_that_make_a_group_do_not_wait_for_a_frozen_store(server: tuple[int, int]) -> None:
+    """torch waits for the answer of the server without an end."""
+    pid, port = server
+    store = BoundedStore(shared := client(port))
+    freeze(pid)
+    with ThreadPoolExecutor(1) as executor:
+        making = executor.submit(gloo_link, shared, 0, timedelta(seconds=0.5))
+        with pytest.raises(TimeoutError):
+            making.result(2)
+        store.cut()
+        with pytest.raises(RuntimeError):
+            making.result()
+    store.close()
+
+
+def test_a_start_ends_whose_store_is_frozen(server: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("zbcompile.distributed.arrival.ANSWER", 0.2)
+    pid, port = server
+    freeze(pid)
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.raises(PipelineError, match="rank 0, which keeps the store"):
+        Rendezvous(place, 1.0).join("gloo")
 
 
 def test_a_start_does_not_meet_an_earlier_one() -> None:

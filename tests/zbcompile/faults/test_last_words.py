@@ -2,13 +2,16 @@
 
 import contextlib
 import io
+import multiprocessing
+import os
 import signal
+import time
 from typing import Any
 
 import pytest
 
 from zbcompile.faults.fault_report import Fault, Position
-from zbcompile.faults.termination import TerminationRequest, not_yet_terminated
+from zbcompile.faults.termination import TerminationRequest, not_yet_terminated, watch_termination
 from zbcompile.faults.watchdog import Watch
 
 
@@ -55,6 +58,49 @@ def test_what_a_call_has_raised_is_said(watch: Watch, capsys: pytest.CaptureFixt
     watch.fault = Fault(0, "step 3", "it broke")
     assert not watch.say_before_end()
     assert "rank 0 failed at step 3: it broke" in capsys.readouterr().err
+
+
+def test_what_was_posted_before_the_store_went_is_said(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
+    """A rank that computes for long reads it, and speaks only when the one that keeps the store has ended."""
+    watch._thread.join(5)
+    watch.fault, watch.heard = None, Fault(2, "F0.1 of step 3", "it broke")
+    assert not watch.say_before_end()
+    assert "rank 2 failed at F0.1 of step 3: it broke" in capsys.readouterr().err
+
+
+def test_a_worker_that_is_terminated_says_nothing_and_its_parent_goes_on(watch: Watch, capfd: Any) -> None:
+    """Such as one of a DataLoader: it has its parent's pipelines and the pipe of its signals."""
+    here, there = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=lambda: (there.send("here"), time.sleep(60)))
+    process.start()
+    assert process.pid is not None
+    assert here.recv() == "here"
+    os.kill(process.pid, signal.SIGTERM)
+    process.join()
+    assert process.exitcode == -signal.SIGTERM
+    assert watch._termination is not None
+    assert watch._termination.since() is None
+    assert "failed" not in capfd.readouterr().err
+
+
+def test_a_script_keeps_its_pipe_for_signals() -> None:
+    """As asyncio has one."""
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write)
+    try:
+        assert watch_termination(Watched()) is None
+    finally:
+        assert signal.set_wakeup_fd(-1) == write
+        os.close(read)
+        os.close(write)
+
+
+class Watched:
+    """A pipeline that has nothing to say."""
+
+    def say_before_end(self) -> bool:
+        return False
 
 
 def test_it_is_said_while_torch_formats_the_error_that_ends_the_process(

@@ -16,8 +16,9 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import zbcompile
 from tests.support.meshes import mesh_of
-from tests.support.parallel_models import LENGTH, WIDTH, TensorParallel
+from tests.support.parallel_models import LENGTH, WIDTH, ContextParallel, TensorParallel
 from tests.support.pool import Pool
+from tests.support.proven_models import Dispatched
 from zbcompile import PipelineError
 from zbcompile.runtime.action_loop import RankRun
 
@@ -79,15 +80,21 @@ def called(kind: str) -> tuple[Counter[str], int]:
     name, and within them how often."""
     torch.manual_seed(0)
     options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": mse_loss, "compare_batches": 0}
-    sizes = {"dp": 2} if kind.startswith("zero") else {"tp": 2} if kind == "tp" else {"pp": 2}
-    mesh = mesh_of(**{"pp": 1, **sizes})
+    along = "pp" if kind == "vocab" else "dp" if kind.startswith("zero") or kind == "early" else kind
+    mesh = mesh_of(**{"pp": 1, along: 2})
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
     if kind == "tp":
         model, options["placements"] = TensorParallel(mesh, "plain"), TensorParallel.PLACEMENTS
+    if kind == "cp":
+        model = ContextParallel(mesh, "gather")
+        options["loss"] = model.loss
+    if kind == "ep":
+        model, options["placements"] = Dispatched(mesh), {"expert": {"ep": "shard"}}
     if kind == "vocab":
         options |= {"vocab": 1, "loss": words}
     pipe = zbcompile.pipeline(model, mesh=mesh, **options)
-    optimizer = pipe.optimizer(torch.optim.AdamW, **({"zero": int(kind[-1])} if "dp" in sizes else {}))
+    owns: dict[str, Any] = {"zero": int(kind[-1])} if kind.startswith("zero") else {}
+    optimizer = pipe.optimizer(torch.optim.AdamW, **(owns or {"early": kind == "early"}))
     x = torch.randn(4, LENGTH, WIDTH)
     outside, within = Counter[str](), Counter[str]()
 
@@ -114,10 +121,13 @@ def called(kind: str) -> tuple[Counter[str], int]:
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize(
     ("kind", "messages"),
-    [("pp", 0), ("vocab", 0), ("tp", 0), ("zero 0", 1), ("zero 1", 1), ("zero 3", 1)],
+    [
+        *(("pp", 0), ("vocab", 0), ("tp", 0), ("cp", 1), ("ep", 1), ("early", 1)),
+        *((f"zero {level}", 1) for level in range(4)),
+    ],
 )
 def test_torch_is_called_once_a_step_outside_of_actions(kind: str, messages: int, pool: Pool) -> None:
-    """Where replicas share the step; else not at all. Losses and sums are actions."""
+    """Where ranks have losses of their own; else not at all. Losses and sums are actions."""
     for outside, within in pool.run(called, kind, ranks=2):
         assert outside == Counter({"all_reduce": 4 * messages} if messages else {})
         assert within
