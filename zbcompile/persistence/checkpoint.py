@@ -23,6 +23,8 @@ from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import agree, from_first, gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.faults.fault_report import Fault
+from zbcompile.faults.termination import TerminationRequest
 from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name, part_of, publish
 from zbcompile.persistence.checkpoint_values import Tensors, to_data
@@ -33,7 +35,15 @@ from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optim
 from zbcompile.persistence.safetensors_files import bytes_of
 from zbcompile.persistence.saved_averages import averages_to_write, counted, load_averages, require_averages
 from zbcompile.persistence.saved_state import SavedState, open_state, record_to_text
-from zbcompile.persistence.saved_values import ONE_PROCESS, blamed, first_cause, quiet, read_process, read_values
+from zbcompile.persistence.saved_values import (
+    ONE_PROCESS,
+    blamed,
+    first_cause,
+    quiet,
+    read_process,
+    read_values,
+    terminated,
+)
 from zbcompile.persistence.sharded_state import parameters_in_parts
 from zbcompile.safe_files import cannot_write, write_whole
 from zbcompile.version import __version__
@@ -303,6 +313,9 @@ def _write(
     except dcp.CheckpointException as error:  # not an Exception; raised on every rank
         if ranks.number == 0:
             shutil.rmtree(partial, ignore_errors=True)
+        if (ended := terminated(error)) is not None:
+            fault = Fault(ranks.members[ended], position.status().where, str(TerminationRequest()))
+            raise ranks.watch.known_to_all(fault.error()) from None
         raise ranks.refusal(f"{partial} was not finished: {first_cause(error)}") from None
 
 
