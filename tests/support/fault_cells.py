@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,7 +51,9 @@ class Fault:
 
 
 SENT = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGTERM": signal.SIGTERM}
-PASSES = {f"exception in {name}": Order("raise", 0, name, 2) for name in "FBW"}
+EXITS_AT_ONCE = "exception in F and os._exit"  # as scripts do that fear to hang at their end
+PASSES = {EXITS_AT_ONCE: Order("raise", 0, "F", 2)}
+PASSES |= {f"exception in {name}": Order("raise", 0, name, 2) for name in "FBW"}
 PASSES |= {name: Order("sleep", 0, "F", 2) for name in ("endless F", "SIGTERM to those who wait for F")}
 GONE_WITH_THE_STORE = {"launcher SIGKILL": ["launcher"], "machine SIGSTOP": ["launcher", "0"]}
 FROZEN_FROM_THE_START = "launcher SIGSTOP"
@@ -61,8 +64,9 @@ FAULTS = (
     *(Fault(what, activity, -1) for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
     *(Fault(what, activity, 0) for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
     *(Fault(what, activity, 0, "rank 0") for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
+    Fault(EXITS_AT_ONCE, "step", 0, "rank 0"),
     *(Fault("SIGTERM", activity, victim) for activity in ("step", "eval", "save") for victim in (0, -1)),
-    *(Fault(what, "step", victim) for what in (*PASSES, *OUTSIDE) for victim in (0, -1)),
+    *(Fault(what, "step", victim) for what in (*PASSES, *OUTSIDE) if what != EXITS_AT_ONCE for victim in (0, -1)),
     *(Fault("never arrives", "start", victim) for victim in (0, -1)),
     Fault(FROZEN_FROM_THE_START, "start"),
     *(Fault("launcher SIGKILL", activity) for activity in ("step", "compile", "save")),
@@ -95,7 +99,13 @@ class Job:
             (self.folder / f"at-{self.rank}").write_text(str(number))
             if number == 3:
                 self._break()
-            act(number)
+            try:
+                act(number)
+            except zbcompile.PipelineError:
+                if self.fault.what == EXITS_AT_ONCE:
+                    traceback.print_exc()
+                    os._exit(1)
+                raise
 
     def _activity(self, pipe: zbcompile.Pipeline) -> Callable[[int], object]:
         optimizer, folder = torch.optim.SGD(pipe.parameters(), lr=0.01), self.folder / "checkpoints"
@@ -293,6 +303,8 @@ class Cell:
             return "the launcher at" in said or any(f"rank {other} failed" in said for other in far)
         if what == "never arrives":
             return bool(re.search(rf"rank {victim} did not arrive|rank {victim}, which keeps the store", said))
+        if what.startswith("exception in"):
+            return "broken on order" in said
         return rank == victim or f"rank {victim} failed" in said
 
     @property

@@ -247,6 +247,17 @@ def other_call(rank: int) -> Ended | None:
         return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
 
 
+def one_call_ahead(rank: int) -> Ended | None:
+    """A rank fails in a call that the others have left."""
+    pipe = trained()
+    if dist.get_rank() == rank:
+        INJECT.order, INJECT.calls = Order("raise", rank, "F", 0), 0
+    else:
+        with pipe._watch.region("another call"):
+            pass
+    return attempt(pipe, lambda: pipe.step(rows(), target=rows()))
+
+
 def other_program(rank: int, what: str) -> Ended | None:
     """A rank compiles something else, or with another torch or switch."""
     options, version, x, switches = {}, torch.__version__, rows(), {}
@@ -426,6 +437,7 @@ SCENARIOS = (
         (1, {"return_outputs": True}, {"return_outputs": "last"}),
         "rank 1 failed at .* of step 2 with return_outputs='last': rank 0 is at .* of step 2 with return_outputs=True",
     ),
+    Scenario("an exception in a call that others have left", 1, one_call_ahead, (1,), _broken(1, "F1")),
     Scenario("eval instead of step", 1, other_call, (1,), "eval.* is at .* meanwhile. Every rank must make the same"),
     Scenario("another count of microbatches", 1, other_program, (1, "microbatches"), DIFFERENT + "microbatches is 4"),
     Scenario("another model", 1, other_program, (1, "model"), DIFFERENT + r"graphs\[1\] is \w+ on rank 0"),

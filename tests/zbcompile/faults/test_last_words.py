@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 
-from zbcompile.faults.fault_report import Fault, Position
+from zbcompile.faults.board import SilentStoreError
+from zbcompile.faults.fault_report import Fault, Position, Status
 from zbcompile.faults.termination import TerminationRequest, not_yet_terminated, watch_termination
 from zbcompile.faults.watchdog import Watch
 
@@ -29,6 +30,20 @@ class GoneStore:
 
     def close(self) -> None:
         pass
+
+
+class SilentStore(GoneStore):
+    """The board of a store whose server does not answer."""
+
+    def __init__(self) -> None:
+        self.asked, self.given_up = 0, False
+
+    def beat(self, status: Status) -> None:
+        self.asked += 1
+        raise SilentStoreError
+
+    def cut(self) -> None:
+        self.given_up = True
 
 
 class Idle:
@@ -52,6 +67,20 @@ def test_the_lost_store_is_named(watch: Watch, capsys: pytest.CaptureFixture[str
     assert not watch.say_before_end()
     assert "rank 0 failed" in (said := capsys.readouterr().err)
     assert "it hosts the store of the process group" in said
+
+
+def test_a_store_is_given_up_only_once_a_rank_has_waited_for_long() -> None:
+    store: Any = SilentStore()
+    watch = Watch(Position(rank=1), store, (), 0.2, "gloo", Idle())  # type: ignore[arg-type]
+    while store.asked < 3 and watch._thread.is_alive():
+        time.sleep(0.05)
+    assert watch.fault is None
+    with watch.position.waiting("a message"):
+        watch._thread.join(60)
+    assert store.given_up
+    assert watch.fault is not None
+    assert "cannot be reached from rank 1" in watch.fault.cause
+    watch.close()
 
 
 def test_what_a_call_has_raised_is_said(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
