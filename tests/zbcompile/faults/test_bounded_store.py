@@ -139,6 +139,15 @@ def test_who_comes_no_more_after_an_earlier_start_is_named() -> None:
     assert all("rank 2 did not arrive" in each for each in found)
 
 
+def test_ranks_that_do_not_reach_each_other_make_no_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those told a wrong interface: making the group would take five times the time that it waits for."""
+    made: list[Any] = []
+    monkeypatch.setattr(dist, "init_process_group", lambda *given, **named: made.append(named))
+    with pytest.raises(RuntimeError, match=r"rank 1|[Tt]imed? ?out"):
+        arrival(0, 2, 1.0)._connect(dist.HashStore(), "gloo")
+    assert not made
+
+
 def arrival(rank: int, ranks: int, timeout: float) -> Rendezvous:
     place = {"RANK": str(rank), "WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     return Rendezvous(place, timeout)

@@ -5,11 +5,13 @@ import io
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from typing import Any
 
 import pytest
 
+from zbcompile.errors import FaultError
 from zbcompile.faults.board import SilentStoreError
 from zbcompile.faults.fault_report import Fault, Position, Status
 from zbcompile.faults.termination import TerminationRequest, not_yet_terminated, watch_termination
@@ -81,6 +83,14 @@ def test_a_store_is_given_up_only_once_a_rank_has_waited_for_long() -> None:
     assert watch.fault is not None
     assert "cannot be reached from rank 1" in watch.fault.cause
     watch.close()
+
+
+def test_a_call_that_goes_on_after_its_rank_has_given_up_raises(watch: Watch) -> None:
+    """What it waited in could not be cut, and has arrived after all: the other ranks have ended."""
+    watch._thread.join(5)
+    watch.fault, watch.stopped = None, threading.Event()
+    with pytest.raises(FaultError, match="rank 0 failed at step 3: it broke"), watch.region("step 3"):
+        watch.fault = Fault(0, "step 3", "it broke")
 
 
 def test_what_a_call_has_raised_is_said(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
