@@ -27,6 +27,7 @@ from zbcompile.passes.capture.questions import ForeignAnswers, Questions
 from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture.torch_private import (
     eagers_kernels,
+    own_functions,
     quick_decompositions,
     release_shapes,
     unchecked_distributions,
@@ -272,8 +273,9 @@ def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgra
         regions = regions_of(wrapper.model, *example[:2])
     with contextlib.ExitStack() as around:
         around.enter_context(watch.functions(wrapper, regions))
-        for each in (numbered_checkpoints, whole_regions, _without_torchs_warnings, unchecked_distributions):
+        for each in (numbered_checkpoints, whole_regions, own_functions, unchecked_distributions):
             around.enter_context(each())
+        around.enter_context(_without_torchs_warnings())
         around.enter_context(_own_containers(wrapper.model))
         return torch.export.export(wrapper, example, strict=False)
 

@@ -10,7 +10,7 @@ import torch
 from torch._C import DispatchKey  # which of an operator's kernels is meant
 from torch._export import utils as _export_utils  # see `quick_decompositions`
 from torch.autograd.function import _HookMixin  # see `told_of_hooks_on_nodes`
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, _symbolic_trace  # see `own_functions`
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # see `release_caches`
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
@@ -185,6 +185,12 @@ def unchecked_distributions() -> contextlib.AbstractContextManager[None]:
     """Turn off the checks of torch.distributions, as python -O does: they decide by values, and change none (a public
     function sets the default, none reads it)."""
     return replaced(torch.distributions.Distribution, "_validate_args", False)
+
+
+def own_functions() -> contextlib.AbstractContextManager[None]:
+    """Leave functions that torch.fx.wrap has marked in the globals of a user's module. A trace would put others in
+    their places, which only help to trace with proxies, and be read as what forward uses."""
+    return replaced(_symbolic_trace, "_patch_wrapped_functions", lambda patcher: None)
 
 
 def traced_graph() -> Graph | None:

@@ -201,6 +201,23 @@ def test_a_fault_of_the_recorder_is_no_reason_to_trace_again(monkeypatch: pytest
     assert len(traces) == 1
 
 
+@torch.fx.wrap
+def _marked(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+def test_a_function_that_fx_wraps_is_read_as_what_it_is() -> None:
+    """A trace of torch puts another one in its place, and its closure; timm's attention has such functions."""
+
+    class Marked(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(_marked(x))
+
+    marked = _marked
+    train(Marked(lambda net: 0.0))
+    assert _marked is marked
+
+
 @torch.library.custom_op("zbcompile_tests::untold", mutates_args=())
 def _untold(x: Tensor) -> Tensor:
     return torch.rand_like(x)
