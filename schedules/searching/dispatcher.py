@@ -149,7 +149,7 @@ class _Dispatch:
             known.append((priority[n], begin, n, place))
         if not known:
             return None
-        latest = first + self.patience * (ended - first)
+        latest = max(first, first + self.patience * (ended - first))  # which rounding could make earlier
         _, begin, n, place = min(each for each in known if each[1] <= latest)
         return begin, n, place
 

@@ -88,13 +88,13 @@ class SearchResult:
         return self.simulation.noise is None and self.objective <= self.bound * EXACT
 
     def __str__(self) -> str:
-        left = "proven optimal" if self.proven else f"{self.gap:.1%} above the bound of {self.bound:.6g}"
+        left = "proven optimal" if self.proven else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
         how = f"from {self.origin} by {self.moves} moves in {self.seconds:.1f} s"
-        lines = [f"auto: {self.objective:.6g} on placement {self.schedule.placement}, {left}; {how}"]
+        lines = [f"auto: {float(self.objective):.6g} on placement {self.schedule.placement}, {left}; {how}"]
         if self.names:
             (name, placement), value = min(self.names.items(), key=lambda item: item[1])
-            longer = f", {value / self.objective - 1:.1%} longer" if self.objective else ""
-            lines.append(f"the best name, {name} on {placement}: {value:.6g}{longer}")
+            longer = f", {float(value / self.objective) - 1:.1%} longer" if self.objective else ""
+            lines.append(f"the best name, {name} on {placement}: {float(value):.6g}{longer}")
         else:
             lines.append("no named schedule fits")
         return "\n".join(lines)

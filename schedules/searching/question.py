@@ -102,8 +102,8 @@ def _possible(costs: Costs | Callable[[int], Costs], ranks: int) -> tuple[str, .
 
 def _shortage(problem: Problem) -> str:
     """Which rank has too little for even one microbatch at a time, and how much."""
-    needs = peak_memory(problem.schedule(one_by_one(problem)), problem.costs)
-    limits = problem.limits or ()
+    needs = [*map(float, peak_memory(problem.schedule(one_by_one(problem)), problem.costs))]
+    limits = [*map(float, problem.limits or ())]
     rank = max(range(len(limits)), key=lambda r: needs[r] - limits[r] * ROUNDING)
     unit = f" {problem.costs.memory_unit}" if problem.costs.memory_unit else ""
     more = f"{needs[rank] - limits[rank]:,.6g}{unit} more than its limit of {limits[rank]:,.6g}{unit}"

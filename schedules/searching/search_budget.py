@@ -15,8 +15,8 @@ class SearchProgress:
     def show(self, best: float, bound: float, spent: float) -> None:
         if self.shown and spent >= self.due:
             self.due = spent + 0.5
-            left = f", {best / bound - 1:.1%} above the bound" if bound > 0 else ""
-            print(f"\rsearch: {best:.6g}{left}, {spent:.0f} s ", end="", file=sys.stderr, flush=True)
+            left = f", {float(best / bound) - 1:.1%} above the bound" if bound > 0 else ""
+            print(f"\rsearch: {float(best):.6g}{left}, {spent:.0f} s ", end="", file=sys.stderr, flush=True)
 
     def end(self) -> None:
         if self.shown and self.due:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.hostile_costs import outcome
 from tests.support.plain_clock import ends_of
 from zbcompile.schedules import (
     Costs,
@@ -171,6 +172,12 @@ def test_costs_without_a_finite_sum_are_refused() -> None:
         search(Costs((1e308,), (1,), (1,)), 1, 2)
     for limit, kept in ((math.inf, 1), (4, 1e-300)):
         assert search(Costs((1,), (1,), (1,), activation=(kept,)), 1, 2, limit, moves=0).proven
+
+
+@pytest.mark.parametrize("number", [*range(18), 35, 69])
+def test_costs_that_nobody_measures(number: int) -> None:
+    """More of them: `python -m tests.support.hostile_costs`."""
+    assert outcome(number) in ("refused", "found", "proven")
 
 
 class CountedClock:
