@@ -23,9 +23,9 @@ class Layer(nn.Module):
         return x + self.down(self.up(x).relu())
 
 
-def layers(mesh: Any = None) -> zbcompile.Example:
-    """Two layers whose matrices two ranks can share, and not four."""
-    model = nn.Sequential(Layer(), Layer())
+def layers(mesh: Any = None, count: int = 2) -> zbcompile.Example:
+    """Layers whose matrices two ranks can share, and not four."""
+    model = nn.Sequential(*(Layer() for _ in range(count)))
     if mesh is not None:
         if mesh["tp"].size() > 2:
             raise ValueError("at most 2 ranks")

@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from zbcompile.compiler.compile_stage import compile_stage, labels_of
 from zbcompile.passes.capture.canonical import Canonical
+from zbcompile.passes.capture.opaque_calls import form_of, is_call
 from zbcompile.passes.compile_options import Choices, read_channels
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.rematerialize import can_remake
@@ -107,7 +108,7 @@ def price_line(
         for stage, (begin, end) in zip(stages[::-1], list(pairwise([*begins, len(line.nodes)]))[::-1], strict=True):
             tangents = tangents_of(stage, gradients)
             remade = _remade(stage, line, choices)
-            key = f"{choices.recompute} {sorted(remade)} {same_work(stage, trainable, tangents)}"
+            key = f"{choices.recompute} {sorted(remade)} {_work(stage, trainable, tangents)}"
             if key not in made:
                 places = _mark(stage, line, begin)
                 program, leaving = compile_stage(trainable, choices, stage, tangents, labels=labels)
@@ -120,6 +121,14 @@ def price_line(
             found.append((stage, prices))
     joined = _joined(canonical, found[::-1])
     return joined if base is None else replace(joined, held=base.kept)
+
+
+def _work(stage: Stage, trainable: frozenset[str], tangents: Tangents) -> str:
+    """`same_work`, in which calls that are operators are equal if they cost alike: those of parallelised layers do."""
+    found = same_work(stage, trainable, tangents)
+    for node in filter(is_call, stage.module.graph.nodes):
+        found = found.replace(repr(node.args[1]), str(form_of(node)))
+    return found
 
 
 def _received(stage: Stage) -> list[str]:

@@ -294,6 +294,19 @@ def test_a_part_of_a_model_on_a_mesh() -> None:
     assert sum(estimate.forward) > 2e-4  # of two exchanges
 
 
+def test_equal_layers_on_a_mesh_are_priced_once() -> None:
+    """Their parts are operators of other names."""
+    with group_without_peers(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        part, labels = layers(mesh, count=8), {mesh.get_group().group_name: "tp"}
+        Parts(part.model, labels)
+        shared = lay_out_step(part.model, one_microbatch(part), part.loss, dimensions=labels)
+        prices = LinePrices(shared.canonical, shared.line, Choices())
+        equal = Counter(prices.loads)
+        assert len(prices.made) <= 3  # the first, the last, and those between them
+    assert max(equal.values()) >= 6
+
+
 def test_exchanges_grow_with_the_rows() -> None:
     price = StagePrice((10e-3, 8e-3, 5e-3), 2e-3, (4e-3, 3e-3), 1e6, 1e5, {"F": 1e6}, 1e5)
     more = price.of_rows(4, operations=0)
