@@ -142,7 +142,7 @@ BUDGET = {
     "zbcompile/model": 1180,
     "zbcompile/optimizer": 1435,
     "zbcompile/persistence": 2508,
-    "zbcompile/planning": 1420,
+    "zbcompile/planning": 1460,
     "zbcompile/prediction": 1400,
     "zbcompile/profiling": 620,
     "zbcompile/program": 1990,

@@ -26,6 +26,7 @@ def search(
     noise: Noise | float | None = None,
     barriers: int = 1,
     frontier: bool = False,
+    lean: bool = True,
 ) -> SearchResult:
     """Search the shortest order of `microbatches` on `ranks`, and say how far from the best it can be.
 
@@ -35,8 +36,9 @@ def search(
     one for each rank, in the unit of `costs.activation`. With `barrier` the makespan counts, else the cost; with
     `noise` their quantile over drawn times. `barriers` is that of `with_vocabulary`, for costs with S and T.
 
-    Of equally short orders it finds the one whose fullest rank holds least. With `frontier` half of the budget goes to
-    orders that hold less: `found.frontier` has the shortest within each amount of memory. It stops when the bound is
+    Of equally short orders it finds the one whose fullest rank holds least; `lean=False` saves looking for one that
+    holds still less. With `frontier` half of the budget goes to orders that hold less: `found.frontier` has the
+    shortest within each amount of memory. It stops when the bound is
     met, after `moves` tried changes (0: the best of the orders to start from) or after `seconds`. What it tries does
     not depend on how much of either it gets: the same seed and number of moves find the same order, and more never a
     longer one. Ctrl-C returns the best so far. Raises `ScheduleError` if nothing fits, and for costs or placements that
@@ -58,7 +60,7 @@ def search(
         hunt.run()
         if frontier:
             hunt.run_within_less(budget)
-        else:
+        elif lean:
             hunt.run_as_short()
     except KeyboardInterrupt:
         if not hunt.pool:

@@ -202,7 +202,8 @@ def _searched(request: PlanRequest, schedule: str, ranks: int, say: Say) -> tupl
         request.zero,
         request.reshard,
     )
-    task = question, ranks, options.search_seconds, say
+    lines: list[float] = []
+    task = question, ranks, options.search_seconds, say, lines
     sizes = [tp for tp in range(2, ranks + 1) if ranks % tp == 0] if "tp" in request.dimensions else []
     why = why_whole(request, whole.model) if sizes else ""
     rows, impossible = factorisations(_captured(request, whole, say), *task)

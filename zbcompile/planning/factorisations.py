@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
+from math import inf
 from operator import sub
 
 from zbcompile.compiler.compile_model import LaidOut
@@ -10,13 +11,14 @@ from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.passes.partition.memory_estimate import ReplicaSharding
-from zbcompile.planning.layouts import LayoutSearch, rounded, whole_step
+from zbcompile.planning.layouts import HUGE, LayoutSearch, rounded, whole_step
 from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
 from zbcompile.schedules import ScheduleError, bound, simulate
 from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.searching.pairs import with_pairs
 
+GIANT = 10_000  # ranks x microbatches: at more, a glance takes minutes
 SLOW = 3.0  # times longer than the fastest: what holds little because almost nothing runs side by side
 
 
@@ -87,10 +89,17 @@ class PlanQuestion:
 
 
 def factorisations(
-    step: CapturedStep, question: PlanQuestion, ranks: int, seconds: float, announce: Callable[[str], None]
+    step: CapturedStep,
+    question: PlanQuestion,
+    ranks: int,
+    seconds: float,
+    announce: Callable[[str], None],
+    lines: list[float],
 ) -> tuple[list[PlanRow], list[str]]:
-    """The rows for that many ranks altogether, and why other numbers of pipeline ranks are impossible. `seconds` may
-    be spent on the search altogether."""
+    """The rows for that many ranks altogether, and why other numbers of pipeline ranks are impossible or left out.
+    `seconds` may be spent on the search altogether. `lines` are seconds for a row of the batch that no line in a
+    division that was searched beats, and get those of these: a larger division whose line must take longer is left out.
+    """
     places, dimensions = ranks // step.tensor, question.dimensions
     copies = find(question.schedule).placement == "dual"  # of the model, whose parameters live whole
     divided = ReplicaSharding(zero=min(question.zero, 2 if copies else 3), reshard=question.reshard)
@@ -109,6 +118,8 @@ def factorisations(
             own, sharding = _own_rows(step, question, replicas, size), replace(divided, replicas=replicas)
             costs = {vocab: each.for_replicas(sharding) for vocab, each in priced.costs(size).items()}
             search = _search(step, costs, replace(question, choices=choices), size, own)
+            if question.schedule == "auto":
+                lines.append(_require_promise(search, own * replicas, min(lines, default=inf)))
             for choice in search.run(seconds / len(sizes), announce):
                 choice = _hiding(choice, search)
                 exchange = _exchange(choice, search, replicas, ring)
@@ -140,6 +151,24 @@ def _own_rows(step: CapturedStep, question: PlanQuestion, replicas: int, ranks: 
         what = f"{unit} rows" if count is None else f"{unit} microbatches"
         raise PartitionError(f"a batch of {batch} rows is not {replicas} x a multiple of {what}")
     return batch // replicas
+
+
+def _require_promise(search: LayoutSearch, rows: int, best: float) -> float:
+    """Seconds for a row that a line of this division takes at least. Raises PartitionError for a division whose step is
+    large if others fit and `best` of them is less, or if it takes minutes to search."""
+    size = search.ranks * min(search.microbatches, 2 * search.ranks)
+    if size > GIANT and best < inf:
+        raise PartitionError(
+            f"left out: {search.ranks} ranks x {search.microbatches} microbatches take minutes to search, and smaller "
+            f"pipelines fit; --ranks {search.ranks} --mesh pp searches them"
+        )
+    found = search.least_of_line() / rows
+    if size > HUGE and best <= found < inf:
+        raise PartitionError(
+            f"left out: a line takes {found * rows:.4g} s a step at least, {found / best:.3g} times as long a row as "
+            "one in a smaller division, which was searched"
+        )
+    return found
 
 
 def _search(

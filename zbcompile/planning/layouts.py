@@ -55,6 +55,10 @@ def is_partial(choice: Choice) -> bool:
     return choice.order.microbatches < choice.layout.microbatches
 
 
+def _is_large(layout: Layout) -> bool:
+    return layout.parsed.stages * layout.microbatches > HUGE
+
+
 @dataclass(frozen=True, eq=False)
 class LayoutSearch:
     """The search for a layout: `lines`, by `vocab=`, are the prices of microbatches as they come if the batch has
@@ -89,21 +93,22 @@ class LayoutSearch:
             announce(f"cuts of {choice.layout}")
             finalists[number] = self._recut(choice, (until - time.monotonic()) / (len(finalists) - number))
         each = (1 - MOVING) * seconds / SEARCHED
-        finalists = [self._searched(choice, each) for choice in _fastest(finalists, SEARCHED)]
+        finalists = [self._searched(choice, each, not n) for n, choice in enumerate(_fastest(finalists, SEARCHED))]
         known = {str(choice.layout) for choice in finalists}
         return _fastest([*finalists, *(choice for choice in looked if str(choice.layout) not in known)])
 
-    def lay_out(self, layout: Layout, seconds: float | None = None) -> Choice:
-        """The layout with an order found within that many seconds, or with few moves. Raises PartitionError or
-        ScheduleError if it does not fit."""
+    def lay_out(self, layout: Layout, seconds: float | None = None, lean: bool = False) -> Choice:
+        """The layout with an order found within that many seconds, or with few moves; of a large step not one of those
+        that hold least, unless it is to be `lean`. Raises PartitionError or ScheduleError if it does not fit."""
         costs, count, limits = self._task(layout)
         if self._is_named:
             found = named_order(self.schedule, layout, costs, count, limits, self.chunks)
         else:
-            size = costs.stages * layout.microbatches
-            moves = None if seconds else 0 if size > HUGE else GLANCE // (1 + size // MANY)
+            few = GLANCE // (1 + costs.stages * layout.microbatches // MANY)
+            moves = None if seconds else 0 if _is_large(layout) else few
             task = costs, self.ranks, count, limits, layout.placement, layout.barriers, seconds or PATIENCE, moves
-            found = cached_search(*task, keep=self.choices.balance != "measured")
+            lean = lean or moves != 0
+            found = cached_search(*task, keep=self.choices.balance != "measured", lean=lean)
         self._took[layout], whole = found.seconds, whole_step(layout, found.simulation)
         prices, how = self.lines[layout.vocab], (self._rows(layout), layout.recompute)
         peak = prices.most_held(found.schedule, layout.edges, *how)
@@ -150,7 +155,8 @@ class LayoutSearch:
             bounds = [self._bound(each) for each in asked] if len(asked) > 1 else [0.0]
             choice = None
             for layout, least in sorted(zip(asked, bounds, strict=True), key=lambda each: each[1]):
-                if choice is None or least < choice.seconds:
+                first = min(looked, key=lambda each: each.seconds, default=None) if self._is_huge(layout) else choice
+                if first is None or least < self._aim(first):
                     choice = look(layout) or choice
         for choice in _fastest(looked, SEARCHED):
             if choice.layout.vocab == 1 and 2 in self.lines:
@@ -158,11 +164,25 @@ class LayoutSearch:
         for choice in _fastest(looked, SEARCHED):
             for count in self.counts:
                 other = replace(choice.layout, microbatches=count)
-                if count != self.microbatches and (not self.brief or self._bound(other) < choice.seconds):
+                if count != self.microbatches and (not self.brief or self._bound(other) < self._aim(choice)):
                     look(other)
         if not looked:
             raise PartitionError("no layout fits: " + "; ".join(dict.fromkeys(reasons)))
         return looked
+
+    def _is_huge(self, layout: Layout) -> bool:
+        """Whether a glance takes so long that it has to promise something."""
+        return self.brief and _is_large(layout)
+
+    def _aim(self, choice: Choice) -> float:
+        """What the bound of a layout must be below if it is to be looked at after this one: the step that was found or,
+        where a glance takes long, its bound, as if all orders were as far above theirs."""
+        return choice.bound if self._is_huge(choice.layout) else choice.seconds
+
+    def least_of_line(self) -> float:
+        """What a step in a line of equal stages takes at least; infinite if none fits."""
+        asked = product(self._shardings, self.recomputations)
+        return min(self._bound(self.layout("linear", how, vocab)) for vocab, how in asked)
 
     @property
     def placements(self) -> tuple[str, ...]:
@@ -279,7 +299,7 @@ class LayoutSearch:
             held = prices.held_by_any_order(parsed, layout.edges, *how)
             limits = list(_room(self.choices.memory, held, layout.placement))
         costs, count = with_messages(prices.costs(layout.edges, *how, parsed), parsed), layout.microbatches
-        if self.brief and costs.stages * count > HUGE:
+        if self._is_huge(layout):
             count = min(count, 2 * self.ranks)
         return costs, count, limits
 
@@ -312,18 +332,19 @@ class LayoutSearch:
 
         limit, free = self.choices.boundary_bytes, isinstance(self.choices.balance, str)
         places = places_of(prices.line, limit) if free else []
-        if choice.order.stages * start.microbatches <= HUGE:
+        if not _is_large(start):
             places = sorted({*places, *start.edges})
             Descent(places, look, lambda: time.monotonic() >= until, least, corners, ROUNDS).run(start)
         elif start.microbatches == self.microbatches and places:
             look(layout_for_makespan(prices, start, choice.order, self.choices.memory, limit, corners))
         return _fastest(looked.values(), 1)[0]
 
-    def _searched(self, choice: Choice, seconds: float) -> Choice:
-        """The layout with a better order, if the time suffices to look at more than the glance did."""
+    def _searched(self, choice: Choice, seconds: float, lean: bool) -> Choice:
+        """The layout with a better order, if the time suffices to look at more than the glance did; else, if it is to
+        be `lean`, with one of those that hold least."""
         proven = choice.seconds <= choice.bound * ROUNDING
         if is_partial(choice) or self._took[choice.layout] > seconds or proven:
-            return choice
+            return self.lay_out(choice.layout, lean=True) if lean and _is_large(choice.layout) else choice
         return self.lay_out(choice.layout, seconds)
 
 

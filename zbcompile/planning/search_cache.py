@@ -31,19 +31,20 @@ def cached_search(
     seconds: float,
     moves: int | None = None,
     keep: bool = True,
+    lean: bool = True,
 ) -> SearchResult:
     """What `search` finds on one placement, now or when it was asked the same before; errors as there. `keep=False` for
     measured costs, which are never the same again."""
     task = costs, ranks, microbatches, limits, (placement,)
     if not keep:
-        return search(*task, barriers=barriers, seconds=seconds, moves=moves)
-    asked = [ranks, microbatches, limits, placement, barriers, seconds, moves, costs.to_json(), _code()]
+        return search(*task, barriers=barriers, seconds=seconds, moves=moves, lean=lean)
+    asked = [ranks, microbatches, limits, placement, barriers, seconds, moves, lean, costs.to_json(), _code()]
     key = hashlib.sha256(json.dumps(asked, default=float).encode()).hexdigest()
     file = cache_folder() / f"search-{key}.json.gz"
     with suppress(Exception):  # nothing there, or damaged: the next one takes its place
         return _read(file, costs, limits)
     begun = time.monotonic()
-    found = search(*task, barriers=barriers, seconds=seconds, moves=moves)
+    found = search(*task, barriers=barriers, seconds=seconds, moves=moves, lean=lean)
     if time.monotonic() - begun >= WORTH:
         with suppress(OSError, PipelineError):  # a folder that cannot be written keeps nothing
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
