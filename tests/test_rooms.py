@@ -147,7 +147,7 @@ BUDGET = {
     "zbcompile/profiling": 620,
     "zbcompile/program": 1990,
     "zbcompile/program_cache": 1445,
-    "zbcompile/runtime": 3650,
+    "zbcompile/runtime": 3710,
     "zbcompile/torch_pipelining": 496,
 }
 

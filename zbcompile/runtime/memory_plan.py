@@ -7,8 +7,10 @@ values that are alive at one moment do not overlap. So a step makes its values a
 What stays from step to step has no place here: parameters, buffers, gradients, the batch.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from heapq import nsmallest
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -31,6 +33,8 @@ from zbcompile.schedules.lowering.edges import Message
 
 ENOUGH = 1.01  # of the least memory that a block can have
 SMALL, SHORT = 1000, 10  # of that memory, and of the step, for a value: a thousandth, a tenth
+LARGE = 100  # of that memory, for a value: a hundredth
+TRIES = 16  # values to look at for each place
 FULL = 0.95  # of that memory, at a moment
 ALIGNMENT = 256  # of places: kernels choose by the alignment that they find, and torch's own memory has more
 
@@ -65,8 +69,8 @@ def lay_out(intervals: Sequence[Interval]) -> list[int]:
     In the first ones each value in turn gets the first gap that it fits between those that are alive at the same time.
     The largest first (Pisarchyk and Lee 2020, "greedy by size") is best if many values have few sizes, as those of a
     transformer's layers. Large values that live shortly then keep others out of a region that stands empty at the
-    fullest moment: so other turns have the fullest moments first, or what lives long. The last way stacks values in
-    the order in which they are made.
+    fullest moment: so other turns have the fullest moments first, or what lives long. Then values are stacked in
+    the order in which they are made; last, the large ones in a block as small as it can be, and the rest gets the gaps.
     """
     least, found = most_alive(intervals), list[int]()
     for offsets in _attempts(intervals):
@@ -81,9 +85,10 @@ def _attempts(intervals: Sequence[Interval]) -> Iterator[list[int]]:
     alive, nowhere = _alive_together(intervals), [-1] * len(intervals)
     for turn in _turns(intervals):
         yield _first_fit(intervals, alive, turn, nowhere)
-    stacked = _stacked(intervals, most_alive(intervals))
-    rest = sorted((i for i, offset in enumerate(stacked) if offset < 0), key=lambda i: -intervals[i].size)
-    yield _first_fit(intervals, alive, rest, stacked)
+    for way in (_by_lines, _stacked):
+        placed = way(intervals, most_alive(intervals))
+        rest = sorted((i for i, offset in enumerate(placed) if offset < 0), key=lambda i: -intervals[i].size)
+        yield _first_fit(intervals, alive, rest, placed)
 
 
 def size_of(intervals: Sequence[Interval], offsets: Sequence[int]) -> int:
@@ -154,7 +159,7 @@ def _first_gap(taken: Sequence[tuple[int, int]], size: int) -> int:
     return end
 
 
-def _stacked(intervals: Sequence[Interval], least: int) -> list[int]:
+def _by_lines(intervals: Sequence[Interval], least: int) -> list[int]:
     """Offsets of all but the small values: on the lowest of the lines that bound what lies there, over time, the value
     is placed next that is made first, of these the one that lives longest (a skyline; Sekiyama et al. 2018 take the
     one that lives longest of all)."""
@@ -189,6 +194,72 @@ def _joined(lines: Iterable[tuple[int, int, int]]) -> list[tuple[int, int, int]]
             begin = found.pop()[0]
         found.append((begin, end, height))
     return found
+
+
+def _stacked(intervals: Sequence[Interval], least: int) -> list[int]:
+    """Offsets of the large values, on top of each other; -1 for the others."""
+    large = [i for i, each in enumerate(intervals) if each.size and each.size * LARGE >= least]
+    found = dict(zip(large, _Stack([intervals[i] for i in large]).offsets_of_all(), strict=True))
+    return [found.get(i, -1) for i in range(len(intervals))]
+
+
+class _Stack:
+    """The rule of MiniMalloc (Moffitt 2023) without its way back: of those that can lie lowest, on what lies there
+    already, the next is the one whose moments are fullest, then the one that lives longest. It waits if it would leave
+    others without room: at each moment, the lowest place of any that wait plus the bytes of all that wait may not
+    exceed the most that are alive. After `TRIES` that would, the first of them is placed all the same.
+    """
+
+    def __init__(self, intervals: Sequence[Interval]) -> None:
+        begins, numbers = sorted({each.first for each in intervals}), range(len(intervals))
+        self.sizes, self.alive = [aligned(each.size) for each in intervals], _alive_together(intervals)
+        self.lives = [range(bisect_left(begins, each.first), bisect_right(begins, each.last)) for each in intervals]
+        self.waiting: list[set[int]] = [set() for _ in begins]
+        for i, moment in ((each, moment) for each in numbers for moment in self.lives[each]):
+            self.waiting[moment].add(i)
+        self.bytes = [sum(self.sizes[i] for i in waiting) for waiting in self.waiting]  # that wait at a moment
+        self.limit = max(self.bytes, default=0)
+        self.lowest = [0] * len(intervals)  # place that a value can have
+        self.floors = [0] * len(begins)  # at each moment, the lowest of any that wait
+        fullest = [max(self.bytes[moment] for moment in life) for life in self.lives]
+        self.turns = sorted(numbers, key=lambda i: (-fullest[i], -len(self.lives[i]), i))
+
+    def offsets_of_all(self) -> list[int]:
+        while self.turns:
+            tried = nsmallest(TRIES, self.turns, key=self.lowest.__getitem__)
+            self._place(next(filter(self._leaves_room, tried), tried[0]))
+        return self.lowest
+
+    def _leaves_room(self, index: int) -> bool:
+        def after(moment: int) -> int:
+            return self.bytes[moment] - (self.sizes[index] if index in self.waiting[moment] else 0)
+
+        return all(floor + after(moment) <= self.limit for moment, floor in self._floors_on(index).items())
+
+    def _raised(self, index: int) -> set[int]:
+        """The values that have to lie on this one, once it has its lowest place."""
+        top = self.lowest[index] + self.sizes[index]
+        return {i for i in self.alive[index] if self.lowest[i] < top and i in self.waiting[self.lives[i].start]}
+
+    def _floors_on(self, index: int) -> dict[int, int]:
+        """The lowest place of any that wait, at the moments at which it may be another once `index` has its own."""
+        top, raised = self.lowest[index] + self.sizes[index], self._raised(index)
+        higher = {moment for i in raised for moment in self.lives[i] if self.lowest[i] <= self.floors[moment]}
+        return {
+            moment: min((top if i in raised else self.lowest[i] for i in self.waiting[moment] if i != index), default=0)
+            for moment in higher.union(self.lives[index])
+        }
+
+    def _place(self, index: int) -> None:
+        floors, raised = self._floors_on(index), self._raised(index)
+        for moment, floor in floors.items():
+            self.floors[moment] = floor
+        for i in raised:
+            self.lowest[i] = self.lowest[index] + self.sizes[index]
+        for moment in self.lives[index]:
+            self.waiting[moment].remove(index)
+            self.bytes[moment] -= self.sizes[index]
+        self.turns.remove(index)
 
 
 @dataclass(frozen=True)
