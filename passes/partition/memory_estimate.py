@@ -24,11 +24,11 @@ class DistinctBytes:
         for position, thing, size in uses:
             positions[thing].add(position)
             sizes[thing] = size
+        self._positions = {thing: sorted(found) for thing, found in positions.items()}
         at, repeated_from, repeated_at = ([0] * length for _ in range(3))
         self._around: list[list[tuple[int, int, int]]] = [[] for _ in range(length)]  # the uses before and after
         self._arcs: list[tuple[int, int, int]] = []  # a use, the next use of the same thing, its bytes
-        for thing, found in positions.items():
-            ordered = sorted(found)
+        for thing, ordered in self._positions.items():
             for position in ordered:
                 at[position] += sizes[thing]
             for before, now, after in zip([-1, *ordered], ordered, [*ordered[1:], length], strict=False):
@@ -50,6 +50,12 @@ class DistinctBytes:
         across = sum(size for before, after, size in around if before < begin and after >= end)
         repeats = (self._from[-1] - self._from[begin]) - (self._at[-1] - self._at[end]) + across
         return uses - repeats
+
+    def uses(self, thing: Hashable, begin: int, end: int) -> bool:
+        """Whether the thing is used at positions `begin` to `end` - 1."""
+        found = self._positions.get(thing, [])
+        at = bisect_left(found, begin)
+        return at < len(found) and found[at] < end
 
     def growing(self, begin: int, end: int) -> list[int]:
         """Within each span from `begin` that ends before `end`: the first operation alone, two, and so on."""

@@ -6,6 +6,7 @@ does what waits between them. So the costs of the graphs belong to operations of
 the shares add up to it.
 """
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -14,14 +15,15 @@ from typing import Any
 import torch
 from torch.fx import Node
 
+from zbcompile.compiler.block_memory import BlockMemory, Step, Use
 from zbcompile.compiler.compile_stage import compile_stage, labels_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.opaque_calls import form_of, is_call
 from zbcompile.passes.compile_options import Choices, read_channels
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.rematerialize import can_remake
-from zbcompile.passes.graph.storage import storages_behind, tensors_of
-from zbcompile.passes.machine.hardware import hardware_for
+from zbcompile.passes.graph.storage import is_view, storages_behind, tensors_of
+from zbcompile.passes.machine.hardware import Hardware, hardware_for
 from zbcompile.passes.machine.roofline import joined_seconds, kernel_seconds
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.node_costs import device_of
@@ -29,16 +31,14 @@ from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, cut
 from zbcompile.passes.recompute.candidates import is_hinted
 from zbcompile.passes.split.joint_graph import gradients_before, tangents_of
+from zbcompile.passes.split.saved_bytes import LOSS
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.deduplicate import Tangents, same_work
-from zbcompile.passes.stage.peak_memory import alive_while
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.passes.torch_private import set_stack_trace, stack_trace, storage_key
 
 LEAST, MOST = 6, 120  # operations of a block
 WAITING = ("saved", "activation", "tangent")  # kinds of slots
-
-Use = tuple[int, Hashable, int]  # of a storage: the operation that reads it, which storage, its bytes
 
 
 @dataclass
@@ -46,22 +46,27 @@ class Prices:
     """The prices of a block or line, by operation.
 
     * Seconds: `seconds` of its F, B and W; `exchange`: of F's and B's those in which they wait for exchanges that a W
-      can hide; of what B recomputes, `again` as the last block of a stage, `passing` on the way to later blocks.
+      can hide; `saved` by a BW, which does once what B and W both do; of what B recomputes, `again` as the last block
+      of a stage, `passing` on the way to later blocks.
     * Storages: `kept` waits for B, `residue` for W; `held` waits for B once all is remade that blocks receive from
-      others. `extra` are the most bytes that are alive besides while its F and its B run (None: they run nothing).
+      others.
     * `blocks` are the first operations of the blocks, each with the bytes of what the block received that a stage
-      keeps if it begins there, and remakes otherwise.
+      keeps if it begins there, and remakes otherwise; `memory` is what is alive while they run, `received` the storages
+      that they receive, `viewed` those that wait for B as nothing but views.
     """
 
     seconds: tuple[list[float], ...]
     exchange: tuple[list[float], ...]
+    saved: list[float]
     again: list[float]
     passing: list[float]
     kept: list[Use]
     held: list[Use]
     residue: list[Use]
-    extra: tuple[list[int | None], ...]
     blocks: dict[int, int]
+    memory: dict[int, BlockMemory]
+    received: dict[int, frozenset[Hashable]]
+    viewed: set[Hashable]
 
 
 Made = dict[str, tuple[Prices, list[torch.Tensor | None]]]
@@ -112,9 +117,9 @@ def price_line(
             if key not in made:
                 places = _mark(stage, line, begin)
                 program, leaving = compile_stage(trainable, choices, stage, tangents, labels=labels)
-                below = None if base is None else [u for u in base.kept if begin <= u[0] < end]
+                below = None if base is None else base.memory[begin].kept
                 block = _Block(stage, program, places, end - begin, choices, fused)
-                made[key] = block.priced(remade, below, begin), [leaving.get(name) for name in _received(stage)]
+                made[key] = block.priced(remade, below), [leaving.get(name) for name in _received(stage)]
             prices, order = made[key]
             leaving = {n: g for n, g in zip(_received(stage), order, strict=True) if g is not None}
             gradients = gradients_before(stage, gradients, leaving)
@@ -179,32 +184,37 @@ class _Block:
     ) -> None:
         self.stage, self.program, self.places, self.length = stage, program, places, length
         self.choices, self.fused = choices, fused
-        self.at = {op: self._places_in(program.pieces[op]) for op in "FBW"}
+        self.at = {op: self._places_in(piece) for op, piece in program.pieces.items()}
         holders = [n for piece in program.pieces.values() for n in piece.module.graph.find_nodes(op="placeholder")]
         self.resident = storages_behind(n for n in holders if n.meta["slot"].kind not in WAITING)
         self.names = dict(self._storages())
 
-    def priced(self, remade: frozenset[int], below: Sequence[Use] | None, first: int) -> Prices:
+    def priced(self, remade: frozenset[int], below: Sequence[Use] | None) -> Prices:
         before = self._uses("B", made_before=True) | self._uses("W", made_before=True)
         held = [(*use, size) for use, size in before.items()]
         residue = [(*use, size) for use, size in self._uses("W").items()]
         again = {("received", number) for number in remade}  # in later blocks of a stage
         received = sum({which: size for _, which, size in held if which in again}.values())
         kept = [use for use in held if use[1] not in again]
-        counted = held if below is None else [(place - first, which, size) for place, which, size in below]
         found = Prices(
             tuple([0.0] * self.length for _ in "FBW"),
             tuple([0.0] * self.length for _ in "FB"),
             [0.0] * self.length,
             [0.0] * self.length,
+            [0.0] * self.length,
             kept,  # type: ignore[arg-type]
             held,  # type: ignore[arg-type]
             residue,  # type: ignore[arg-type]
-            (self._extra("F", kept, []), self._extra("B", counted, residue)),
             {0: received},
+            {0: self._memory(kept, residue, kept if below is None else below)},
+            {},
+            self._viewed(),
         )
         for op, times in zip("FBW", found.seconds, strict=True):
             self._add_seconds(op, times, found)
+            self._add_exchanges(op, times, found)
+        for nodes, seconds in self._kernels("BW"):
+            found.saved[self.at["BW"][nodes[0]]] -= seconds
         return found
 
     def _places_in(self, piece: Piece) -> dict[Node, int]:
@@ -218,16 +228,27 @@ class _Block:
                 last = last if node.meta.get("pass") == "recompute" else found[node]
         return found
 
-    def _add_seconds(self, op: str, times: list[float], found: Prices) -> None:
-        at = self.at[op]
+    def _kernels(self, op: str) -> Iterator[tuple[list[Node], float]]:
+        yield from kernel_seconds(self.program.pieces[op].module, self._hardware, self.fused)
+
+    @property
+    def _hardware(self) -> Hardware:
         assert self.choices.hardware is not None, "set in price_line"
-        for nodes, seconds in kernel_seconds(self.program.pieces[op].module, self.choices.hardware, self.fused):
-            place, again = at[nodes[0]], nodes[0].meta.get("pass") == "recompute"
+        return self.choices.hardware
+
+    def _add_seconds(self, op: str, times: list[float], found: Prices) -> None:
+        for nodes, seconds in self._kernels(op):
+            place = self.at[op][nodes[0]]
+            again = op == "B" and nodes[0].meta.get("pass") == "recompute"
             (found.again if again else times)[place] += seconds
-            if op == "F" and (remade := [node for node in nodes if self._passes(node)]):
+            if op != "F":
+                found.saved[place] += seconds
+            elif remade := [node for node in nodes if self._passes(node)]:
                 whole = len(remade) == len(nodes)
-                found.passing[place] += seconds if whole else joined_seconds(remade, self.choices.hardware)
-        named = {node.name: place for node, place in at.items()}
+                found.passing[place] += seconds if whole else joined_seconds(remade, self._hardware)
+
+    def _add_exchanges(self, op: str, times: list[float], found: Prices) -> None:
+        named = {node.name: place for node, place in self.at[op].items()}
         for each in collectives_of(self.program):
             if each.name == op:
                 place, seconds = named[each.operation], exchange_seconds(each, self.choices, "")
@@ -240,12 +261,16 @@ class _Block:
         return can_remake(node) and (self.choices.recompute == "full" or is_hinted(node))
 
     def _storages(self) -> Iterator[tuple[int, tuple[str, int]]]:
-        """The storages that other blocks may know as well: what this one computes for itself, and what it receives and
-        sends, with their gradients."""
+        """The storages that other blocks may know as well: the results of the model's operations, what this block
+        receives and what it sends."""
+        values = [node.meta.get("val") for node in self.stage.module.graph.nodes]
+        made: dict[int, Node] = {}  # of several operations that one of the model consists of the last with its result
         for node in self.program.pieces["F"].module.graph.nodes:
             mark = stack_trace(node) if node.op == "call_function" else ""
-            if mark.isdecimal() and not self.places[int(mark)][1]:
-                yield from ((key, ("own", int(mark))) for key in storages_behind([node]))
+            if mark.isdecimal() and _alike(node.meta.get("val"), values[int(mark)]):
+                made[int(mark)] = node
+        for number, node in made.items():
+            yield from ((key, ("own", number)) for key in storages_behind([node]))
         received, sent = ({name: i for i, name in enumerate(of(self.stage))} for of in (_received, _sent))
         for op in "WBF":
             piece = self.program.pieces[op]
@@ -273,24 +298,64 @@ class _Block:
             for tensor in tensors_of(node.meta["val"]):
                 key = storage_key(tensor)
                 if key not in self.resident and not (made_before and key in made - arrives):
-                    which = self.names.get(key, ("", key))
-                    found |= dict.fromkeys(((place, which) for place in readers), tensor.untyped_storage().nbytes())
+                    uses = ((place, self._which(tensor)) for place in readers)
+                    found |= dict.fromkeys(uses, tensor.untyped_storage().nbytes())
         return found
 
-    def _extra(self, op: str, kept: Sequence[Any], residue: Sequence[Any]) -> list[int | None]:
-        """By place, the most bytes that are alive while a pass runs there, apart from those that wait for the
-        operations up to that place (`kept`) and those that the operations behind it have left (`residue`)."""
-        found: list[int | None] = [None] * self.length
-        crossing = self.program.crossing
-        aside = crossing.kept - crossing.forward_to_backward if op == "B" else 0  # what only W reads
-        counted = [
-            aside - within(kept, 0, place + 1) - within(residue, place + 1, self.length) for place in range(self.length)
-        ]
-        for node, alive in alive_while(self.program, op, buffered=True):
-            if (place := self.at[op].get(node)) is not None:
-                most = alive + counted[place]
-                found[place] = most if found[place] is None else max(found[place], most)  # type: ignore[type-var]
-        return found
+    def _memory(self, kept: Sequence[Any], residue: Sequence[Any], held: Sequence[Any]) -> BlockMemory:
+        pieces = self.program.pieces
+        sizes: dict[Hashable, int] = {}
+        steps: dict[str, list[Step]] = {}
+        staying: dict[str, frozenset[Hashable]] = {}
+        holders: dict[tuple[str, str], list[Node]] = defaultdict(list)
+        for op in "FB":
+            graph = pieces[op].module.graph
+            known: set[Hashable] = set()
+            steps[op] = []
+            for node in graph.nodes:
+                sizes |= {self._which(t): t.untyped_storage().nbytes() for t in tensors_of(node.meta.get("val"))}
+                own = self._counted([node])
+                if node.op == "call_function":
+                    touches, makes = self._counted([node, *node.all_input_nodes]), own - known
+                    again = node.meta.get("pass") == "recompute"
+                    steps[op].append(Step(self.at[op][node], touches, makes, again))
+                elif node.op == "placeholder" and node.meta["slot"] != LOSS:
+                    holders[op, node.meta["slot"].kind].append(node)
+                known |= own
+            staying[op] = self._counted(output_values(graph))
+        return BlockMemory(
+            self.length,
+            sizes,
+            steps,
+            self._counted([*holders["B", "saved"], *holders["B", "activation"]]),
+            {op: self._counted(holders[op, "activation"]) for op in "FB"},
+            self._counted(holders["B", "tangent"]),
+            {op: staying[op] | {which for _, which, _ in uses} for op, uses in (("F", kept), ("B", residue))},
+            kept,
+            residue,
+            held,
+        )
+
+    def _viewed(self) -> set[Hashable]:
+        forward = self.program.pieces["F"]
+        saved = zip(forward.outputs, output_values(forward.module.graph), strict=True)
+        nodes = [node for slot, node in saved if slot.kind == "saved"]
+        own = self._counted(node for node in nodes if not is_view(node))
+        return {*self._counted(nodes)} - own - self._counted(forward.module.graph.find_nodes(op="placeholder"))
+
+    def _which(self, tensor: torch.Tensor) -> Hashable:
+        key = storage_key(tensor)
+        return self.names.get(key, ("", key))
+
+    def _counted(self, nodes: Iterable[Any]) -> frozenset[Hashable]:
+        """The storages behind nodes, without those that live longer than a step."""
+        tensors = (t for n in nodes if isinstance(n, Node) for t in tensors_of(n.meta.get("val")))
+        return frozenset(self._which(t) for t in tensors if storage_key(t) not in self.resident)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return both and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def exchange_seconds(collective: Collective, choices: Choices, device: str) -> float:
@@ -310,20 +375,21 @@ def within(uses: Iterable[Any], begin: int, end: int) -> int:
 def _joined(canonical: Canonical, blocks: Sequence[tuple[Stage, Prices]]) -> Prices:
     """The prices of blocks in a row, in which a storage that several of them know is one."""
     storages = {n.name: storages_behind([n]) for n in canonical.graph.nodes}
-    found = Prices(([], [], []), ([], []), [], [], [], [], [], ([], []), {})
+    found = Prices(([], [], []), ([], []), [], [], [], [], [], [], {}, {}, {}, set())
     for number, (stage, prices) in enumerate(blocks):
         first = len(found.again)
         names = {"received": _received(stage), "sent": _sent(stage), "own": [n.name for n in stage.module.graph.nodes]}
         for times, more in zip((*found.seconds, *found.exchange), (*prices.seconds, *prices.exchange), strict=True):
             times += more
-        for sizes, others in zip(found.extra, prices.extra, strict=True):
-            sizes += others
+        found.saved += prices.saved
         found.again += prices.again
         found.passing += prices.passing
         parts = ((found.kept, prices.kept), (found.held, prices.held), (found.residue, prices.residue))
         for uses, part in parts:
             uses += [(first + place, _known(which, number, names, storages), size) for place, which, size in part]
-        found.blocks[first] = prices.blocks[0]
+        found.blocks[first], found.memory[first] = prices.blocks[0], prices.memory[0]
+        found.viewed |= {_known(which, number, names, storages) for which in prices.viewed}
+        found.received[first] = frozenset(key for name in names["received"] for key in storages.get(name, ()))
     return found
 
 

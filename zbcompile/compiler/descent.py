@@ -20,10 +20,10 @@ Score = tuple[float, float]  # bytes beyond the limit on the fullest rank, then 
 @dataclass
 class Descent:
     """Moves cuts between `places` and stages between `corners` until no move gains, or it is `over`. With corners, a
-    layout says of each stage what it recomputes.
+    layout says of each stage what it recomputes; they are in the order of what they keep.
 
     `look` finds the score of a layout; `bound`, if it is given, says quickly what no score of it can be below, and only
-    what promises most is looked at.
+    what promises most is looked at. `settled` is a layout with what follows from its cuts.
     """
 
     places: Sequence[int]
@@ -31,6 +31,7 @@ class Descent:
     over: Callable[[], bool]
     bound: Callable[[Layout], Score] | None = None
     corners: Sequence[Policy] = ()
+    settled: Callable[[Layout], Layout] = lambda layout: layout
     rounds: int = 1  # from far moves to near ones
     random: Random = field(default_factory=lambda: Random(0))
 
@@ -63,9 +64,9 @@ class Descent:
             if self.over():
                 return
             if self.bound is None:
-                yield moves[first]
+                yield self.settled(moves[first])
                 continue
-            some = [(self.bound(moved), moved) for moved in moves[first : first + BOUNDED]]
+            some = [(self.bound(moved), moved) for moved in map(self.settled, moves[first : first + BOUNDED])]
             promising = sorted((each for each in some if is_better(each[0], score)), key=lambda each: each[0])
             yield from (moved for _, moved in promising[:LOOKED])
 
@@ -74,9 +75,10 @@ class Descent:
         found = [replace(layout, edges=self._edges(moved)) for moved in moves_of(cuts, len(self.places), step)]
         policies = layout.recompute if self.corners and isinstance(layout.recompute, tuple) else ()
         for stage, now in enumerate(policies):
-            for corner in self.corners:
-                if corner != now:
-                    found.append(replace(layout, recompute=(*policies[:stage], corner, *policies[stage + 1 :])))
+            at = self.corners.index(now) if now in self.corners else 0
+            for other in {max(0, at - step), min(at + step, len(self.corners) - 1)} - {at}:
+                policy = self.corners[other]
+                found.append(replace(layout, recompute=(*policies[:stage], policy, *policies[stage + 1 :])))
         self.random.shuffle(found)
         return found
 
@@ -89,7 +91,7 @@ class Descent:
         recompute = layout.recompute
         if self.corners and isinstance(recompute, tuple):
             recompute = tuple(self.random.choice((each, self.random.choice(self.corners))) for each in recompute)
-        return replace(layout, edges=edges, recompute=recompute)
+        return self.settled(replace(layout, edges=edges, recompute=recompute))
 
     def _edges(self, cuts: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.places[cut] for cut in cuts)

@@ -4,7 +4,7 @@ compiled."""
 import copy
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -12,12 +12,13 @@ from typing import NamedTuple
 
 from torch.fx import Node
 
+from zbcompile.compiler.block_memory import Part
 from zbcompile.compiler.block_prices import Made, Prices, price_line
 from zbcompile.compiler.divided_bytes import DividedBytes
 from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices, Policy, Recompute, price_of_policy
-from zbcompile.passes.graph.storage import bytes_behind
+from zbcompile.passes.graph.storage import bytes_behind, tensors_of
 from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.memory_estimate import (
@@ -31,11 +32,14 @@ from zbcompile.passes.partition.node_costs import device_of, measured_seconds
 from zbcompile.passes.partition.stage_graphs import legs_of
 from zbcompile.passes.recompute.candidates import is_hinted
 from zbcompile.passes.stage.deduplicate import Tangents
+from zbcompile.passes.torch_private import storage_key
 from zbcompile.schedules import Costs, Placement, Schedule, peak_memory, with_updates
 from zbcompile.schedules.execution.memory import Running, deltas, most_beside, only_while_running, with_messages
 from zbcompile.schedules.ir.actions import BW, GATHERS, REDUCE, B, F, Step, flatten
 
 PRICES = (1, 2, 4, 6, 8, 12, 16)  # of a byte, in the time to move it; above, stages remake what their blocks receive
+
+LEVELS = 20  # steps of what a stage may keep: finer ones gain little, and equal stages with equal steps compile once
 
 
 class ShardPrice(NamedTuple):
@@ -55,12 +59,14 @@ WHOLE = ShardPrice()  # of an output layer that is not sharded
 
 class PolicyPrices(NamedTuple):
     """The prices of a line under one policy of recomputing, and its distinct bytes that wait for B (`kept`), for B once
-    everything that blocks receive is remade (`held`), and for W (`residue`)."""
+    everything that blocks receive is remade (`held`), and for W (`residue`); `again` are the operations whose B or W
+    needs something of the forward that is not kept for it."""
 
     prices: Prices
     kept: DistinctBytes
     held: DistinctBytes
     residue: DistinctBytes
+    again: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,13 +156,16 @@ class LinePrices:
             known = self._known(policy)
             waits = known.kept.within(begin, end) + self._received(begin, policy)[0]
             exchange = (self._sum(each, begin, end) for each in known.prices.exchange)
+            seconds, again = self._seconds(begin, end, policy)
             self._stages[key] = StagePrice(
-                *self._seconds(begin, end, policy),
+                seconds,
+                again,
                 tuple(exchange),  # type: ignore[arg-type]
                 min(waits, policy) if isinstance(policy, int) else waits,
                 known.residue.within(begin, end),
                 dict(zip((F, B), self._running(begin, end, policy), strict=True)),
                 self._crossing(end),
+                self._saved(begin, end, policy, sum(each > 0 for each in seconds[1:])),
                 parameters=self.footprint.resident(begin, end),
                 gradients=self.footprint.gradients(begin, end),
             )
@@ -179,6 +188,13 @@ class LinePrices:
     def corners(self) -> tuple[Policy, ...]:
         """The policies of recomputing among which stages choose, from nothing but what was hinted at to everything."""
         return self._corners_from("hints")
+
+    @cached_property
+    def levels(self) -> tuple[Policy, ...]:
+        """The same in even steps of what waits otherwise, from everything to nothing but what was hinted at."""
+        full, hints, whole = (self.stage(0, len(self.line.nodes), each).kept for each in ("full", "hints", "off"))
+        shares = (number / LEVELS for number in range(1, LEVELS))
+        return "full", *(share for share in shares if full < share * whole < hints), "hints"
 
     def _corners_from(self, first: Policy) -> tuple[Policy, ...]:
         """Prices of a byte between `first` and everything: those on the convex hull of what waits for B and of what B
@@ -208,8 +224,9 @@ class LinePrices:
     def _received(self, begin: int, policy: Policy) -> tuple[int, int]:
         """What a stage keeps of what it received, where other stages would remake it: or else, of what its first
         operations make of that, if these leave nothing for B. With the operation that it is kept before."""
-        first = bisect_left(self._read, begin)
-        until = self._read[first] if first < len(self._read) else begin
+        read = self._known(policy).again
+        first = bisect_left(read, begin)
+        until = read[first] if first < len(read) else begin
         later = ((self._remade_before(edge, policy), -edge) for edge in range(begin + 1, until + 1))
         size, edge = min([(self._arriving(begin, policy), -begin), *later])
         return size, -edge
@@ -222,11 +239,6 @@ class LinePrices:
         """Bytes of what crosses an edge and is remade where no stage begins."""
         crossing = self.line.live[edge - 1] if edge and policy in ("full", "hints") else ()
         return bytes_behind(node for node in crossing if policy == "full" or is_hinted(node))
-
-    @cached_property
-    def _read(self) -> list[int]:
-        """The operations whose B or W needs something of the forward."""
-        return sorted({place for place, *_ in self._known("off").prices.kept})
 
     def _messages(self, edges: Sequence[int], placement: Placement) -> dict[tuple[int, int], int]:
         """Bytes by the stages that a message goes from and to: to the next, or straight to the one that reads it."""
@@ -263,6 +275,11 @@ class LinePrices:
         backward += again
         return tuple(each + self._hardware.start * (each > 0) for each in (forward, backward, weight)), again  # type: ignore[return-value]
 
+    def _saved(self, begin: int, end: int, policy: Policy, passes: int) -> float:
+        """Seconds that BW takes less than B and W, of which so many do anything: it starts once."""
+        saved = self._sum(self._known(policy).prices.saved, begin, end) + self._hardware.start * max(0, passes - 1)
+        return max(0.0, saved)
+
     def _sum(self, seconds: Sequence[float], begin: int, end: int) -> float:
         if self.measured is None:
             return sum(seconds[begin:end])
@@ -270,21 +287,69 @@ class LinePrices:
 
     def _running(self, begin: int, end: int, policy: Policy) -> tuple[int, int]:
         """The most that is alive while F and while B run: at any operation what waits for those up to it, what those
-        behind it have left, and what else is alive."""
-        prices, kept, held, residue = self._known(policy)
-        received = self._arriving(begin, policy)
-        grown, waits = kept.growing(begin, end), held.growing(begin, end)
-        left, forward, backward = residue.shrinking(begin, end), 0, 0
-        last = max(block for block in prices.blocks if block < end)  # it counts gradients that arrive for a whole block
-        second = next((block for block in prices.blocks if block > begin), end)  # the first one counts what it receives
-        for at in range(begin, end):
-            in_forward, in_backward = (each[at] for each in prices.extra)
-            if in_forward is not None:
-                forward = max(forward, grown[at - begin] + in_forward + (received if at >= second else 0))
-            if in_backward is not None:
-                arriving = 0 if end in prices.blocks and at >= last else self._crossing(end)  # in a buffer
-                backward = max(backward, waits[at - begin] + in_backward + left[at - begin] + arriving)
+        behind it have left, what crosses the cuts, and what else is alive."""
+        prices, kept, held, residue, _ = self._known(policy)
+        grown, waits, left = kept.growing(begin, end), held.growing(begin, end), residue.shrinking(begin, end)
+        remade_from = self._received(begin, policy)[1]
+        aside = self._going_past(begin, end)
+        received, sent = ([each for each in self._live(edge) if each not in aside] for edge in (begin, end))
+        arriving, repeated = self._sizes(received), dict[Hashable, int]()
+        if self._arriving(begin, policy):
+            repeated = arriving if remade_from == begin else self._sizes(self._live(remade_from))
+        wanted = repeated or {which: size for which, size in arriving.items() if kept.uses(which, begin, end)}
+        wanted = {which: size for which, size in wanted.items() if which not in prices.viewed}
+        forward = backward = 0
+        gradients = self._gradients(sent)
+        for first, memory in reversed(prices.memory.items()):
+            ends = first <= begin or first == remade_from, end <= first + memory.length
+            part = Part(max(0, begin - first), min(end - first, memory.length), *ends)
+            if part.begin >= part.end:
+                continue
+            counted = prices.received[first] if part.begin == 0 else frozenset()  # by the block
+            over = {*self._live(first + part.begin)} & {*self._live(first + part.end)} - aside
+            crossing = arriving | self._sizes(over) | (repeated if first + part.begin >= remade_from else {})
+            values = {which: size for which, size in crossing.items() if which not in counted}
+            ahead = self._gradients(over - {*self._live(end)})
+            behind = 0 if part.last and part.end == memory.length else gradients  # there the block counts them
+            if part.last:
+                gradients -= memory.arrived_for_weights(part)  # further on they are among what was left
+            beside = zip(memory.beside("F", part), memory.beside("B", part), strict=True)
+            for at, (in_forward, in_backward) in enumerate(beside, first + part.begin):
+                if in_forward is not None:
+                    more = sum(size for which, size in values.items() if not kept.uses(which, begin, at + 1))
+                    forward = max(forward, grown[at - begin] + in_forward + more)
+                if in_backward is not None:
+                    apart = (
+                        which
+                        for which in wanted.keys() & values.keys()
+                        if not held.uses(which, begin, at + 1) and not residue.uses(which, at + 1, end)
+                    )
+                    more = ahead + behind + sum(wanted[which] for which in apart)
+                    backward = max(backward, waits[at - begin] + left[at - begin] + in_backward + more)
         return forward, backward
+
+    def _live(self, edge: int) -> tuple[Node, ...]:
+        return self.line.live[edge - 1] if 0 < edge < len(self.line.nodes) else ()
+
+    def _going_past(self, begin: int, end: int) -> set[Node]:
+        """The values that go straight to stages behind a stage that does not read them."""
+        both = {*self._live(begin)} & {*self._live(end)}
+        return set() if self.choices.relay else {each for each in both if not self._is_read(each, begin, end)}
+
+    def _is_read(self, value: Node, begin: int, end: int) -> bool:
+        """Whether operations between two edges read a value, perhaps through what any stage computes for itself."""
+        places = self._places
+        return any(
+            begin <= places[user] < end if user in places else self._is_read(user, begin, end) for user in value.users
+        )
+
+    def _sizes(self, values: Iterable[Node]) -> dict[Hashable, int]:
+        tensors = (tensor for node in values for tensor in tensors_of(node.meta["val"]))
+        return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
+
+    def _gradients(self, values: Iterable[Node]) -> int:
+        """Bytes of the gradients of some values: each has its own."""
+        return sum(t.nbytes for node in values if node.meta["differentiable"] for t in tensors_of(node.meta["val"]))
 
     def _exchange(self, rows: float) -> float | None:
         """Until every rank has the last stage's output, or the sum of all parts of its gradient."""
@@ -390,9 +455,18 @@ class LinePrices:
             choices = replace(self.choices, recompute=policy)
             prices = price_line(self.canonical, self.line, choices, self.behind, self.made, base, self.fused)
             count = len(self.line.nodes)
-            waiting = (DistinctBytes(uses, count) for uses in (prices.kept, prices.held, prices.residue))
-            self._by_policy[policy] = PolicyPrices(prices, *waiting)
+            kept, held, residue = (DistinctBytes(uses, count) for uses in (prices.kept, prices.held, prices.residue))
+            self._by_policy[policy] = PolicyPrices(prices, kept, held, residue, self._needing(prices, policy))
         return self._by_policy[policy]
+
+    def _needing(self, prices: Prices, policy: Policy) -> list[int]:
+        kept = Counter[int]()
+        for place, _, size in prices.kept:
+            kept[place] += size
+        if policy != "off":
+            for place, _, size in self._known("off").prices.kept:
+                kept[place] -= size
+        return sorted(place for place, size in kept.items() if (size > 0) == (policy == "off") and size)
 
     @cached_property
     def _has_hints(self) -> bool:

@@ -41,8 +41,10 @@ class StagePrice(NamedTuple):
         """The price of a microbatch with `rows` times as many rows: what it takes to start its operations stays."""
         if rows == 1:
             return self
-        fixed = [min(each, operations * START) for each in self.seconds]
-        seconds = [f + rows * (s - f) for f, s in zip(fixed, self.seconds, strict=True)]
+        *seconds, saved = (
+            each if (fixed := operations * START) >= each else fixed + rows * (each - fixed)
+            for each in (*self.seconds, self.saved)
+        )
         exchange = [min(rows * e, s) for e, s in zip(self.exchange, seconds[:2], strict=True)]
         return self._replace(
             seconds=tuple(seconds),  # type: ignore[arg-type]
@@ -52,6 +54,7 @@ class StagePrice(NamedTuple):
             residue=rows * self.residue,
             running={op: rows * size for op, size in self.running.items()},
             message=rows * self.message,
+            saved=saved,
         )
 
     def mixed(self, other: "StagePrice", share: float) -> "StagePrice":
@@ -60,11 +63,14 @@ class StagePrice(NamedTuple):
         def between(one: Sequence[float], two: Sequence[float]) -> list[float]:
             return [a + share * (b - a) for a, b in zip(one, two, strict=True)]
 
+        kept = between([self.kept], [other.kept])[0]
+        beside = {op: max(size - self.kept, other.running[op] - other.kept) for op, size in self.running.items()}
         return self._replace(
             seconds=tuple(between(self.seconds, other.seconds)),  # type: ignore[arg-type]
             again=between([self.again], [other.again])[0],
-            kept=between([self.kept], [other.kept])[0],
-            running={op: max(size, other.running[op]) for op, size in self.running.items()},
+            saved=between([self.saved], [other.saved])[0],
+            kept=kept,
+            running={op: min(kept + beside[op], max(size, other.running[op])) for op, size in self.running.items()},
         )
 
 

@@ -9,8 +9,14 @@ from itertools import accumulate, product
 from math import inf
 from typing import TypeVar
 
-from zbcompile.compiler.cut_planning import first_microbatches, layout_for_makespan, places_of
-from zbcompile.compiler.descent import Descent, Score
+from zbcompile.compiler.cut_planning import (
+    first_microbatches,
+    keep_most,
+    layout_for_makespan,
+    places_of,
+    score_of,
+)
+from zbcompile.compiler.descent import GAIN, Descent, Score
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.compiler.vocabulary_sharding import WORTH
 from zbcompile.passes.compile_options import Barriers, Choices, Policy, Recompute
@@ -21,7 +27,17 @@ from zbcompile.passes.partition.search import Limits, choose_edges
 from zbcompile.planning.choose_schedule import named_order, placement_of
 from zbcompile.planning.search_cache import best_name_of, cached_search
 from zbcompile.program.choice import Choice, Layout
-from zbcompile.schedules import Costs, Placement, ScheduleError, Timeline, bound, simulate, with_updates
+from zbcompile.schedules import (
+    Costs,
+    Placement,
+    Schedule,
+    ScheduleError,
+    SearchResult,
+    Timeline,
+    bound,
+    simulate,
+    with_updates,
+)
 from zbcompile.schedules.execution.memory import with_messages
 from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.ir.actions import BW, GATHERS, B, F
@@ -36,6 +52,7 @@ FINALISTS = 3  # layouts whose cuts are moved
 MOVING = 0.7  # share of the time that they get
 ROUNDS = 2  # from far moves of cuts to near ones
 IMPOSSIBLE = (inf, inf)
+STARTS = 3  # orders for which it is chosen what stages recompute
 SEARCHED = 2  # of which this many get the rest of the time
 
 Result = TypeVar("Result")
@@ -97,9 +114,12 @@ class LayoutSearch:
         known = {str(choice.layout) for choice in finalists}
         return _fastest([*finalists, *(choice for choice in looked if str(choice.layout) not in known)])
 
-    def lay_out(self, layout: Layout, seconds: float | None = None, lean: bool = False) -> Choice:
-        """The layout with an order found within that many seconds, or with few moves; of a large step not one of those
-        that hold least, unless it is to be `lean`. Raises PartitionError or ScheduleError if it does not fit."""
+    def lay_out(
+        self, layout: Layout, seconds: float | None = None, lean: bool = False, order: Choice | None = None
+    ) -> Choice:
+        """The layout with an order found within that many seconds, or with few moves, or with that of `order` if it is
+        shorter; of a large step not one of those that hold least, unless it is to be `lean`. Raises PartitionError or
+        ScheduleError if it does not fit."""
         costs, count, limits = self._task(layout)
         if self._is_named:
             found = named_order(self.schedule, layout, costs, count, limits, self.chunks)
@@ -109,6 +129,7 @@ class LayoutSearch:
             task = costs, self.ranks, count, limits, layout.placement, layout.barriers, seconds or PATIENCE, moves
             lean = lean or moves != 0
             found = cached_search(*task, keep=self.choices.balance != "measured", lean=lean)
+            found = _shorter(found, costs, limits, order)
         self._took[layout], whole = found.seconds, whole_step(layout, found.simulation)
         prices, how = self.lines[layout.vocab], (self._rows(layout), layout.recompute)
         peak = prices.most_held(found.schedule, layout.edges, *how)
@@ -311,12 +332,10 @@ class LayoutSearch:
         """The layout with its cuts moved, if they are not given, and with what each stage recomputes, if that is free,
         to where the step gets shortest: of large steps in the order that was found, of others with an order for all
         layouts that are looked at."""
-        start, until = choice.layout, time.monotonic() + seconds
-        prices, corners = self.lines[start.vocab], self.corners
-        if corners:
-            policies = map(start.within(self.choices).recompute_of, range(len(start.edges) + 1))
-            start = replace(start, recompute=tuple(policies))
-        looked = {start: choice}
+        until = time.monotonic() + seconds
+        best = self._settled(choice, until) if self.corners else choice
+        start, prices = best.layout, self.lines[choice.layout.vocab]
+        looked = {choice.layout: choice, start: best}
 
         def least(layout: Layout) -> Score:
             with suppress(PartitionError, ScheduleError):
@@ -330,22 +349,77 @@ class LayoutSearch:
                 return 0.0, looked[layout].seconds
             return IMPOSSIBLE
 
-        limit, free = self.choices.boundary_bytes, isinstance(self.choices.balance, str)
-        places = places_of(prices.line, limit) if free else []
+        places = self._places(prices)
         if not _is_large(start):
+            corners = prices.levels if self.corners else ()
             places = sorted({*places, *start.edges})
-            Descent(places, look, lambda: time.monotonic() >= until, least, corners, ROUNDS).run(start)
-        elif start.microbatches == self.microbatches and places:
-            look(layout_for_makespan(prices, start, choice.order, self.choices.memory, limit, corners))
+            Descent(places, look, lambda: time.monotonic() >= until, least, corners, rounds=ROUNDS).run(start)
+        elif start.microbatches == self.microbatches and places and not self.corners:
+            limit = self.choices.boundary_bytes
+            look(layout_for_makespan(prices, start, choice.order, self.choices.memory, limit))
         return _fastest(looked.values(), 1)[0]
+
+    def _places(self, prices: LinePrices) -> list[int]:
+        """Where cuts may be moved to: nowhere if they are named."""
+        return places_of(prices.line, self.choices.boundary_bytes) if isinstance(self.choices.balance, str) else []
+
+    def _settled(self, choice: Choice, until: float) -> Choice:
+        """The layout with what each stage recomputes chosen for the order, or for a named one; then, as long as that
+        gains, cuts and recomputation for the order that was found with them. Never a longer step."""
+        prices, memory, limit = self.lines[choice.layout.vocab], self.choices.memory, self.choices.boundary_bytes
+        assert memory is not None, "without a limit there are no corners"
+        moving = bool(self._places(prices)) and choice.layout.microbatches == self.microbatches
+
+        def over() -> bool:
+            return time.monotonic() >= until
+
+        def kept(order: Schedule) -> Layout:
+            return keep_most(prices, choice.layout, order, memory, prices.levels, self._rows(choice.layout))
+
+        def better(layout: Layout, order: Schedule) -> Choice:
+            with suppress(PartitionError, ScheduleError):
+                return _fastest([best, self.lay_out(layout, order=replace(best, order=order))], 1)[0]
+            return best
+
+        best = choice
+        starts = [(kept(order), order) for order in (choice.order, *self._named_orders(choice.layout))]
+        starts.sort(key=lambda each: score_of(prices, each[0], each[1], memory))
+        for layout, order in starts[:STARTS]:
+            best = best if over() else better(layout, order)
+        before = inf
+        while moving and not over() and best.seconds < before * (1 - GAIN):
+            before, how = best.seconds, (memory, limit, prices.levels, over)
+            best = better(layout_for_makespan(prices, best.layout, best.order, *how), best.order)
+        return best
+
+    def _named_orders(self, layout: Layout) -> list[Schedule]:
+        """Those that there are on its placement, whatever they hold; none of steps of which only a part is ordered."""
+        costs, count, _ = self._task(layout)
+        if count < layout.microbatches or _is_large(layout):
+            return []
+        task = costs, self.ranks, count, None, layout.placement, layout.barriers, PATIENCE, 0
+        return [order for _, order in cached_search(*task, keep=False).named]
 
     def _searched(self, choice: Choice, seconds: float, lean: bool) -> Choice:
         """The layout with a better order, if the time suffices to look at more than the glance did; else, if it is to
         be `lean`, with one of those that hold least."""
         proven = choice.seconds <= choice.bound * ROUNDING
         if is_partial(choice) or self._took[choice.layout] > seconds or proven:
-            return self.lay_out(choice.layout, lean=True) if lean and _is_large(choice.layout) else choice
-        return self.lay_out(choice.layout, seconds)
+            return self.lay_out(choice.layout, lean=True, order=choice) if lean and _is_large(choice.layout) else choice
+        return self.lay_out(choice.layout, seconds, order=choice)
+
+
+def _shorter(found: SearchResult, costs: Costs, limits: Sequence[float] | None, other: Choice | None) -> SearchResult:
+    """What was found, with the order of another choice if that is shorter and fits."""
+    if other is None or other.order.microbatches != found.schedule.microbatches:
+        return found
+    timeline = simulate(other.order, costs)
+    if rounded(timeline.makespan) >= rounded(found.objective):
+        return found
+    if any(a > b * ROUNDING for a, b in zip(timeline.peak_memory, limits or timeline.peak_memory, strict=True)):
+        return found
+    takes = float(timeline.makespan)
+    return replace(found, schedule=other.order, simulation=timeline, origin=other.origin, objective=takes)
 
 
 def _fastest(choices: Iterable[Choice], count: int | None = None) -> list[Choice]:

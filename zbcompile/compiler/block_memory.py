@@ -1,0 +1,147 @@
+"""What is alive while a pass runs over a part of a block: a stage may begin and end inside of blocks.
+
+The operations of the part are those that a stage with these cuts has, in the order of the block's own graphs. What they
+read and none of them makes crosses the cut: it is counted for the whole pass, not here.
+"""
+
+from collections.abc import Hashable, Iterable, Sequence, Set
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+Use = tuple[int, Hashable, int]  # of a storage: the operation that reads it, which storage, its bytes
+
+
+class Step(NamedTuple):
+    """An operation of a pass: its place in the block, the storages that it `touches` and those that it makes, and
+    whether B repeats it."""
+
+    place: int
+    touches: frozenset[Hashable]
+    makes: frozenset[Hashable]
+    again: bool
+
+
+class Part(NamedTuple):
+    """The operations of a block from place `begin` to `end`, and whether they are the first and the last ones of their
+    stage."""
+
+    begin: int
+    end: int
+    first: bool = True
+    last: bool = True
+
+
+@dataclass(eq=False)
+class BlockMemory:
+    """The storages of a block's F and B, by pass: the `steps`, what arrives before them (`waiting` from F, `received`
+    from the block before and `tangents` from the one behind it), and what is returned or read later (`staying`). Of
+    what is received, B frees what it reads only through views that F took.
+
+    `kept` are the storages that wait for B, and those that B holds once all is remade that it remakes (`held`),
+    `residue` those that wait for W, by the operations that read them.
+    """
+
+    length: int
+    sizes: dict[Hashable, int]
+    steps: dict[str, list[Step]]
+    waiting: frozenset[Hashable]
+    received: dict[str, frozenset[Hashable]]
+    tangents: frozenset[Hashable]
+    staying: dict[str, frozenset[Hashable]]
+    kept: Sequence[Use]
+    residue: Sequence[Use]
+    held: Sequence[Use] = ()
+
+    _found: dict[tuple[str, Part], list[int | None]] = field(init=False, default_factory=dict)
+
+    def beside(self, op: str, part: Part) -> list[int | None]:
+        """For each place of a part, the most bytes that are alive while F or B runs there; None where nothing runs. Not
+        counted are what waits for the operations up to that place, what the operations behind it have left for W, and
+        what crosses the cuts of the stage."""
+        key = op, part
+        if key not in self._found:
+            self._found[key] = self._beside(op, part)
+        return self._found[key]
+
+    def _beside(self, op: str, part: Part) -> list[int | None]:
+        begin, end, *_ = part
+        inside = _needed([step for step in self.steps[op] if begin <= step.place < end])
+        outside = [step for step in self.steps[op] if not begin <= step.place < end]
+        before = self._made_before(begin)
+        arriving, staying = self._arriving(op, part) - before, self._staying(op, part, outside)
+        made = {key for step in inside for key in step.makes}
+        apart = {key for step in inside for key in step.touches} - made - arriving  # it crosses a cut
+
+        def counted(uses: Iterable[Use], first: int, last: int, free: Set[Hashable]) -> int:
+            found = {which: size for place, which, size in uses if first <= place < last}
+            return sum(size for which, size in found.items() if which not in free)
+
+        held = self.kept if op == "F" else self.held
+        only_later = {which: size for place, which, size in self.kept if begin <= place < end}
+        aside = sum(size for w, size in only_later.items() if op == "B" and w not in arriving | before)
+        found: list[int | None] = [None] * (end - begin)
+        for step, alive in self._alive(inside, arriving, staying, apart):
+            most = alive + aside - counted(held, begin, step.place + 1, before | apart)
+            if op == "B":
+                most -= counted(self.residue, step.place + 1, end, before)  # also gradients that crossed a cut
+            now = found[step.place - begin]
+            found[step.place - begin] = most if now is None else max(now, most)
+        return found
+
+    def arrived_for_weights(self, part: Part) -> int:
+        """Bytes of the gradients that cross the end of a part and wait for its W."""
+        crossing = self.tangents.union(*(step.makes for step in self.steps["B"] if step.place >= part.end))
+        waiting = {which: size for place, which, size in self.residue if part.begin <= place < part.end}
+        return sum(size for which, size in waiting.items() if which in crossing)
+
+    def _made_before(self, begin: int) -> Set[Hashable]:
+        """What a part that does not begin with the block receives of it."""
+        if begin == 0:
+            return frozenset()
+        return self.received["F"].union(*(step.makes for step in self.steps["F"] if step.place < begin))
+
+    def _arriving(self, op: str, part: Part) -> Set[Hashable]:
+        if op == "F":
+            return self.received["F"] if part.begin == 0 else frozenset()
+        found = {which for place, which, _ in self.kept if part.begin <= place < part.end}
+        if part.first and part.begin == 0:
+            found |= self.received["F"]
+        found &= self.waiting
+        return found | self.tangents if part.end == self.length else found
+
+    def _staying(self, op: str, part: Part, outside: Sequence[Step]) -> Set[Hashable]:
+        """What is not freed after its last use: what arrives or leaves in a message, and what later passes read."""
+        found = set(self.staying[op])
+        if part.first and part.begin == 0:
+            found |= self.received[op]
+        if op == "B" and part.last and part.end == self.length:
+            found |= self.tangents
+        return found.union(*(step.touches for step in outside if (step.place >= part.end) == (op == "F")))
+
+    def _alive(
+        self, steps: Sequence[Step], arriving: Set[Hashable], staying: Set[Hashable], apart: Set[Hashable]
+    ) -> list[tuple[Step, int]]:
+        last = {key: number for number, step in enumerate(steps) for key in step.touches}
+        alive = set(arriving)
+        now = sum(self.sizes[key] for key in alive)
+        found = []
+        for number, step in enumerate(steps):
+            made = step.makes - alive - apart
+            alive |= made
+            now += sum(self.sizes[key] for key in made)
+            found.append((step, now))
+            dead = {key for key in step.touches & alive if last[key] == number} - staying
+            alive -= dead
+            now -= sum(self.sizes[key] for key in dead)
+        return found
+
+
+def _needed(steps: list[Step]) -> list[Step]:
+    """Without what is repeated for operations that are not among them."""
+    read: set[Any] = set()
+    found = []
+    for step in reversed(steps):
+        if not step.again or step.makes & read or not step.makes:
+            read |= step.touches
+            found.append(step)
+    return found[::-1]
