@@ -10,7 +10,7 @@ from zbcompile.model.held_elsewhere import readable
 from zbcompile.options import Options, is_searched
 from zbcompile.planning.choose_schedule import counts_for, fit_to_batch, fit_to_count
 from zbcompile.planning.layout_trials import LayoutTrials
-from zbcompile.program_cache.orders import order_at
+from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.programs import Programs
 from zbcompile.progress import LONG, Progress
 
@@ -57,7 +57,7 @@ class BatchLayout:
         """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule does not admit."""
         compiled = self._compiled
         if compiled.bound.trains and count != compiled.schedule.microbatches and count not in self._admitted:
-            order_at(compiled.first().program, count)
+            step_order(compiled.first().program, count)
             self._admitted.add(count)
 
     def _decide(self, microbatch: Callable[[int], Microbatch], counts: Sequence[int]) -> None:
