@@ -357,7 +357,7 @@ class Refusal(Enum):
     NUMBER_FROM_DATA = (
         "makes a Python number, or a decision, from the values of a tensor.",
         "Data-dependent Python control flow must become torch.cond or tensor operations such as torch.where; a number "
-        "read with .item() must stay a tensor. (An assert, or an if whose body only raises, may ask one tensor.)",
+        "read with .item() must stay a tensor. (Allowed: an assert, or an if that only raises, on one tensor.)",
         *("data-dependent", "DataDependent", "Could not guard", ".item()"),
     )
     FAKE_CONSTANT = (

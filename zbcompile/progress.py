@@ -24,7 +24,7 @@ class Progress:
     """
 
     def __init__(self, text: str, first: float = FIRST) -> None:
-        self._text, self._first = text, first
+        self._text, self._first, self._said = text, first, ""
         self._stream: TextIO = sys.stderr  # later it may have been replaced
         self._began = self._written = time.monotonic()
         self._ended, self._speaks = threading.Event(), os.environ.get("RANK", "0") == "0"
@@ -55,4 +55,6 @@ class Progress:
     def _write(self) -> None:
         self._written = time.monotonic()
         if self._text:
-            print(f"{self._written - self._began:7.1f} s  {self._text}", file=self._stream, flush=True)
+            text = f"still {self._text}" if self._text == self._said else self._text
+            print(f"{self._written - self._began:7.1f} s  {text}", file=self._stream, flush=True)
+            self._said = self._text

@@ -1,4 +1,5 @@
-"""Bytes of spans of a line: what is held all the time, and of anything distinct that its operations use."""
+"""Bytes of spans of a line: parameters, gradients and optimizer state, divided among replicas or whole, and of anything
+distinct that its operations use."""
 
 from bisect import bisect_left
 from collections import defaultdict

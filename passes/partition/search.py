@@ -170,10 +170,10 @@ def _admitted(limits: Limits) -> Callable[[int, Spans], bool] | None:
 def _require_places(search: _CutSearch, limits: Limits) -> None:
     needed = search.row.stages - 1
     if len(search.places) < needed:
-        count = len(search.places)
+        count, s = len(search.places), "s" * (len(search.places) != 1)
         raise PartitionError(
-            f"the model can be cut in {count} places, so into at most {count + 1} stages; the schedule needs "
-            f"{needed + 1}. Use fewer ranks or chunks, or a deeper model."
+            f"the model can be cut in {count} place{s}, so into at most {count + 1} stages; the schedule needs "
+            f"{needed + 1}, those of all ranks. Use fewer ranks, a schedule with fewer stages on each, or a deeper model."
         )
     thin = [edge for edge in search.places if limits.boundary is None or search.width[edge] <= limits.boundary]
     if len(thin) < needed:

@@ -239,8 +239,8 @@ class Hunt:
             self.budget.made += justifier.run(self._shown(done), self._target(problem))
         finally:
             if justifier.best_words is not None:
-                origin = f"{starts[0].origin}, turned around"
-                self._take(problem, origin, justifier.best_words)
+                origin = starts[0].origin.removesuffix(", turned around")
+                self._take(problem, f"{origin}, turned around", justifier.best_words)
 
     def _improve(self, candidate: Candidate, moves: float, warmth: float) -> None:
         problem = candidate.problem

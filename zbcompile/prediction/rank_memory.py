@@ -1,4 +1,5 @@
-"""What each rank holds: parameters, gradients, optimizer state, activations, messages, the copies of collectives."""
+"""Predicts what each rank holds at every moment of a step, by walking through its lowered order: parameters, gradients,
+optimizer state, activations, messages, the copies of collectives."""
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace

@@ -1,4 +1,4 @@
-"""The action loop: one handler per action, independent of how the order was made."""
+"""The action loop: one handler per kind of action, independent of how the order was made."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

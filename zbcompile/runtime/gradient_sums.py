@@ -1,5 +1,5 @@
-"""The home of a weight gradient during a step. W's own graph adds to it (`zbcompile.passes.stage.accumulate`), with
-`exact=True` the home does. A `GradientSum` is in one of three states:
+"""Where a weight gradient is summed during a step. W's own graph adds to it (`zbcompile.passes.stage.accumulate`), with
+`exact=True` this module does. A `GradientSum` is in one of three states:
 
 * own: of all stages, one trains the parameter. Its passes add straight into `.grad` if that has the dtype of the sum
   and the parameter's strides, otherwise into `running`, which is rounded and added to `.grad` once, by `settle`;

@@ -1,4 +1,5 @@
-"""A step's memory as a plan: where in one block of memory every value of a rank lies, decided before the step.
+"""The memory of a step that is recorded as a whole (`cuda_graphs="step"`): where in one block of memory every value
+of a rank lies, decided before the step.
 
 The order of a rank's actions, the graphs of its passes and the ends of its sends say of every value when it is made and
 when it is read for the last time. `live_values` follows the values through all actions, `lay_out` gives them places:
