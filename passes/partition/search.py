@@ -173,7 +173,7 @@ def _require_places(search: _CutSearch, limits: Limits) -> None:
         count, s = len(search.places), "s" * (len(search.places) != 1)
         raise PartitionError(
             f"the model can be cut in {count} place{s}, so into at most {count + 1} stages; the schedule needs "
-            f"{needed + 1}, those of all ranks. Use fewer ranks, a schedule with fewer stages on each, or a deeper model."
+            f"{needed + 1}, those of all ranks. Use fewer ranks, fewer stages a rank, or a deeper model."
         )
     thin = [edge for edge in search.places if limits.boundary is None or search.width[edge] <= limits.boundary]
     if len(thin) < needed:
