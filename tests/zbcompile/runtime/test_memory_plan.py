@@ -31,6 +31,7 @@ from zbcompile.runtime.memory_plan import (
     lay_out,
     most_alive,
     plan_memory,
+    size_of,
 )
 from zbcompile.runtime.placed_step import with_places
 from zbcompile.runtime.rank_plan import Instruction, instructions_of
@@ -57,6 +58,14 @@ def test_no_two_values_that_are_alive_overlap(values: list[Interval]) -> None:
             together = one.first <= other.last and other.first <= one.last
             assert not together or high <= its_low or its_high <= low
     assert max((high for _, _, high in placed), default=0) >= most_alive(values)
+
+
+def test_large_values_are_stacked_in_the_bytes_that_are_alive() -> None:
+    """Every way of first fit, and a skyline, needs 11 units for these, of which 9 are alive at once."""
+    lives = [(3, 5, 8), (4, 3, 3), (3, 1, 4), (5, 4, 5), (1, 1, 5), (3, 6, 6), (3, 6, 10)]  # units, first, last
+    values = [Interval(ALIGNMENT * size, first, last) for size, first, last in lives]
+    assert most_alive(values) == ALIGNMENT * 9
+    assert size_of(values, lay_out(values)) == ALIGNMENT * 9
 
 
 def test_values_one_after_the_other_share_a_place() -> None:
