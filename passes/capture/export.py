@@ -232,8 +232,7 @@ def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) 
     while True:
         watch.begin()
         try:
-            with untraced():
-                program = _export_once(wrapper, watch, example)
+            program = _export_once(wrapper, watch, example)
         except CaptureError:
             raise
         except Exception as error:
@@ -270,8 +269,9 @@ def _text(program: ExportedProgram) -> list[str]:
 
 def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
     with without_joined_loss(wrapper.model):
-        regions = regions_of(wrapper.model, *example[:2])
+        regions = regions_of(wrapper.model, *example[:2])  # told the truth: without values it cannot decide as eager
     with contextlib.ExitStack() as around:
+        around.enter_context(untraced())
         around.enter_context(watch.functions(wrapper, regions))
         for each in (numbered_checkpoints, whole_regions, own_functions, unchecked_distributions):
             around.enter_context(each())
