@@ -2,8 +2,8 @@
 schedule, averaged weights, metrics, evaluation before the first step, checkpoints, export and generation.
 
     python examples/train_everything.py                                               two ranks in this process
-    torchrun --standalone --nproc-per-node 2 examples/train_everything.py             a process per rank
-    torchrun --standalone --nproc-per-node 4 examples/train_everything.py --steps 60  goes on where that one ended
+    torchrun --standalone --nproc-per-node 4 examples/train_everything.py --steps 60  goes on where that one ended, each
+                                                                                      rank in a process of its own
 
 Needs transformers: `pip install 'zbcompile[huggingface]'`.
 """

@@ -82,7 +82,7 @@ def _checked(subject: Subject, asked: list[Part]) -> list[Part]:
         require_stage(subject.schedule, stage)
     if request.explain_idle is not None:
         require_rank(subject.schedule, request.explain_idle)
-    return asked or [_summary if subject.record is None else _measured]
+    return [*([] if subject.record is None else [_measured]), *asked] or [_summary]
 
 
 def _graph(subject: Subject) -> Iterator[Table]:

@@ -256,8 +256,9 @@ def _command(request: PlanRequest, schedule: str, row: PlanRow) -> str:
         *flags,
         end,
     ]
-    shared = f"tp={tensor}, " if tensor > 1 else ""
-    return " ".join(parts) + f"   # a mesh with dp={replicas}, {shared}pp={ranks}" * (replicas * tensor > 1)
+    shared = f"a mesh with dp={replicas}, tp={tensor}, pp={ranks}"
+    run = f"then torchrun --nproc-per-node {replicas * ranks} -m zbcompile.run program --replicas {replicas}"
+    return " ".join(parts) + f"   # {shared if tensor > 1 else run}" * (replicas * tensor > 1)
 
 
 def _written(value: Any) -> str:
