@@ -136,7 +136,7 @@ BUDGET = {
     "zbcompile/cli": 1776,
     "zbcompile/compiler": 3085,
     "zbcompile/distributed": 1912,
-    "zbcompile/faults": 991,
+    "zbcompile/faults": 997,
     "zbcompile/inspection": 2376,
     "zbcompile/integrations": 560,
     "zbcompile/model": 1180,

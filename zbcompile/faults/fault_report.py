@@ -49,8 +49,8 @@ class Position:
     waits: bool = False
     waited: int = 0
 
-    def status(self, beat: int = 0, closed: bool = False) -> "Status":
-        return Status(beat, self.region, self.doing, str(self.action), self.waits, closed)
+    def status(self, beat: int = 0, timeout: float = 0.0, closed: bool = False) -> "Status":
+        return Status(beat, self.region, self.doing, str(self.action), self.waits, timeout, closed)
 
     def enter(self, doing: str) -> None:
         self.region += 1
@@ -86,13 +86,15 @@ class Position:
 
 @dataclass(frozen=True)
 class Status(ReportText):
-    """A rank's position as others see it; `beat` grows while its process lives, `closed`: it makes no further calls."""
+    """A rank's position as others see it; `beat` grows while its process lives, `timeout` is how many seconds it waits
+    for others, `closed`: it makes no further calls."""
 
     beat: int
     region: int
     doing: str
     action: str
     waits: bool
+    timeout: float = 0.0
     closed: bool = False
 
     @property
@@ -158,6 +160,10 @@ def find_late(own: int, statuses: Mapping[int, Status], seconds: float, on_devic
     `on_device` the device waits and not the host: then a host that does not wait proves nothing."""
     here = statuses[own]
     waited = f"rank {own} waited {seconds:g} s for it at {here.where}"
+    for rank, status in statuses.items():  # before the first step compares them, ranks compile for different times
+        if status.beat >= 0 and status.timeout != here.timeout:
+            given = f"timeout= is {here.timeout:g} on rank {own} and {status.timeout:g} on rank {rank}"
+            return Fault(own, here.where, f"{given}, for which it did not wait. Pass the same on every rank")
     for rank, status in sorted(statuses.items(), key=lambda item: item[1].region):
         if status.beat < 0:
             return Fault(rank, status.where, f"it never arrived; {waited}")

@@ -276,7 +276,7 @@ class Watch:
                 if self.stopped.wait(INTERVAL):
                     break
             if self.fault is None:
-                self.board.beat(self.position.status(next(self._beats), closed=True))
+                self.board.beat(self.position.status(next(self._beats), self.timeout, closed=True))
         except RuntimeError:  # the store does not answer
             if dist.group.WORLD is world and not self.stopped.is_set():
                 self._cut(self._without_store())
@@ -307,7 +307,7 @@ class Watch:
         """Look at the store once; end this rank's wait if there is a reason to. With NCCL the device waits, not the
         host: then a posted fault concerns this rank wherever its host is."""
         waited = self._waited()
-        self.board.beat(self.position.status(next(self._beats)))
+        self.board.beat(self.position.status(next(self._beats), self.timeout))
         self.heard = self.board.posted(self.position.region)
         if self.fault is None and (self.position.waits or self.progress.behind() or self.backend != "gloo"):
             fault = self.heard or self._lose_patience(waited)

@@ -1,6 +1,7 @@
 """Which rank is blamed: by what it said, and by when it was heard of last."""
 
 import time
+from dataclasses import replace
 
 from zbcompile.faults.fault_report import NEVER, Heartbeats, Status, find_gone, find_late, find_stray
 
@@ -40,6 +41,13 @@ def test_no_rank_is_blamed_if_all_live_and_wait() -> None:
     assert str(fault.error()).startswith(
         "the ranks' connection failed at B0.1 of step 2: every rank shows signs of life"
     )
+
+
+def test_a_rank_that_waits_less_than_others_blames_none_of_them() -> None:
+    statuses = {0: replace(WAITS, timeout=1.0), 1: replace(BUSY, timeout=60.0)}
+    fault = find_late(0, statuses, 1.0)
+    assert fault.rank == 0
+    assert fault.cause.startswith("timeout= is 1 on rank 0 and 60 on rank 1")
 
 
 def test_a_sign_of_life_resets_the_silence() -> None:
