@@ -245,10 +245,11 @@ def _command(request: PlanRequest, schedule: str, row: PlanRow) -> str:
     flags = [f"{flag_of(name)} {_written(request.given[name])}".rstrip() for name in kept]
     begin = f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --ranks {ranks}"
     end = "--output program"
+    divided = f" --zero {request.zero}{' --reshard' * request.reshard}" * (request.zero and replicas > 1)
     if tensor > 1:
         begin = f"torchrun --nproc-per-node {replicas * tensor * ranks} -m zbcompile.run {request.target}"
-        begin, end = f"{begin} --replicas {replicas} --tensor {tensor}", "--data FILE.py:NAME --steps N"
-        begin += f" --zero {request.zero}{' --reshard' * request.reshard}" * (request.zero and replicas > 1)
+        begin += f" --replicas {replicas} --tensor {tensor}{divided}"
+        end = "--data FILE.py:NAME --steps N"
     parts = [
         f"{begin} --schedule {schedule} --microbatches {layout.microbatches}",
         *([f"--chunks {layout.parsed.chunks}"] if find(schedule).free_chunks else []),
@@ -257,7 +258,7 @@ def _command(request: PlanRequest, schedule: str, row: PlanRow) -> str:
         end,
     ]
     shared = f"a mesh with dp={replicas}, tp={tensor}, pp={ranks}"
-    run = f"then torchrun --nproc-per-node {replicas * ranks} -m zbcompile.run program --replicas {replicas}"
+    run = f"then torchrun --nproc-per-node {replicas * ranks} -m zbcompile.run program --replicas {replicas}{divided}"
     return " ".join(parts) + f"   # {shared if tensor > 1 else run}" * (replicas * tensor > 1)
 
 

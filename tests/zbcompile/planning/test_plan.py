@@ -147,6 +147,7 @@ def test_dimensions_of_the_mesh(capsys: pytest.CaptureFixture[str]) -> None:
     shown = capsys.readouterr().out
     assert {tuple(line.split()[1:4]) for line in shown.splitlines() if line.startswith("*")} == {("2", "1", "1")}
     assert "takes no argument mesh, and GPT brings no tensor-parallel plan" in " ".join(shown.split())
+    assert shown.rstrip().endswith("# then torchrun --nproc-per-node 2 -m zbcompile.run program --replicas 2")
     with pytest.raises(SystemExit):
         main([TARGET, *asked, "--mesh", "dp,cp"])
     assert "'dp,cp'; expected some of dp,tp,pp" in capsys.readouterr().err
