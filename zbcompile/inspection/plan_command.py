@@ -244,12 +244,11 @@ def _command(request: PlanRequest, schedule: str, row: PlanRow) -> str:
     kept = [name for name in options_of(Choices) if name in request.given and name not in ("recompute", "vocab")]
     flags = [f"{flag_of(name)} {_written(request.given[name])}".rstrip() for name in kept]
     begin = f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --ranks {ranks}"
-    end = "--output program"
     divided = f" --zero {request.zero}{' --reshard' * request.reshard}" * (request.zero and replicas > 1)
+    end = "--output program" if tensor == 1 else "--data FILE.py:NAME --steps N"
     if tensor > 1:
         begin = f"torchrun --nproc-per-node {replicas * tensor * ranks} -m zbcompile.run {request.target}"
         begin += f" --replicas {replicas} --tensor {tensor}{divided}"
-        end = "--data FILE.py:NAME --steps N"
     parts = [
         f"{begin} --schedule {schedule} --microbatches {layout.microbatches}",
         *([f"--chunks {layout.parsed.chunks}"] if find(schedule).free_chunks else []),
