@@ -174,8 +174,12 @@ class Watch:
 
     def _explain(self, error: BaseException) -> BaseException:
         """The error that this rank raises for `error`. Others learn of it, or it learns what happened to them."""
-        if error is self.known:
-            return error
+        try:
+            return error if error is self.known else self._tell_others(error)
+        finally:
+            self.position.waits = False  # whoever catches it may go on, and other pipelines use the same connections
+
+    def _tell_others(self, error: BaseException) -> BaseException:
         with not_yet_terminated():
             try:
                 return self._tell(error)

@@ -165,3 +165,24 @@ def test_the_first_rank_waits_for_the_parts_of_all(
     assert [each.name for each in sorted(tmp_path.iterdir())] == ["step-00000001"]
     model = PROBLEM.model()
     zbcompile.load_checkpoint(tmp_path, model, optimizer_of(model.parameters()))
+
+
+def refused(program: str, folder: str) -> None:
+    """Rank 1's disk is full. Afterwards no rank counts as one that waits: its watch would end the pipeline."""
+    pipe, optimizer = begin(program)
+    batch = PROBLEM.batches(1, SIZE)[0]
+    pipe.step(*batch.args, target=batch.target)
+    full = mock.Mock(side_effect=OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    with mock.patch("os.fsync", full if torch.distributed.get_rank() else os.fsync):
+        with pytest.raises(zbcompile.PipelineError, match="No space left"):
+            zbcompile.save_checkpoint(folder, pipe, optimizer)
+        assert not pipe._watch.position.waits
+    zbcompile.save_checkpoint(folder, pipe, optimizer)
+    pipe.step(*batch.args, target=batch.target)
+
+
+@pytest.mark.slow
+def test_after_a_refused_save_all_goes_on(
+    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
+) -> None:
+    pool.run(refused, str(small_program("zb-h1", 2)), str(tmp_path))
