@@ -16,7 +16,7 @@ from zbcompile.schedules.generators.interlaced import interlaced
 from zbcompile.schedules.generators.registry import AUTO, FAMILIES, find, names
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.files import load, save
+from zbcompile.schedules.ir.files import ENDS_OF_SCHEDULES, load, save
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, parts
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build
@@ -30,7 +30,6 @@ from zbcompile.tables import Figure, grid, to_text
 from zbcompile.untrusted_text import read_json
 
 INTERLACED = "interlaced"  # no name of `build`: it needs vocabulary layers to interlace
-FILES = (".csv", ".json", ".txt")
 UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 CUT = 4  # stages per rank of a model to be searched for without a costs file
 EXAMPLES = """examples:
@@ -161,7 +160,7 @@ def _times(text: str) -> tuple[float, float, float]:
 
 def _step(text: str, options: argparse.Namespace) -> tuple[Schedule, Costs]:
     """A schedule by its name or file, and the costs of the model on its stages."""
-    if Path(text).suffix in FILES:
+    if Path(text).suffix in ENDS_OF_SCHEDULES:
         schedule, _ = parts(load(text))
         return schedule, _model(options, schedule.ranks).resized(schedule.stages)
     if text == INTERLACED:
@@ -293,7 +292,7 @@ def _compare(options: argparse.Namespace) -> None:
 def _formula(options: argparse.Namespace) -> None:
     from zbcompile.schedules.simulation.closed_forms import closed_form, format_closed_form  # sympy: half a second
 
-    if options.schedule == INTERLACED or Path(options.schedule).suffix in FILES:
+    if options.schedule == INTERLACED or Path(options.schedule).suffix in ENDS_OF_SCHEDULES:
         raise ScheduleError(f"{options.schedule} has no closed form; `show` simulates it")
     form = closed_form(options.schedule)
     if (options.ranks is None) != (options.microbatches is None):

@@ -34,6 +34,7 @@ from zbcompile.passes.option import (
 from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules import Lowered, Schedule, load
 from zbcompile.schedules.generators.registry import find
+from zbcompile.schedules.ir.files import ENDS_OF_SCHEDULES
 
 Part = TypeVar("Part")
 
@@ -109,7 +110,7 @@ class Options(Choices, StepOptions):
     def __post_init__(self) -> None:
         for name in OPTIONS:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
-        if isinstance(self.schedule, str) and self.schedule.endswith((".csv", ".json", ".txt")):
+        if isinstance(self.schedule, str) and self.schedule.endswith(ENDS_OF_SCHEDULES):
             object.__setattr__(self, "schedule", load(self.schedule))
         if isinstance(self.schedule, Lowered):
             object.__setattr__(self, "schedule", self.schedule.as_schedule())

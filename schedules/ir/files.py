@@ -34,6 +34,7 @@ from zbcompile.schedules.ir.schedule import (
 from zbcompile.untrusted_text import VALUES, parse_json, read_text
 
 TORCHS_OWN = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")  # written among the others
+ENDS_OF_SCHEDULES = (".csv", ".json", ".txt")
 JSON_VERSION = 1
 PASSES = [(barriers, lookups) for barriers in (1, 2) for lookups in (False, True)]
 RANKS = 1 << 16  # no CSV has more rows

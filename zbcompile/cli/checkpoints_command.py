@@ -1,7 +1,6 @@
 """The checkpoints command: look after folders of checkpoints."""
 
 import argparse
-from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,7 @@ def prune_folder(path: Path, keep: int) -> None:
 def _found(path: Path) -> list[Path]:
     found = candidates(path)
     if not found:
-        raise PipelineError(f"{path} holds no checkpoint.")
+        raise PipelineError(f"{path} holds no checkpoint." if path.is_dir() else f"there is no folder {path}.")
     return found
 
 
@@ -75,13 +74,11 @@ def _is_whole(path: Path) -> bool:
 
 
 def _run(chosen: argparse.Namespace, say: Say) -> None:
-    run: dict[str, Callable[[], None]] = {
-        "verify": lambda: verify(chosen.folder),
-        "list": lambda: print_list(chosen.folder),
-        "prune": lambda: prune_folder(chosen.folder, chosen.keep),
-    }
     say(f"{chosen.command} {chosen.folder}")
-    run[chosen.command]()
+    if chosen.command == "prune":
+        prune_folder(chosen.folder, chosen.keep)
+    else:
+        (verify if chosen.command == "verify" else print_list)(chosen.folder)
 
 
 def _add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -91,15 +91,16 @@ def _fail(command: str, error: Exception, debug: bool) -> int:
 
 
 def add_flags(group: Any, names: Iterable[str], **instead: str) -> None:
-    """Add a flag for each of these options. Its help is the first sentence of the option's paragraph, or the text that
-    `instead` has for it."""
+    """Add a flag for each of these options. Its help is the first sentence of the option's paragraph and its default,
+    which a second sentence may explain, or the text that `instead` has for it."""
     for name in names:
         option = OPTIONS[name]
         kind, text = option.metadata["kind"], PARAGRAPHS.get(name, "")
         summary = text[:1].lower() + text[1:] if text[1:2].islower() else text
-        summary = summary.partition(". ")[0].rstrip(".").replace("`", "").replace("%", "%%")
-        default = "" if option.default in (None, False) else f" (default: {option.default})"
-        text = instead.get(name, f"{summary}{default}")
+        summary, _, more = summary.replace("`", "").replace("%", "%%").partition(". ")
+        usual = more[9:].partition(". ")[0].rstrip(".") if more.startswith("Default: ") else option.default
+        default = "" if usual in (None, False) else f" (default: {usual})"
+        text = instead.get(name, f"{summary.rstrip('.')}{default}")
         group.add_argument(flag_of(name), default=argparse.SUPPRESS, help=text, **kind.flag)
 
 

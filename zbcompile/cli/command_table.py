@@ -1,13 +1,15 @@
 """The commands: `python -m zbcompile NAME`, or `python -m zbcompile.NAME`.
 
 The table has the module and one sentence for each command. A command's module, and with it torch, is imported only
-when the command runs, after a line that says so.
+when the command runs, after a line that says so. `help/` has what `COMMAND --help` prints, since the options whose
+flags it lists are made of torch's types: `pytest --update-golden` writes it anew from the parsers.
 """
 
 import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from pathlib import Path
 from typing import NoReturn
 
 from zbcompile.progress import Progress, Say, silent
@@ -23,6 +25,7 @@ COMMANDS = {
     "doctor": ("zbcompile.cli.doctor_command", "check a machine or a cluster"),
     "schedules": ("zbcompile.schedules.__main__", "orders without a model: list, show, check, compare, search"),
 }
+HELP = Path(__file__).parent / "help"
 Main = Callable[..., int]
 
 
@@ -35,9 +38,13 @@ def main_of(name: str) -> Main:
     return main
 
 
-def run_and_exit(name: str, arguments: Sequence[str] | None = None) -> NoReturn:
+def run_and_exit(name: str, arguments: list[str] | None = None) -> NoReturn:
     """Run a command and end the process. Compiling makes many small objects that live on; with the default thresholds
     the garbage collector walks them again and again, a sixth of `inspect`'s time."""
+    given = sys.argv[1:] if arguments is None else arguments
+    if given[:1] in (["-h"], ["--help"]) and (text := HELP / f"{name}.txt").exists():
+        print(text.read_text(encoding="utf-8"), end="")
+        sys.exit(0)
     gc.set_threshold(50_000, 20, 20)
     with Progress(f"zbcompile {name}: loading") as say:
         status = main_of(name)(arguments, say)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zbcompile.cli.command_line import Command, add_flags, flag_of
-from zbcompile.cli.compile_arguments import FLAGS, add_division
+from zbcompile.cli.compile_arguments import FLAGS, add_division, require_division
 from zbcompile.cli.train_job import train
 from zbcompile.cli.train_optimizer import DECAYS, NAMED
 from zbcompile.cli.train_pipeline import Job
@@ -57,6 +57,7 @@ def _job(chosen: dict[str, Any]) -> Job:
     apart = {"debug", "option", "lr", "weight_decay", *compiling}
     given = {name: value for name, value in chosen.items() if name not in apart}
     job = Job(**given, options=options, compiling=compiling)
+    require_division(job.zero, job.reshard)
     for problem in _problems(job):
         raise PipelineError(problem)
     return job
@@ -75,8 +76,6 @@ def _problems(job: Job) -> Iterator[str]:
         yield f"--monitor is {job.monitor}; expected a number of steps, or 0 for none"
     if job.zero and job.replicas == 1:
         yield f"--zero {job.zero} divides the optimizer among replicas; pass --replicas N as well"
-    if job.reshard and job.zero != 3:
-        yield f"--reshard lets divided parameters go, and --zero {job.zero} leaves them whole; pass --zero 3 as well"
     if job.resume and job.checkpoint is None:
         yield "--resume needs --checkpoint DIR, where the checkpoints are"
     if job.export is not None and job.export.suffix not in ("", ".safetensors"):

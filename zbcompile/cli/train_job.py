@@ -26,6 +26,8 @@ from zbcompile.persistence.safetensors_weights import holds_weights, load_weight
 from zbcompile.profiling.monitor_steps import monitor
 from zbcompile.progress import Say, silent
 
+REFRESH = 0.5  # seconds between two readings of the loss, each of which waits for the device
+
 
 class StepProgress:
     """Shows steps out of `steps`, from `start` on; every `every` steps if there is no terminal."""
@@ -85,9 +87,8 @@ def _train(job: Job, pipe: Pipeline, source: Any) -> None:
     at = _first_state(job, pipe, optimizer)
     set_options(optimizer, asked)
     progress = StepProgress(at.step, job.steps, job.log_every, pipe.is_first)
-    origin = (
-        f"the weights of {job.weights or job.init or job.directory}" if at.path is None else f"resumed from {at.path}"
-    )
+    given = job.weights or job.init or job.directory
+    origin = f"the weights of {given}" if at.path is None else f"resumed from {at.path}"
     progress.say(f"step {at.step} of {job.steps}: {origin}")
     with pipe.ranks.watch.region(f"opening {job.data}"):
         data = together(pipe.ranks, f"opening {job.data}", lambda: _data(job, pipe, source, at))
@@ -174,6 +175,3 @@ def _steps(job: Job, pipe: Pipeline, optimizer: Optimizer, data: Data, progress:
             extra = {"data": states[0], "replicas": states} if len(states) > 1 else {"data": states[0]}
             written = save_checkpoint(job.checkpoint, pipe, optimizer, extra=extra, keep=job.keep, wait=wait)
             progress.say(f"step {step + 1} of {job.steps}: {'saved' if wait else 'saving'} {written}")
-
-
-REFRESH = 0.5  # seconds between two readings of the loss, each of which waits for the device

@@ -14,6 +14,8 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.prediction.predict import Basis, count_messages
 from zbcompile.program.program import Program
 from zbcompile.schedules import Placement, ScheduleError, smallest_microbatches
+from zbcompile.schedules.generators.registry import find
+from zbcompile.schedules.ir.files import ENDS_OF_SCHEDULES
 from zbcompile.schedules.visualization.step_tables import idle_share
 from zbcompile.tables import Figure, Table
 
@@ -21,7 +23,7 @@ from zbcompile.tables import Figure, Table
 def compare(subject: Subject) -> tuple[Table, list[Prediction]]:
     """Compile once per placement, since nothing else of a schedule changes the graphs, and predict each schedule."""
     request = subject.request
-    names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
+    names = compared_names(request)
     counted = with_options(request, microbatches=request.options.microbatches or _common_microbatches(names, request))
     comparison, rows, steps, notes = _Comparison(subject.example), [], [], []
     for name in names:
@@ -37,6 +39,15 @@ def compare(subject: Subject) -> tuple[Table, list[Prediction]]:
         raise PipelineError("; ".join(notes) or "--compare names nothing")
     bases = sorted({step.basis.text for step in steps})
     return Table("compared", f"Predicted {', '.join(bases)}; one step", rows, notes), steps
+
+
+def compared_names(request: Request) -> list[str]:
+    """The schedules that `--compare` names. Raises ScheduleError for one that does not exist; one that these ranks or
+    microbatches do not admit stands below the table, with the reason."""
+    names = [name.strip() for name in (request.compare or "").split(",") if name.strip()]
+    for name in names:
+        name.endswith(ENDS_OF_SCHEDULES) or find(name)
+    return names
 
 
 def _common_microbatches(names: Sequence[str], request: Request) -> int:

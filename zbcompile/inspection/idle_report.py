@@ -102,7 +102,7 @@ def critical_table(timeline: Timeline, unit: str) -> Table:
     kinds = ", ".join(
         f"{kind} {format_share(time / (timeline.finish or 1))}" for kind, time in time_by_kind(path).items()
     )
-    length = format_time(timeline.finish, unit)
+    order, length = timeline.schedule, format_time(timeline.finish, unit)
     rows = [
         [
             Figure("from", legs[0].start, unit),
@@ -113,7 +113,8 @@ def critical_table(timeline: Timeline, unit: str) -> Table:
         ]
         for legs in by_rank(path)
     ]
-    title = f"The step takes {length} because of this chain of {len(path)} actions: {kinds}."
+    step = f"The step of {order.name} with {order.microbatches} microbatches"
+    title = f"{step} takes {length} because of this chain of {len(path)} actions: {kinds}."
     return Table("critical path", title, rows, ["Making anything else faster does not shorten the step."])
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from zbcompile.cli.command_line import Command, split_options
 from zbcompile.cli.compile_arguments import add_division, add_plan, quiet, schedule_of, with_options
 from zbcompile.env import VARIABLES
-from zbcompile.inspection.compared_schedules import compare
+from zbcompile.inspection.compared_schedules import compare, compared_names
 from zbcompile.inspection.graphs import (
     difference,
     graph_table,
@@ -76,6 +76,7 @@ def _checked(subject: Subject, asked: list[Part]) -> list[Part]:
     request = subject.request
     needing = [f"--{name}" for name in ("diff", "passes", "compare") if getattr(request, name)]
     subject.require_model([*request.changed, *needing])
+    compared_names(request)
     stages = [stage_and_pass(request.graph)[0]] if request.graph else []
     stages += [stage_and_passes(*request.diff)[0]] if request.diff else []
     for stage in stages:
@@ -258,7 +259,7 @@ def _add_output(group: Any) -> None:
         help="what changed in a stage (default: the first) between two passes of the compiler; --passes lists them",
     )
     add("--passes", action="store_true", help="the passes in order: operations before, after, seconds")
-    add("--compare", metavar="NAME,NAME", help="predict the step under several schedules")
+    add("--compare", metavar="NAME,NAME", help="predict the step under several schedules, of the same microbatches")
     add("--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them")
     add("--critical-path", action="store_true", help="the chain of actions that sets the step's length")
     add(

@@ -1,6 +1,6 @@
 """The summary of a compiled program: its tables, from the model to the order of every rank."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 
 from zbcompile.amounts import format_change, format_time
@@ -22,8 +22,7 @@ from zbcompile.prediction.advice import (
 )
 from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import count_messages, hardware_of
-from zbcompile.prediction.rank_memory import RankMemory, complete_peak, gathers_of, rank_memories
-from zbcompile.program.program import Program
+from zbcompile.prediction.rank_memory import RankMemory, complete_peak, copies_bytes, gathers_of, rank_memories
 from zbcompile.schedules import format_schedule, format_timeline
 from zbcompile.schedules.ir.actions import flatten
 from zbcompile.schedules.visualization.step_tables import idle_share
@@ -317,16 +316,3 @@ class Summary:
 
 def _number(count: int, word: str) -> str:
     return f"{count} {word}{'s' * (count != 1)}"
-
-
-def copies_bytes(program: Program, rank: int, sizes: Mapping[str, tuple[int, int]]) -> int:
-    """What `validate="after"` keeps on a rank until its updates are validated: a copy of what it updates (float32 for
-    parameters in half precision) and of the optimizer's state, `optimizer_state` bytes per byte of that. With
-    `zero=1 | 2` a replica keeps its share of it. `sizes` has the elements and bytes of each parameter."""
-    updated = {name: max(size, 4 * count) for name, (count, size) in sizes.items()}
-    names = {name for stage in program.stages_of(rank) for name in program.stages[stage].trained}
-    total, vocabulary = 0, program.vocabulary
-    if vocabulary is not None:
-        (low, high), names = vocabulary.bounds[rank], names.difference(vocabulary.parameters)
-        total = sum(updated[name] * (high - low) // vocabulary.bounds[-1][1] for name in vocabulary.parameters)
-    return int((total + sum(updated[name] for name in names)) * (1 + program.choices.optimizer_state))

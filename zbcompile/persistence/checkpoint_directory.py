@@ -37,7 +37,8 @@ def latest_checkpoint(folder: str | Path) -> Path | None:
 
 
 def candidates(path: str | Path) -> list[Path]:
-    """`path` itself if it is a checkpoint, damaged or not; else those in that folder, newest first."""
+    """`path` itself if it is a checkpoint, damaged or not; else those in that folder, newest first: none if there is no
+    such folder."""
     named = Path(path)
     held = any((named / name).exists() for name in (INDEX, PICKLED))
     return [named] if held or (_NAME.fullmatch(named.name) and named.is_dir()) else checkpoints_in(named)[::-1]

@@ -371,3 +371,16 @@ def sent_and_kept(forward: Piece, leaving: Collection[str]) -> int:
 
 def _bytes(buffers: Iterable[Buffer]) -> int:
     return sum(buffer.spec.bytes for buffer in buffers)
+
+
+def copies_bytes(program: Program, rank: int, sizes: Mapping[str, tuple[int, int]]) -> int:
+    """What `validate="after"` keeps on a rank until its updates are validated: a copy of what it updates (float32 for
+    parameters in half precision) and of the optimizer's state, `optimizer_state` bytes per byte of that. With
+    `zero=1 | 2` a replica keeps its share of it. `sizes` has the elements and bytes of each parameter."""
+    updated = {name: max(size, 4 * count) for name, (count, size) in sizes.items()}
+    names = {name for stage in program.stages_of(rank) for name in program.stages[stage].trained}
+    total, vocabulary = 0, program.vocabulary
+    if vocabulary is not None:
+        (low, high), names = vocabulary.bounds[rank], names.difference(vocabulary.parameters)
+        total = sum(updated[name] * (high - low) // vocabulary.bounds[-1][1] for name in vocabulary.parameters)
+    return int((total + sum(updated[name] for name in names)) * (1 + program.choices.optimizer_state))

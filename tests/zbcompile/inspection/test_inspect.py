@@ -148,9 +148,15 @@ def test_graph(graph: str, inspect: Callable[..., str], golden: Callable[[str, s
 
 @pytest.mark.slow
 def test_comparison(inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
-    text = inspect(f"{TARGETS}:gpt", "--compare", "1f1b,ZBH1,zb-v,v-min,dualpipe,zb-x")
+    text = inspect(f"{TARGETS}:gpt", "--compare", "1f1b,ZBH1,zb-v,v-min,dualpipe")
     assert max(map(len, text.splitlines())) <= WIDTH
     golden("inspect_gpt_compare.txt", text)
+
+
+def test_what_cannot_be_compared_stands_below_the_table(tiny: Path, inspect: Callable[..., str]) -> None:
+    table, note = inspect(f"{tiny}:two", "--compare", "1f1b,dualpipe", "--microbatches", 3).rsplit("\n\n", 1)
+    assert "1f1b" in table
+    assert note.startswith("dualpipe: ")
 
 
 def test_causes(tiny: Path, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
@@ -454,7 +460,7 @@ def test_a_wrong_target_is_one_line(target: str, says: str, tiny: Path, refuse: 
         ("--costs", "missing.json", "no such file"),
         ("--measured", "missing.json", "missing.json: No such file"),
         ("--measured", "{tiny}", "is not a step record"),
-        ("--compare", "zb-x", "no schedule is called 'zb-x'"),
+        ("--compare", "1f1b,zb-x", "no schedule is called 'zb-x'"),
     ],
 )
 def test_a_wrong_option_is_one_line(option: str, value: str, says: str, tiny: Path, refuse: Callable[..., str]) -> None:

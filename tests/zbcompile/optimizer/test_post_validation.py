@@ -26,8 +26,8 @@ from tests.support.oracle import PROBLEMS, Batch
 from tests.support.pool import FORKS, Pool
 from tests.support.replicated import REPLICAS, mesh_of_replicas
 from tests.support.training import ROWS, Case, assert_same_tensors, compiled_once, pipeline_of
-from zbcompile.inspection.report import copies_bytes
 from zbcompile.optimizer.post_validation import PostValidation
+from zbcompile.prediction.rank_memory import copies_bytes
 
 
 @pytest.mark.mostly_slow(every=3)

@@ -175,6 +175,12 @@ def test_pickles_are_never_read(trained: tuple[nn.Linear, torch.optim.Optimizer]
     assert not trap.exists()
 
 
+def test_a_folder_that_is_missing_or_empty_is_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path, says in ((tmp_path / "missing", "there is no folder"), (tmp_path, "holds no checkpoint")):
+        assert main(["verify", str(path)]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_a_folder_falls_back_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = nn.Linear(2, 2)
     for step in (1, 2, 3):
