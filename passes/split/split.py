@@ -26,21 +26,24 @@ inputs, and make outputs of the model and checks, where the model has them; B, W
 (input, activation, parameter, buffer). The tangent of the last stage is that of the loss.
 """
 
-from collections.abc import Callable, Set
+from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
+from typing import Any
 
-from torch.fx import Node
+import torch
+from torch.fx import Graph, Node
 
 from zbcompile.passes.graph.fx import is_getitem, is_random, nodes_behind, operations_behind
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import storages_read
-from zbcompile.passes.split.convolution import cut_convolutions, merge_convolutions
 from zbcompile.passes.split.joint_graph import Joint
 from zbcompile.passes.split.saved_bytes import Crossing, crossing_of, keys_of
 from zbcompile.passes.split.simplify import copy_joint
 from zbcompile.passes.split.subgraphs import Assignment, Piece, extract, share_views
 from zbcompile.passes.split.weight_cut import WeightCut, cut_weight, is_cheap
+
+_MASK = 10  # position of output_mask in a convolution's backward: (gradient of input, of weight, of bias)
 
 
 @dataclass(frozen=True)
@@ -150,3 +153,60 @@ def needed_nodes(joint: Joint, wanted: Callable[[Slot], bool]) -> set[Node]:
 def _close(nodes: Set[Node], joint: Joint) -> set[Node]:
     """Add the getitems of nodes with several outputs: the parts of a tuple are kept, never the tuple."""
     return {*nodes, *(n for n in joint.module.graph.nodes if is_getitem(n) and n.args[0] in nodes)}
+
+
+def cut_convolutions(graph: Graph) -> int:
+    """Cut every backward of a convolution that makes the input's gradient and another one; returns how many.
+
+    Autograd computes the gradients of input, weight and bias in one call, so without the cut every convolution's weight
+    gradient would be computed in B. The two calls compute the same bits as the one.
+    """
+    found = [n for n in graph.nodes if _is_convolution_backward(n) and n.args[_MASK][0] and any(n.args[_MASK][1:])]
+    for node in found:
+        _, weight, bias = node.args[_MASK]
+        with graph.inserting_after(node):
+            later = graph.call_function(node.target, _masked(node, [False, weight, bias]))
+        later.meta = _meta(node, (False, weight, bias))
+        for user in [u for u in node.users if is_getitem(u) and u.args[1] != 0]:
+            user.args = (later, user.args[1])
+        node.args = _masked(node, [True, False, False])
+        node.meta = _meta(node, (True, False, False))
+    return len(found)
+
+
+def merge_convolutions(graph: Graph) -> None:
+    """Undo `cut_convolutions` where nothing is split (BW): merge calls that differ only in their masks, since one call
+    shares the reordering of the output gradient."""
+    first: dict[tuple[Any, ...], Node] = {}
+    for node in [n for n in graph.nodes if _is_convolution_backward(n)]:
+        arguments = tuple(tuple(a) if isinstance(a, list) else a for a in node.args[:_MASK])
+        keeper = first.setdefault(arguments, node)
+        if keeper is not node and not any(a and b for a, b in _masks(keeper, node)):
+            _merge(graph, keeper, node)
+
+
+def _merge(graph: Graph, keeper: Node, node: Node) -> None:
+    values = [a if a is not None else b for a, b in zip(keeper.meta["val"], node.meta["val"], strict=True)]
+    mask = [a or b for a, b in _masks(keeper, node)]
+    node.replace_all_uses_with(keeper)
+    graph.erase_node(node)
+    keeper.args = _masked(keeper, mask)
+    keeper.meta = {key: value for key, value in keeper.meta.items() if key != "pass"} | {"val": tuple(values)}
+
+
+def _is_convolution_backward(node: Node) -> bool:
+    return node.target is torch.ops.aten.convolution_backward.default
+
+
+def _masks(one: Node, other: Node) -> Iterator[tuple[Any, Any]]:
+    return zip(one.args[_MASK], other.args[_MASK], strict=True)  # type: ignore[arg-type]
+
+
+def _masked(node: Node, mask: list[Any]) -> tuple[Any, ...]:
+    return (*node.args[:_MASK], mask)
+
+
+def _meta(node: Node, mask: tuple[Any, ...]) -> dict[str, Any]:
+    """The values that remain under `mask`."""
+    values = tuple(value if wanted else None for value, wanted in zip(node.meta["val"], mask, strict=True))
+    return {**node.meta, "val": values, "pass": "split"}

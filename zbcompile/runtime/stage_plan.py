@@ -66,7 +66,7 @@ class CompiledStage:
     `inputs` are the registers of user inputs by path, `passing` those that hold values of one microbatch only.
     `generator_arrives` and `generator_leaves` say whether generator state travels with F, which `relay` continues;
     `mergeable` that its calls run its graphs as they are, so that a pair can be one graph. `pairs` are what runs a pass
-    of this stage together with one of another (`zbcompile.runtime.overlapped_pairs`), None if they run in turn.
+    of this stage together with one of another (`zbcompile.runtime.rank_plan`), None if they run in turn.
     """
 
     program: StageProgram

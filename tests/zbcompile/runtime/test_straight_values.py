@@ -19,7 +19,7 @@ from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.partition import straight_ways
+from zbcompile.passes.partition import stage_graphs
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.predict import count_messages
 from zbcompile.program.program import Program
@@ -211,7 +211,7 @@ def test_an_order_without_the_ways_of_a_program_is_refused() -> None:
 
 
 def test_no_value_goes_further_than_a_message() -> None:
-    assert straight_ways.FARTHEST == kinds.FARTHEST
+    assert stage_graphs.FARTHEST == kinds.FARTHEST
 
 
 def torch_stages(relay: bool) -> None:
