@@ -42,7 +42,8 @@ class UserTraceback(contextlib.AbstractContextManager[Entered]):
             raised = other
             raise
         finally:
-            if isinstance(raised, FOR_USERS) and not isinstance(raised, FaultError) and not TRACEBACK.read():
+            own = isinstance(raised, FaultError) and raised.__cause__ is not None  # whose cause is the user's error
+            if isinstance(raised, FOR_USERS) and not own and not TRACEBACK.read():
                 _shorten(raised)
 
 

@@ -49,8 +49,8 @@ class Position:
     waits: bool = False
     waited: int = 0
 
-    def status(self, beat: int = 0, timeout: float = 0.0, closed: bool = False) -> "Status":
-        return Status(beat, self.region, self.doing, str(self.action), self.waits, timeout, closed)
+    def status(self, beat: int = 0, timeout: float = 0.0, ended: str = "") -> "Status":
+        return Status(beat, self.region, self.doing, str(self.action), self.waits, timeout, ended)
 
     def enter(self, doing: str) -> None:
         self.region += 1
@@ -87,7 +87,7 @@ class Position:
 @dataclass(frozen=True)
 class Status(ReportText):
     """A rank's position as others see it; `beat` grows while its process lives, `timeout` is how many seconds it waits
-    for others, `closed`: it makes no further calls."""
+    for others, `ended` is why it makes no further calls, empty as long as it may."""
 
     beat: int
     region: int
@@ -95,7 +95,7 @@ class Status(ReportText):
     action: str
     waits: bool
     timeout: float = 0.0
-    closed: bool = False
+    ended: str = ""
 
     @property
     def where(self) -> str:
@@ -122,17 +122,13 @@ class Heartbeats:
 
 
 def find_gone(own: int, statuses: Mapping[int, Status], heartbeats: Heartbeats, seconds: float) -> Fault | None:
-    """The first other rank that has closed its pipeline, or has shown signs of life but none for `seconds`."""
+    """The first other rank that makes no further calls, or has shown signs of life but none for `seconds`."""
     here = statuses[own]
     for rank, status in statuses.items():
         silent = status.beat >= 0 and heartbeats.silent(rank, seconds)
-        if rank != own and (status.closed or silent):
+        if rank != own and (status.ended or silent):
             where = status.where if status.region == here.region else here.doing
-            cause = (
-                "it closed its pipeline, or its process ended by itself"
-                if status.closed
-                else "its process ended or is frozen, or its machine was lost"
-            )
+            cause = status.ended or "its process ended or is frozen, or its machine was lost"
             told = f"{cause}. Its last sign of life came from {status.where}; rank {own} missed it at {here.where}"
             return Fault(rank, where, told)
     return None

@@ -10,6 +10,7 @@ import contextlib
 import itertools
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +18,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from zbcompile.env import TRACEBACK
 from zbcompile.errors import PipelineError
 from zbcompile.faults.abort import Group, cut_connections
 from zbcompile.faults.board import Board, SilentStoreError
@@ -81,12 +83,18 @@ def own_fault(position: Position, error: BaseException) -> Fault:
     return Fault(position.rank, position.status().where, f"{type(error).__name__}: {error}")
 
 
+def _after(what: str) -> str:
+    """What ended a rank, with the error of its script before that, if there was one."""
+    error = sys.exc_info()[1] or getattr(sys, "last_value", None)
+    return what if error is None else f"{what}, after {type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
+
+
 @dataclass(eq=False)
 class Watch:
     """This process is one rank of several. `groups` are the process groups of its pipeline, all of `backend`; `inner`
     are those that its graphs use together with ranks of other pipelines. `timeout` is how many seconds it waits for
     another rank, and `progress` says how far its device is. `inside` says whether it runs a call now; `heard` is a
-    fault that was posted."""
+    fault that was posted, and `closed` says how the pipeline was closed."""
 
     position: Position
     board: Board
@@ -99,6 +107,7 @@ class Watch:
     inner: tuple[dist.ProcessGroup, ...] = ()
     inside: bool = False
     heard: Fault | None = None
+    closed: str = ""
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     stopped: threading.Event = field(default_factory=threading.Event)
     turns: Turns = field(default_factory=lambda: Turns(wait=False))
@@ -125,10 +134,11 @@ class Watch:
                 if self.fault is not None:  # this rank has given up, but what it waited in could not be cut
                     raise self.fault.error()
             except BaseException as error:
+                raw = self._is_of_others(error) and not TRACEBACK.read()
                 told = self._explain(error)
                 if told is error:
                     raise
-                raise told from error
+                raise told from (None if raw else error)  # what a cut connection raises here is no cause
             finally:
                 self.inside = before
                 if not before:
@@ -158,6 +168,7 @@ class Watch:
 
     def close(self) -> None:
         """End the thread and release the store."""
+        self.closed = self.closed or _after("it closed its pipeline")
         self.stopped.set()
         stop_watching(self._termination, self)
         if self._thread is not threading.current_thread():
@@ -280,7 +291,8 @@ class Watch:
                 if self.stopped.wait(INTERVAL):
                     break
             if self.fault is None:
-                self.board.beat(self.position.status(next(self._beats), self.timeout, closed=True))
+                ended = self.closed or _after("its process or its process group ended")
+                self.board.beat(self.position.status(next(self._beats), self.timeout, ended))
         except RuntimeError:  # the store does not answer
             if dist.group.WORLD is world and not self.stopped.is_set():
                 self._cut(self._without_store())

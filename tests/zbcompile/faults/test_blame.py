@@ -24,10 +24,10 @@ def test_a_silent_rank_is_blamed_and_not_a_busy_one() -> None:
 
 
 def test_a_rank_that_closed_its_pipeline_left_early() -> None:
-    closed = Status(9, 2, "step 1", "the end", waits=False, closed=True)
+    closed = Status(9, 2, "step 1", "the end", waits=False, ended="it closed its pipeline, after ValueError: bad row")
     fault = find_gone(0, {0: WAITS, 1: closed}, Heartbeats(), 2.0)
     assert fault is not None
-    assert "it closed its pipeline" in fault.cause
+    assert "it closed its pipeline, after ValueError: bad row. Its last sign" in fault.cause
 
 
 def test_one_that_never_came_is_not_dead() -> None:

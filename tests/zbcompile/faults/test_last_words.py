@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from zbcompile.env import TRACEBACK
 from zbcompile.errors import FaultError
 from zbcompile.faults.board import SilentStoreError
 from zbcompile.faults.fault_report import Fault, Position, Status
@@ -46,6 +47,19 @@ class SilentStore(GoneStore):
 
     def cut(self) -> None:
         self.given_up = True
+
+
+class OpenStore(GoneStore):
+    """The board of a store that answers and holds no fault; `said` are the statuses of this rank."""
+
+    def __init__(self) -> None:
+        self.said: list[Status] = []
+
+    def beat(self, status: Status) -> None:
+        self.said.append(status)
+
+    def _fail(self, *args: object) -> None:
+        return None
 
 
 class Idle:
@@ -105,6 +119,33 @@ def test_what_was_posted_before_the_store_went_is_said(watch: Watch, capsys: pyt
     watch.fault, watch.heard = None, Fault(2, "F0.1 of step 3", "it broke")
     assert not watch.say_before_end()
     assert "rank 2 failed at F0.1 of step 3: it broke" in capsys.readouterr().err
+
+
+def test_a_script_that_fails_outside_of_a_call_says_why_it_closes() -> None:
+    board: Any = OpenStore()
+    watch = Watch(Position(rank=1), board, (), 5.0, "gloo", Idle())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="bad row"), contextlib.closing(watch):
+        raise ValueError("bad row 17\nin the data")
+    assert board.said[-1].ended == "it closed its pipeline, after ValueError: bad row 17"
+
+
+@pytest.mark.parametrize("error", [RuntimeError("pair.cc:553 Connection closed by peer"), ValueError("a wrong row")])
+def test_what_torch_says_of_a_cut_connection_is_not_shown(
+    error: Exception, watch: Watch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(TRACEBACK.name, raising=False)
+    watch._thread.join(5)
+    watch.fault, watch.stopped = None, threading.Event()
+
+    def cut() -> None:
+        watch.fault = Fault(0, "step 3", "it broke")
+        with watch.position.waiting("a tensor"):
+            raise error
+
+    with pytest.raises(FaultError, match="it broke") as raised, watch.region("step 3"):
+        cut()
+    assert (raised.value.__cause__ is error) == isinstance(error, ValueError)
+    assert raised.value.__suppress_context__
 
 
 def test_a_worker_that_is_terminated_says_nothing_and_its_parent_goes_on(watch: Watch, capfd: Any) -> None:
