@@ -38,3 +38,8 @@ def name_in_torch(value: Any) -> tuple[str, str] | None:
     """The tag and the name under which `named` finds a dtype, layout or memory format; None for anything else."""
     tag = next((tag for tag, kind in _KINDS.items() if isinstance(value, kind)), None)
     return None if tag is None else (tag, str(value).removeprefix("torch."))
+
+
+def type_text(value: torch.Tensor) -> str:
+    """Dtype and shape, as in `float32[2, 64]`."""
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"

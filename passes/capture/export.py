@@ -33,7 +33,7 @@ from zbcompile.passes.capture.torch_private import (
     unchecked_distributions,
     whole_regions,
 )
-from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction, Read, TrainingStep
+from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction, Read, TrainingStep, failing_loss
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.capture_refusals import Refusal, explanation
 from zbcompile.passes.errors import CaptureError
@@ -213,7 +213,7 @@ def not_exported(model: nn.Module, error: BaseException, shape_from_data: str = 
     `shape_from_data` is the line that made the first tensor whose shape depends on the data, if there is one: the
     failure often comes much later."""
     place = shape_from_data or failing_line(error)
-    names = {"model": type(model).__name__, "place": f"{place} " if place else ""}
+    names = {"model": f"{failing_loss(error)}{type(model).__name__}", "place": f"{place} " if place else ""}
     return Refusal.NOT_EXPORTED.error(**names, why=explanation(error))
 
 

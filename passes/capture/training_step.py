@@ -1,6 +1,7 @@
 """What is captured: the model followed by its loss, or the model alone, observed by a `EffectsSeen`."""
 
 import dataclasses
+import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -12,6 +13,7 @@ from zbcompile.passes.capture.distributed_regions import PendingCall
 from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.python_state.premises import join
+from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.torch_private import pytree
 
 LossFunction = Callable[[Any, Any], torch.Tensor | tuple[torch.Tensor, Any]]  # of (output, target); with metrics a pair
@@ -31,6 +33,17 @@ def with_arguments(loss: Callable[..., Any], output: Any, target: Any) -> Any:
     if isinstance(target, LossArguments):
         return loss(output, target.target, **target.loss_kwargs)
     return loss(output, target)
+
+
+def failing_loss(error: BaseException) -> str:
+    """The loss in which `error` was raised and what it was given; empty if the model raised it."""
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    given = next((frame.f_locals for frame in frames if frame.f_code is with_arguments.__code__), None)
+    if given is None:
+        return ""
+    leaves = pytree.tree_leaves((given["output"], given["target"]))
+    kinds = (type_text(each) for each in leaves if isinstance(each, torch.Tensor))
+    return f"the loss {getattr(given['loss'], '__name__', type(given['loss']).__name__)} of ({', '.join(kinds)}) after "
 
 
 def join_loss(model: nn.Module, loss: Any) -> None:

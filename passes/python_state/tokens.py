@@ -24,6 +24,7 @@ import torch
 from torch import nn
 
 from zbcompile.passes.python_state.executed_code import is_users_name
+from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.torch_private import OpOverload, storage_key
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), type(...), range, slice, torch.dtype, torch.device)
@@ -68,7 +69,7 @@ class Identity:
     def __repr__(self) -> str:
         value = self.value
         if isinstance(value, torch.Tensor):
-            return f"a tensor {str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+            return f"a tensor {type_text(value)}"
         return getattr(value, "__qualname__", "") or f"a {type(value).__name__}"
 
 

@@ -20,6 +20,7 @@ from zbcompile.passes.graph.fx import is_getitem, output_values
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.graph.storage import is_view, tensors_of
 from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.torch_private import FakeTensor, HigherOrderOperator, OpOverload, is_in_place
 
 WIDTH = 100
@@ -92,11 +93,6 @@ def describe_value(value: Any) -> str:
         shown = ", ".join(type_text(v) for v in tensors_of(value)[:4])
         return f"({shown}{', ...' if len(value) > 4 else ''})"
     return "" if value is None else type(value).__name__
-
-
-def type_text(value: torch.Tensor) -> str:
-    """Dtype and shape, as in `float32[2, 64]`."""
-    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
 
 
 def _body(module: GraphModule, backward: bool) -> list[str]:

@@ -11,6 +11,7 @@ from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.process_groups import is_under_way, is_wait
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.torch_private import is_in_place
 from zbcompile.passes.verification.graph_views import GraphView
 from zbcompile.passes.verification.rule import Break, graph_rule
@@ -146,6 +147,4 @@ def nothing_in_place(view: GraphView) -> Iterator[Break]:
 
 def form_of(value: Any) -> str:
     """Dtype and shape of a value, as text; its type if it is no tensor."""
-    return " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors_of(value)) or repr(
-        type(value).__name__
-    )
+    return " ".join(type_text(t) for t in tensors_of(value)) or repr(type(value).__name__)

@@ -14,6 +14,7 @@ from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.partition.stage_graphs import Stage
+from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.logits import NORMALISATIONS
 
 IGNORED = -100
@@ -78,14 +79,14 @@ def logits_in(output: Any) -> torch.Tensor:
     if not isinstance(found, torch.Tensor):
         raise Refusal.NO_LOGITS.error(kind=type(output).__name__)
     if found.ndim < 2 or not found.is_floating_point():
-        raise Refusal.LOGITS_SHAPE.error(found=f"{str(found.dtype).removeprefix('torch.')}{list(found.shape)}")
+        raise Refusal.LOGITS_SHAPE.error(found=type_text(found))
     return found
 
 
 def _require_labels(logits: torch.Tensor, labels: Any) -> None:
     what = type(labels).__name__
     if isinstance(labels, torch.Tensor):
-        what = f"{str(labels.dtype).removeprefix('torch.')}{list(labels.shape)}"
+        what = type_text(labels)
         if labels.shape == logits.shape[:-1] and labels.dtype in INTEGERS:
             return
     of_logits = {"logits": list(logits.shape), "shape": list(logits.shape[:-1])}

@@ -18,7 +18,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.options import Options, checked
-from zbcompile.passes.stage.print_python import type_text
+from zbcompile.passes.torch_names import type_text
 from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.profiling.observation import Observation
 from zbcompile.program_cache.programs import Programs

@@ -40,7 +40,7 @@ from zbcompile.passes.partition.node_costs import predicted_seconds
 from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.passes.split.joint_graph import trace_joint
-from zbcompile.passes.stage.print_python import type_text
+from zbcompile.passes.torch_names import type_text
 from zbcompile.tables import Figure, Table, facts, to_text
 from zbcompile.torch_private import pytree
 

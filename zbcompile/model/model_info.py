@@ -55,9 +55,8 @@ def facts_of(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> ModelFa
     members, unsaved = [], {}
     for name, tensor in _named_tensors(model):
         kind = "parameter" if isinstance(tensor, nn.Parameter) else "buffer"
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        sizes = tuple(tensor.shape), tuple(tensor.stride())
-        members.append(Member(name, kind, *sizes, dtype, tensor.requires_grad, name in saved, first[name]))
+        layout = tuple(tensor.shape), tuple(tensor.stride()), str(tensor.dtype).removeprefix("torch.")
+        members.append(Member(name, kind, *layout, tensor.requires_grad, name in saved, first[name]))
         if name not in saved:
             unsaved[name] = tensor
     return ModelFacts(type(model).__name__, tuple(members), dict(constants), unsaved)

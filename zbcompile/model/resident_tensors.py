@@ -7,6 +7,7 @@ from torch import nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.torch_names import type_text
 
 
 def resident_tensors(model: nn.Module, constants: Mapping[str, torch.Tensor]) -> dict[Slot, torch.Tensor]:
@@ -52,4 +53,4 @@ def require_same_tensors(model: nn.Module, bound: Mapping[Slot, tuple[torch.Tens
 
 def kind_of(tensor: torch.Tensor) -> str:
     """Data type, shape and device, for messages and comparison."""
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
+    return f"{type_text(tensor)} on {tensor.device}"

@@ -20,6 +20,7 @@ from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.python_state.premises import Premises
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
+from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.choice import Choice
 from zbcompile.program.output import FORWARDS, Output
@@ -275,7 +276,7 @@ def listed(call: tuple[str, ...]) -> str:
 def _described(leaf: Any) -> str:
     if not isinstance(leaf, torch.Tensor):
         return repr(leaf)
-    return f"{str(leaf.dtype).removeprefix('torch.')}{list(leaf.shape)} strides {list(leaf.stride())}"
+    return f"{type_text(leaf)} strides {list(leaf.stride())}"
 
 
 def _types(module: torch.fx.GraphModule) -> str:

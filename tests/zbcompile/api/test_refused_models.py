@@ -295,6 +295,11 @@ def wrong_dtype() -> None:
     train(MLP(2), ROWS.double())
 
 
+def wrong_target() -> None:
+    pipe = zbcompile.pipeline(MLP(2), schedule="1f1b", microbatches=4, loss=nn.functional.cross_entropy, ranks=2)
+    pipe.step(ROWS, target=torch.zeros(8))
+
+
 def converted_after_compiling() -> None:
     model = MLP(2)
     pipe = train(model)
@@ -418,6 +423,7 @@ REFUSED = (
     Refused(in_place_below_autograd, CAPTURE, r"writes in place below autograd.*exact=False"),
     Refused(wrong_width, CAPTURE, r"shapes that do not fit together\. Does the batch have the shapes"),
     Refused(wrong_dtype, CAPTURE, r"mixes float32 and float64 \(layers\.0 .*convert the batch"),
+    Refused(wrong_target, CAPTURE, r"the loss cross_entropy of \(float32\[2, 32\], float32\[2\]\) after MLP"),
     Refused(
         converted_after_compiling,
         PIPELINE,
