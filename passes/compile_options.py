@@ -139,7 +139,7 @@ VOCAB = one_of("off", "auto", 1, 2, also=" (barriers)")
 
 
 @options
-class GraphOptions(OptionFields):
+class Choices(OptionFields):
     """The options that change the graphs.
 
     Args:

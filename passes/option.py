@@ -1,8 +1,8 @@
 """One option, stated once: its type, default, check, paragraph, and form on a command line.
 
-An option is a field of `GraphOptions`, `StepOptions` or `Options`, each of which extends the one before with the
-options of its room. Keywords and their types, docstrings, flags and the entries of a saved program are all derived from
-these fields.
+An option is a field of `Choices`, `StepOptions` or `Options`, each of which extends the one before with the options of
+its room. Keywords and their types, docstrings, flags and the entries of a saved program are all derived from these
+fields.
 """
 
 import math

@@ -15,7 +15,7 @@ from zbcompile.distributed.mesh import MeshNames, read_mesh_names
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.passes.capture.training_step import LossFunction
-from zbcompile.passes.compile_options import VOCAB, Barriers, GraphOptions, VocabLogits
+from zbcompile.passes.compile_options import VOCAB, Barriers, Choices, VocabLogits
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.option import (
     BYTES,
@@ -56,7 +56,7 @@ EXAMPLE = OptionKind(_read_example, "(args, kwargs) of one batch")
 
 
 @options
-class Options(GraphOptions, StepOptions):
+class Options(Choices, StepOptions):
     """All options of a pipeline, each by its own name, as manifests and command lines have them. Raises PipelineError
     for a value that an option cannot have.
 
@@ -117,10 +117,10 @@ class Options(GraphOptions, StepOptions):
         check_backend(self.backend, self.exact)
 
     @property
-    def choices(self) -> GraphOptions:
+    def choices(self) -> Choices:
         """Only graphs that run as they are can be interleaved; what is not said of the output layer is searched."""
         vocab = self.vocab or ("auto" if is_searched(self) else "off")
-        found = replace(_part(self, GraphOptions), vocab=vocab)
+        found = replace(_part(self, Choices), vocab=vocab)
         return found if backend_name(self.backend) == "fx" else replace(found, pairs="given")
 
     @property
@@ -258,7 +258,7 @@ def _group_parts(keyword: str, group: type[Any], flat: dict[str, Any]) -> None:
         return
     if isinstance(flat.get(keyword), group):
         raise PipelineError(f"{old[0]} and {keyword}={group.__name__}(...) are both given; set it in the latter.")
-    usual = {name: option.default for name, option in options_of(GraphOptions).items()}
+    usual = {name: option.default for name, option in options_of(Choices).items()}
     flat[keyword] = group(**{part: flat.pop(option, usual[option]) for part, option in parts.items()})
     text = f"zbcompile.pipeline({', '.join(old)}) is deprecated; write {keyword}=zbcompile.{flat[keyword]!r}"
     warnings.warn(text, DeprecationWarning, stacklevel=4)

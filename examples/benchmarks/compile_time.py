@@ -22,7 +22,7 @@ import zbcompile
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
 from zbcompile.compiler.cut_planning import plan_cuts
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.program.program import Program
 from zbcompile.schedules import build
 
@@ -48,7 +48,7 @@ def example(layers: int) -> zbcompile.Example:
 
 def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
     """One line of the table."""
-    given, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), GraphOptions()
+    given, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), Choices()
     microbatch = one_microbatch(given)
     capture, laid_out = timed(lambda: lay_out_step(given.model, microbatch, given.loss))
     cuts, _ = timed(lambda: plan_cuts(laid_out.canonical, laid_out.line, schedule, choices, {}))

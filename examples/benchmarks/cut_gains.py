@@ -29,7 +29,7 @@ from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import lay_out_step
 from zbcompile.compiler.prices import LinePrices
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.planning.layouts import LayoutSearch
@@ -39,7 +39,7 @@ from zbcompile.schedules import ScheduleError
 
 LAYERS, ROWS, LENGTH = 6, 4, 1024  # layers a rank; rows of a microbatch, and their words
 WORDS = 21_100  # of a vocabulary that takes as long as a layer
-CHOICES = GraphOptions(hardware=zbcompile.Hardware.find("h100-sxm"))
+CHOICES = Choices(hardware=zbcompile.Hardware.find("h100-sxm"))
 
 
 def captured(layers: int, head: int) -> LinePrices:

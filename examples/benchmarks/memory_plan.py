@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, VOCABULARY, next_byte_loss
 from llama import Llama
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.program.program import Program
@@ -77,7 +77,7 @@ def _mixture(given: argparse.Namespace) -> nn.Module:
 
 def _line(given: argparse.Namespace, name: str, schedule: str, example: zbcompile.Example) -> list[str]:
     order = build(schedule, ranks=given.ranks, microbatches=given.microbatches)
-    program = compile_example(example, order, GraphOptions()).program
+    program = compile_example(example, order, Choices()).program
     plans = [_plan(program, rank) for rank in range(given.ranks)]
     planned, alive = max(plan.size for plan in plans), max(plan.least for plan in plans)
     predicted = max(memory.peak for memory in rank_memories(program, predicted_costs(program), {}))

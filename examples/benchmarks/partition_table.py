@@ -23,7 +23,7 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import LaidOut, lay_out_step
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
 from zbcompile.passes.partition.node_costs import loads_of, measured_seconds
 from zbcompile.schedules import Schedule, build
@@ -53,7 +53,7 @@ def of_zoo(name: str) -> zbcompile.Example:
 def line_of(name: str, laid_out: LaidOut, seconds: dict[str, float], schedule: Schedule) -> list[object]:
     """One line of the table."""
     line = laid_out.line
-    cuts = plan_cuts(laid_out.canonical, line, schedule, GraphOptions(), {})
+    cuts = plan_cuts(laid_out.canonical, line, schedule, Choices(), {})
     edges = [index + 1 for index in cuts.after]
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
     totals = [0.0, *accumulate(loads_of(line, "flops", {})[0])]

@@ -22,7 +22,7 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.passes.compile_options import GraphOptions, Recompute
+from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.schedules import Costs, search
@@ -46,7 +46,7 @@ def part_of(tensor: int) -> Iterator[tuple[Example, Mapping[str, str]]]:
 
 def compare(tensor: int, placement: str, recompute: Recompute) -> None:
     with part_of(tensor) as (example, labels):
-        step, choices = (example.model, one_microbatch(example)), GraphOptions(recompute=recompute)
+        step, choices = (example.model, one_microbatch(example)), Choices(recompute=recompute)
         order = search(Costs.uniform(2 * RANKS if placement == "v" else RANKS), RANKS, 4, None, [placement], moves=0)
         laid_out = lay_out_step(*step, example.loss, dimensions=labels)
         program = compile_laid_out(*step, laid_out, order.schedule, choices, {})

@@ -36,7 +36,7 @@ from torch import nn
 import zbcompile
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.measure_nodes import values_like
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.machine.roofline import node_seconds, seconds_of
 from zbcompile.passes.split.subgraphs import Piece
@@ -111,7 +111,7 @@ def main() -> None:
 def _pieces(name: str) -> dict[tuple[int, str], Piece]:
     """By stage and pass."""
     model, inputs = globals()[name]()
-    program = compile_example(zbcompile.Example(model, (), inputs), build("zb-h1", 2, 4), GraphOptions()).program
+    program = compile_example(zbcompile.Example(model, (), inputs), build("zb-h1", 2, 4), Choices()).program
     return {(stage.stage, op): piece for stage in program.stages for op, piece in stage.pieces.items()}
 
 

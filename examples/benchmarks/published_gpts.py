@@ -27,7 +27,7 @@ from torch import Tensor, nn
 import zbcompile
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import Costs, build, simulate
 
@@ -160,7 +160,7 @@ def _predicted(p: Published, hardware: str) -> Costs:
         example = example_of(p.layers, p.heads, p.width, 1024, p.rows)
     each = (p.layers + 2) // p.ranks
     cuts = tuple(f"layers.{n}" for n in accumulate([each - 1, *[each] * (p.ranks - 2)]))
-    choices = GraphOptions(balance=cuts, accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware))
+    choices = Choices(balance=cuts, accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware))
     program = compile_example(example, build("zb-h1", p.ranks, p.microbatches), choices).program
     return predicted_costs(program)
 

@@ -20,7 +20,7 @@ from benchmarks.published_gpts import PUBLISHED, Published, example_of
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import lay_out_step
-from zbcompile.passes.compile_options import GraphOptions, Recompute
+from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.layouts import LayoutSearch
 from zbcompile.planning.planner import PricedStep
@@ -31,7 +31,7 @@ BUDGETS = (0.75, 0.5, 0.25)
 
 
 def search_of(published: Published, hardware: str, chunks: int | None) -> LayoutSearch:
-    choices = GraphOptions(accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware))
+    choices = Choices(accumulate_dtype=torch.float16, hardware=zbcompile.Hardware.find(hardware))
     with fake_models():
         example = example_of(*published[:3], 1024, published.rows)
     laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, choices)

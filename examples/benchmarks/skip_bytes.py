@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.prediction.predict import count_messages
 from zbcompile.schedules import build
 
@@ -108,7 +108,7 @@ def squares(output: Tensor, target: Tensor) -> Tensor:
     return output.square().mean()
 
 
-def sent(name: str, schedule: str, choices: GraphOptions) -> float:
+def sent(name: str, schedule: str, choices: Choices) -> float:
     """MB of all messages of a microbatch."""
     make, shape = MODELS[name]
     torch.manual_seed(0)
@@ -120,8 +120,7 @@ def sent(name: str, schedule: str, choices: GraphOptions) -> float:
 
 def row(name: str, schedule: str) -> dict[str, object]:
     relay, exact, default = (
-        sent(name, schedule, choices)
-        for choices in (GraphOptions(relay=True), GraphOptions(exact=True), GraphOptions())
+        sent(name, schedule, choices) for choices in (Choices(relay=True), Choices(exact=True), Choices())
     )
     found = {"relay": relay, "exact": exact, "default": default, "of relay": f"{default / relay:.0%}"}
     return {"model": name, "schedule": schedule, **found}

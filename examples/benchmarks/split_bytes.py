@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed.pipelining._backward import stage_backward_input
 from tqdm import tqdm
 
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.split.subgraphs import Piece
@@ -75,8 +75,8 @@ def operands(piece: Piece) -> int:
 
 def compare(kind: str, shape: tuple[int, int, int]) -> Iterable[dict[str, object]]:
     """A row for each stage of a model."""
-    again = compile_stages(kind, *shape, GraphOptions(exact=True, balance=CUTS, weight_recompute=True))
-    for stage, other in zip(compile_stages(kind, *shape, GraphOptions(exact=True, balance=CUTS)), again, strict=True):
+    again = compile_stages(kind, *shape, Choices(exact=True, balance=CUTS, weight_recompute=True))
+    for stage, other in zip(compile_stages(kind, *shape, Choices(exact=True, balance=CUTS)), again, strict=True):
         needed, crossing = operands(stage.program.pieces["W"]), stage.program.crossing
         closure = crossing.residue - sum(done.residue for done in stage.program.improvements)
         eager = torch_keeps(stage)

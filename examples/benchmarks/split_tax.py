@@ -27,7 +27,7 @@ from tqdm import tqdm
 from zbcompile.backends.backend import Backend, make_backend
 from zbcompile.backends.cuda_graphs import record
 from zbcompile.backends.types import Run
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.stage_plan import CompiledStage, prepare_stage
@@ -66,7 +66,7 @@ def compiled_step(stage: Stage, prepared: CompiledStage, split: bool) -> Step:
     weight = next(iter(stage.parameters.values()))
     run = StageRun(
         stages=[prepared],
-        gradients=Gradients(stage.parameters, frozenset(), GraphOptions()),
+        gradients=Gradients(stage.parameters, frozenset(), Choices()),
         inputs=[dict(stage.inputs)],
         loss_factor=torch.ones((), device=prepared.device, dtype=weight.dtype),
         seeds=[0],

@@ -32,7 +32,7 @@ import zbcompile
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import LaidOut, lay_out_step
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.option import read_bytes
 from zbcompile.planning.layouts import LayoutSearch
@@ -275,7 +275,7 @@ def auto(search: LayoutSearch, seconds: float) -> tuple[Step, Choice]:
     return Step(choice.seconds, max(choice.peak), str(choice.layout)), choice
 
 
-def drawn_of(name: str, length: int, choices: GraphOptions) -> LaidOut:
+def drawn_of(name: str, length: int, choices: Choices) -> LaidOut:
     with fake_models():
         model, tokens = MODELS[name]().bfloat16(), torch.zeros(1, length, dtype=torch.int64)
     example = zbcompile.Example(model, (tokens,), loss=loss, target=tokens)
@@ -284,7 +284,7 @@ def drawn_of(name: str, length: int, choices: GraphOptions) -> LaidOut:
 
 def compare(name: str, options: argparse.Namespace) -> list[object]:
     begun = time.process_time()
-    choices = GraphOptions(
+    choices = Choices(
         vocab="auto", hardware=zbcompile.Hardware.find(options.hardware), memory=read_bytes(options.memory)
     )
     priced = PricedStep(drawn_of(name, options.length, choices), choices, {})

@@ -22,7 +22,7 @@ from zbcompile.passes.capture.functional_writes import (
     mark_written_bases,
     merge_remade_views,
 )
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.shared_parameters import separate_uses
 from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.run_passes import SILENT, Pass, PassManager
@@ -51,7 +51,7 @@ class StageTask:
     that arrive, what the graphs call each process group of this process, and the parameters of several stages."""
 
     trainable: frozenset[str]
-    choices: GraphOptions
+    choices: Choices
     tangents: Mapping[str, torch.Tensor]
     dimensions: Mapping[str, str] = field(default_factory=dict)
     several: frozenset[str] = frozenset()

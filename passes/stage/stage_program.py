@@ -30,7 +30,7 @@ import torch
 from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.capture.opaque_calls import is_call
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import like, output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import exchanged_bytes, group_of, is_under_way, rename_groups, with_groups
@@ -108,7 +108,7 @@ class StageProgram:
         return sum(spec.bytes for spec in leaving.values() if spec.hops == hops)
 
 
-def finish_stage(split: Split, choices: GraphOptions) -> StageProgram:
+def finish_stage(split: Split, choices: Choices) -> StageProgram:
     """Choose how gradients accumulate (see `zbcompile.passes.stage.accumulate`) and describe the stage."""
     stage = split.joint.stage
     split_pieces = (split.forward, split.backward, split.weight, split.fused)
@@ -145,7 +145,7 @@ def _flops(raw: Mapping[str, Piece], mode: FakeTensorMode) -> dict[str, int]:
     return {name: sum(each.values()) for name, each in (counts | {"BW": counts["B"] | counts["W"]}).items()}
 
 
-def _buffers(split: Split, choices: GraphOptions) -> dict[str, torch.Tensor]:
+def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:
     """A fake tensor of the gradient buffer of each parameter."""
     parameters = {s.name: n.meta["val"] for s, n in split.joint.inputs if s.kind == "parameter"}
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -10,7 +10,7 @@ import torch
 from torch.fx import GraphModule
 
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import drop_unused_inputs, like, output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
 from zbcompile.passes.machine.flops import count_flops
@@ -160,7 +160,7 @@ def make_vocabulary(
     barriers: int,
     tiling: Tiling,
     lookup: VocabularyLookup | None,
-    choices: GraphOptions,
+    choices: Choices,
 ) -> VocabularyProgram:
     """The program of every shard."""
     shards = [Shard(head, rank, bounds, barriers, tiling.keep, tiling.words) for rank in range(len(bounds))]
@@ -197,7 +197,7 @@ def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
         return head.tokens(*(torch.empty(v.shape, dtype=v.dtype, device=v.device) for v in values))
 
 
-def _accumulating(piece: Piece, choices: GraphOptions) -> Piece:
+def _accumulating(piece: Piece, choices: Choices) -> Piece:
     """With each gradient added into its buffer, of which `accumulate_in_place` takes a fake tensor."""
     gradients = {slot.name: value for slot, value in _results(piece) if slot.kind == "gradient"}
     buffers = {name: g.new_empty(g.shape, dtype=choices.dtype_of_sum(g.dtype)) for name, g in gradients.items()}

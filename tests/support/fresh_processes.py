@@ -19,7 +19,7 @@ from tests.support.training import Case, Trained, join, problem_of, reference
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.program.program import StepOptions
 from zbcompile.schedules import build
 
@@ -97,7 +97,7 @@ def _save(model: str, folder: Path, backend: str) -> None:
     part = next(batch.parts(MICROBATCHES))
     made = problem.model()
     microbatch = one_microbatch(Example(made, part.args, part.kwargs, problem.loss, part.target))
-    choices = GraphOptions(exact=backend == "fx")
+    choices = Choices(exact=backend == "fx")
     laid_out = lay_out_step(made, microbatch, problem.loss, choices)
     for ranks, name in PLANS.items():
         schedule = build(name, ranks, MICROBATCHES)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import zbcompile
 from zbcompile.compiler.compile_stage import compile_stage
 from zbcompile.passes.capture.export import Captured, capture
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.partition.liveness import Line, lay_out_line
 from zbcompile.passes.partition.stage_graphs import Stage, cut
@@ -67,12 +67,12 @@ class Compiled:
         return self.programs[1]
 
 
-def compile_middle(inner: nn.Module, x: Tensor, choices: GraphOptions | None = None) -> Compiled:
+def compile_middle(inner: nn.Module, x: Tensor, choices: Choices | None = None) -> Compiled:
     """Compile `inner` as stage 1 of 3; `x` is one microbatch of its input."""
     model = Middle(inner, x)
     eager = copy.deepcopy(model)
     stages, captured = _stages(model, x)
-    make = functools.partial(compile_stage, captured.trainable, choices or GraphOptions(exact=True))
+    make = functools.partial(compile_stage, captured.trainable, choices or Choices(exact=True))
     inputs = [torch.randn_like(x) for _ in range(MICROBATCHES)]
     return Compiled(model, eager, inputs, compile_distinct(stages, captured.trainable, make), captured.constants)
 
@@ -90,7 +90,7 @@ def run_in_order(compiled: Compiled, order: Sequence[tuple[str, int]]) -> dict[s
     for parameter in parameters.values():
         parameter.grad = None
     runs = [
-        StageRun([s] * MICROBATCHES, Gradients(parameters, frozenset(), GraphOptions(exact=True)), *_inputs(compiled))
+        StageRun([s] * MICROBATCHES, Gradients(parameters, frozenset(), Choices(exact=True)), *_inputs(compiled))
         for s in _prepared(compiled)
     ]
     for op, i in order:

@@ -20,7 +20,7 @@ from zbcompile.distributed.mesh import BATCHES, PARTS
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.experts import placements_of_experts
 from zbcompile.model.placements import placement_of
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.pass_list.passes_in_order import CUT
 from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
@@ -72,7 +72,7 @@ def captured(case: Case) -> Captured:
     labels = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names or ()}
     rules = {**Parts(model, labels).placements, **placements_of_experts(model)}
     microbatch = whole_batch(batch.args, dict(batch.kwargs), batch.target).whole
-    choices = GraphOptions(vocab=1) if case.vocab else GraphOptions()
+    choices = Choices(vocab=1) if case.vocab else Choices()
     laid_out = lay_out_step(model, microbatch, loss, choices, dimensions=labels)
     groups = {label: name for name, label in labels_of(laid_out.canonical).items()}
     sharded = frozenset(name for name, along in rules.items() if along.get(case.dimension) == "shard")

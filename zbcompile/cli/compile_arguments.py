@@ -17,7 +17,7 @@ from zbcompile.compiler.compile_model import LaidOut
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
 from zbcompile.options import OPTIONS, Options, is_searched
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.gpu import KIND
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.option import options_of
@@ -31,7 +31,7 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 RANKS, CPU = 2, "cpu"
 FAKE = "h100-sxm"  # the device for predictions of fake models, unless --hardware names another
-FLAGS = ("schedule", "ranks", "microbatches", "chunks", "search_seconds", *options_of(GraphOptions), "loss_reduction")
+FLAGS = ("schedule", "ranks", "microbatches", "chunks", "search_seconds", *options_of(Choices), "loss_reduction")
 
 
 @dataclass(frozen=True)
@@ -146,11 +146,11 @@ class ExamplePlanner:
     def __init__(self, provisional: Schedule, options: Options, announce: Say) -> None:
         self.provisional, self.options, self.announce = provisional, options, announce
 
-    def decide(self, step: LaidOut, seconds: Mapping[str, float]) -> tuple[Schedule, GraphOptions, Sequence[int]]:
+    def decide(self, laid_out: LaidOut, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]:
         """The fastest layout that fits."""
         asked = self.options
         settings = asked.choices, (), asked.chunks, asked.search_seconds, seconds
-        self.choice = decide(step, self.provisional, *settings, announce=self.announce)[0]
+        self.choice = decide(laid_out, self.provisional, *settings, announce=self.announce)[0]
         layout = self.choice.layout
         return self.choice.order, layout.within(asked.choices), layout.edges
 

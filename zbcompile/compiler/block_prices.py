@@ -19,7 +19,7 @@ from zbcompile.compiler.block_memory import BlockMemory, Step, Use
 from zbcompile.compiler.compile_stage import compile_stage, labels_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.opaque_calls import form_of, is_call
-from zbcompile.passes.compile_options import GraphOptions, read_channels
+from zbcompile.passes.compile_options import Choices, read_channels
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.rematerialize import can_remake
 from zbcompile.passes.graph.storage import is_view, storages_behind, tensors_of
@@ -90,7 +90,7 @@ def blocks_of(line: Line) -> list[int]:
 def price_line(
     canonical: Canonical,
     line: Line,
-    choices: GraphOptions,
+    choices: Choices,
     behind: Tangents | None,
     made: Made,
     base: Prices | None = None,
@@ -140,7 +140,7 @@ def _received(stage: Stage) -> list[str]:
     return [slot.name for slot in stage.inputs if slot.kind == "activation"]
 
 
-def _remade(stage: Stage, line: Line, choices: GraphOptions) -> frozenset[int]:
+def _remade(stage: Stage, line: Line, choices: Choices) -> frozenset[int]:
     """Which of the values that a block receives are remade, unless a stage begins with it: with "full" all, with
     "hints" those made in a marked region. A price of a byte is asked in every block for itself."""
     made = {node.name: node for node in line.nodes}
@@ -179,7 +179,7 @@ class _Block:
         program: StageProgram,
         places: Sequence[tuple[int, bool]],
         length: int,
-        choices: GraphOptions,
+        choices: Choices,
         fused: bool,
     ) -> None:
         self.stage, self.program, self.places, self.length = stage, program, places, length
@@ -358,7 +358,7 @@ def _alike(one: Any, other: Any) -> bool:
     return both and (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
-def exchange_seconds(collective: Collective, choices: GraphOptions, device: str) -> float:
+def exchange_seconds(collective: Collective, choices: Choices, device: str) -> float:
     """The time of a collective on the channel of its dimension: as `channels` says, or as the hardware has it."""
     channels = read_channels(choices.channels)
     if collective.dimension not in channels:

@@ -19,7 +19,7 @@ from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.capture.training_step import loss_in
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.pass_list.run_passes import Observer
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.program import Program
@@ -47,14 +47,14 @@ class CompiledExample:
 class Planner(Protocol):
     """Chooses the layout of a captured step, and the order of what it was compiled to."""
 
-    def decide(self, step: LaidOut, seconds: Mapping[str, float]) -> tuple[Schedule, GraphOptions, Sequence[int]]: ...
+    def decide(self, laid_out: LaidOut, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]: ...
     def finish(self, program: Program) -> Program: ...
 
 
 def compile_example(
     example: Example,
     schedule: Schedule,
-    choices: GraphOptions,
+    choices: Choices,
     observe: Observer | None = None,
     planner: Planner | None = None,
 ) -> CompiledExample:
@@ -95,7 +95,7 @@ def compile_example_forward(example: Example, computes: str, frame: Frame) -> Pr
         return compile_forward(example.model, microbatch, Computation(computes), frame)
 
 
-def compile_again(inspected: CompiledExample, schedule: Schedule, choices: GraphOptions) -> Program:
+def compile_again(inspected: CompiledExample, schedule: Schedule, choices: Choices) -> Program:
     """The program of the same captured step for another schedule or other choices; raises as `compile_example`."""
     if inspected.laid_out is None:
         raise PipelineError("a program read from a directory cannot be compiled again: it does not hold the model.")

@@ -25,7 +25,7 @@ from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.capture.torch_private import release_caches
 from zbcompile.passes.capture.training_step import Kept, LossFunction
 from zbcompile.passes.capture.unsupported import raise_first
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.partition.liveness import Line, lay_out_line
@@ -67,7 +67,7 @@ def lay_out_step(
     model: nn.Module,
     microbatch: Microbatch,
     loss: LossFunction | None,
-    choices: GraphOptions | None = None,
+    choices: Choices | None = None,
     schedule: Schedule | None = None,
     observe: Observer | None = None,
     dimensions: Mapping[str, str] | None = None,
@@ -86,7 +86,7 @@ def lay_out_step(
     with without_autocast(microbatch):
         canonical = canonicalise(captured, manager)
         raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
-        return _laid_out(captured, canonical, schedule, choices or GraphOptions(), manager)
+        return _laid_out(captured, canonical, schedule, choices or Choices(), manager)
 
 
 def on_mesh(captured: Captured, dimensions: Mapping[str, str]) -> Captured:
@@ -101,7 +101,7 @@ def whole_of(laid_out: LaidOut) -> LaidOut:
     return LaidOut(laid_out.captured, laid_out.sharding.whole, lay_out_line(laid_out.sharding.whole), None)
 
 
-def lay_out_again(laid_out: LaidOut, microbatch: Microbatch, choices: GraphOptions, schedule: Schedule) -> LaidOut:
+def lay_out_again(laid_out: LaidOut, microbatch: Microbatch, choices: Choices, schedule: Schedule) -> LaidOut:
     """The same captured step for other choices: with the output layer sharded, or not."""
     whole = laid_out.canonical if laid_out.sharding is None else laid_out.sharding.whole
     with without_autocast(microbatch):
@@ -109,7 +109,7 @@ def lay_out_again(laid_out: LaidOut, microbatch: Microbatch, choices: GraphOptio
 
 
 def _laid_out(
-    captured: Captured, whole: Canonical, schedule: Schedule | None, choices: GraphOptions, manager: PassManager
+    captured: Captured, whole: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager
 ) -> LaidOut:
     sharding = choose_sharding(whole, schedule, choices, manager)
     canonical = whole if sharding is None else sharding.trunk
@@ -128,7 +128,7 @@ def compile_laid_out(
     microbatch: Microbatch,
     laid_out: LaidOut,
     schedule: Schedule,
-    choices: GraphOptions,
+    choices: Choices,
     seconds: Mapping[str, float],
     like: Program | None = None,
     observe: Observer | None = None,
@@ -189,7 +189,7 @@ def compile_laid_out(
 def _compile_stages(
     canonical: Canonical,
     stages: tuple[Stage, ...],
-    choices: GraphOptions,
+    choices: Choices,
     behind: Mapping[str, torch.Tensor] | None,
     manager: PassManager,
 ) -> tuple[StageProgram, ...]:

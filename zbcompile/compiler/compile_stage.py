@@ -7,7 +7,7 @@ import torch
 
 from zbcompile.env import CHECK
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES, StageTask
 from zbcompile.passes.pass_list.run_passes import Observer, PassManager
@@ -27,7 +27,7 @@ def labels_of(canonical: Canonical) -> dict[str, str]:
 
 def compile_stage(
     trainable: frozenset[str],
-    choices: GraphOptions,
+    choices: Choices,
     stage: Stage,
     tangents: Mapping[str, torch.Tensor],
     manager: PassManager | None = None,

@@ -14,7 +14,7 @@ from operator import add
 from zbcompile.compiler.descent import Descent, Score
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import GraphOptions, Policy, Recompute
+from zbcompile.passes.compile_options import Choices, Policy, Recompute
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.partition.balance import LoadRow, Spans
@@ -33,7 +33,7 @@ def plan_cuts(
     canonical: Canonical,
     line: Line,
     schedule: Schedule,
-    choices: GraphOptions,
+    choices: Choices,
     seconds: Mapping[str, float],
     edges: Sequence[int] | None = None,
     behind: Tangents | None = None,
@@ -67,7 +67,7 @@ def plan_cuts(
     return replace(cuts, overweight=overweight)
 
 
-def layout_of(schedule: Schedule, edges: Sequence[int], choices: GraphOptions) -> Layout:
+def layout_of(schedule: Schedule, edges: Sequence[int], choices: Choices) -> Layout:
     """The layout of a named schedule with these cuts."""
     placed = str(schedule.placement), schedule.ranks, schedule.microbatches
     return Layout(*placed, tuple(edges), choices.recompute, choices.vocab)
@@ -88,7 +88,7 @@ def _ranks_of(placement: Placement) -> list[int]:
     return [placement.rank(stage) for stage in range(placement.stages)]
 
 
-def limits_of(prices: LinePrices, schedule: Schedule, choices: GraphOptions) -> Limits:
+def limits_of(prices: LinePrices, schedule: Schedule, choices: Choices) -> Limits:
     """What a rank may hold; what it recomputes is not known before the cuts are, and not counted."""
     if choices.memory is None:
         return Limits(choices.boundary_bytes)

@@ -26,7 +26,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.questions import ForeignAnswers
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.partition.stage_graphs import Stage, assign_by_cuts, assign_by_parameters
@@ -60,7 +60,7 @@ class Frame:
 
     schedule: Schedule
     like: Program | None
-    choices: GraphOptions
+    choices: Choices
     dimensions: Mapping[str, str]
     sharded: Collection[str] = ()
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from zbcompile.compiler.block_prices import exchange_seconds
 from zbcompile.compiler.stage_price import bytes_of, exchange_of
 from zbcompile.compiler.vocabulary_sharding import insert
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.machine.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
@@ -43,7 +43,7 @@ def _require_its_ways(schedule: Schedule, stages: Sequence[StageProgram]) -> Non
         )
 
 
-def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: GraphOptions, device: str) -> Lowered:
+def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choices, device: str) -> Lowered:
     """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the collectives."""
     if schedule.programs:  # its messages are placed for its order
         _require_its_ways(schedule, stages)

@@ -17,7 +17,7 @@ from zbcompile.compiler.block_prices import Made, Prices, price_line
 from zbcompile.compiler.divided_bytes import DividedBytes
 from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import GraphOptions, Policy, Recompute, price_of_policy
+from zbcompile.passes.compile_options import Choices, Policy, Recompute, price_of_policy
 from zbcompile.passes.graph.storage import bytes_behind, tensors_of
 from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
@@ -81,7 +81,7 @@ class LinePrices:
 
     canonical: Canonical
     line: Line
-    choices: GraphOptions
+    choices: Choices
     measured: Mapping[str, float] | None = None
     behind: Tangents | None = None
     made: Made = field(default_factory=dict)

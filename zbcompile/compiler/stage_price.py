@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from zbcompile.compiler.block_prices import exchange_seconds
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.machine.roofline import kernel_seconds, seconds_of
 from zbcompile.passes.split.subgraphs import Piece
@@ -77,7 +77,7 @@ class StagePrice(NamedTuple):
 def price_of(
     stage: StageProgram,
     hardware: Hardware,
-    choices: GraphOptions,
+    choices: Choices,
     device: str,
     fused: bool = False,
     factors: Mapping[str, float] | None = None,
@@ -111,7 +111,7 @@ def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:
     return sum(seconds for nodes, seconds in kernels if nodes[0].meta.get("pass") == "recompute")
 
 
-def exchange_of(stage: StageProgram, op: str, choices: GraphOptions, device: str) -> tuple[float, float]:
+def exchange_of(stage: StageProgram, op: str, choices: Choices, device: str) -> tuple[float, float]:
     """Seconds for which a pass waits for collectives: for all of them, and for those that a W can hide. Operators that
     wait for their own exchange hide behind nothing."""
     found = [(each.hides, exchange_seconds(each, choices, device)) for each in collectives_of(stage) if each.name == op]

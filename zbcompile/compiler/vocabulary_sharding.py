@@ -9,7 +9,7 @@ import torch
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.stage_price import bytes_of
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import BALANCES, GraphOptions
+from zbcompile.passes.compile_options import BALANCES, Choices
 from zbcompile.passes.errors import CompileError, PartitionError
 from zbcompile.passes.gpu import KIND, kind_of
 from zbcompile.passes.partition.liveness import lay_out_line
@@ -52,9 +52,7 @@ class VocabularySharding:
             return {self.activation: torch.empty(value.shape, dtype=value.dtype, device=value.device)}
 
 
-def find_sharding(
-    canonical: Canonical, choices: GraphOptions, manager: PassManager = SILENT
-) -> VocabularySharding | None:
+def find_sharding(canonical: Canonical, choices: Choices, manager: PassManager = SILENT) -> VocabularySharding | None:
     """The sharding that `vocab=` asks for; None if it asks for none. Raises CompileError if it is impossible."""
     if choices.vocab == "off" or (choices.vocab == "auto" and choices.exact):
         return None
@@ -83,7 +81,7 @@ def shard_head(canonical: Canonical, manager: PassManager, rows: Collection[str]
 
 
 def forward_shards(
-    sharding: VocabularySharding, bounds: Bounds, choices: GraphOptions, manager: PassManager
+    sharding: VocabularySharding, bounds: Bounds, choices: Choices, manager: PassManager
 ) -> VocabularyProgram:
     """The graphs of every rank's shard for a forward alone: S without a gradient, and what STATS makes of it."""
     tiling = replace(tiling_of(sharding.head, bounds, choices), keep=False)
@@ -94,7 +92,7 @@ def forward_shards(
 def shard(
     sharding: VocabularySharding,
     schedule: Schedule,
-    choices: GraphOptions,
+    choices: Choices,
     stages: tuple[StageProgram, ...],
     bounds: Bounds | None,
     manager: PassManager = SILENT,
@@ -144,7 +142,7 @@ def bounds_of(head: VocabularyHead, schedule: Schedule, stages: tuple[StageProgr
     return levelled if gains else even
 
 
-def tiling_of(head: VocabularyHead, bounds: Bounds, choices: GraphOptions) -> Tiling:
+def tiling_of(head: VocabularyHead, bounds: Bounds, choices: Choices) -> Tiling:
     """How many words to work on at a time, and whether the logits of a shard are to wait from S to T."""
     value = head.linears[0].meta["val"]
     tokens, most = head.logits // head.size, max(high - low for low, high in bounds)
@@ -157,7 +155,7 @@ def tiling_of(head: VocabularyHead, bounds: Bounds, choices: GraphOptions) -> Ti
 
 def _most_bytes(
     sharding: VocabularySharding,
-    choices: GraphOptions,
+    choices: Choices,
     stages: tuple[StageProgram, ...],
     vocabulary: VocabularyProgram,
     schedule: Schedule,
@@ -215,7 +213,7 @@ WORTH = 0.95  # of the step without: the prediction has no price for the collect
 
 
 def choose_sharding(
-    canonical: Canonical, schedule: Schedule | None, choices: GraphOptions, manager: PassManager = SILENT
+    canonical: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager = SILENT
 ) -> VocabularySharding | None:
     """The sharding that `vocab=` asks for; "auto" shards if there is an output layer and it gains 5 % of the step."""
     sharding = find_sharding(canonical, choices, manager)
@@ -225,7 +223,7 @@ def choose_sharding(
     return sharding if sharded < WORTH * redistributed else None
 
 
-def predict_steps(sharding: VocabularySharding, schedule: Schedule, choices: GraphOptions) -> tuple[float, float]:
+def predict_steps(sharding: VocabularySharding, schedule: Schedule, choices: Choices) -> tuple[float, float]:
     """Seconds of the step of `schedule` with the output layer on the last stage, cut by the balancer, and with an equal
     part of its words on every rank; at nominal speeds, messages free, infinite if it is impossible."""
     whole, trunk = (_loads(each, schedule, choices) for each in (sharding.whole, sharding.trunk))
@@ -241,7 +239,7 @@ def predict_steps(sharding: VocabularySharding, schedule: Schedule, choices: Gra
     return _step(schedule, _costs(whole)), sharded
 
 
-def _loads(canonical: Canonical, schedule: Schedule, choices: GraphOptions) -> tuple[float, ...] | None:
+def _loads(canonical: Canonical, schedule: Schedule, choices: Choices) -> tuple[float, ...] | None:
     """The load of each stage; None if there are no such cuts."""
     by_flops = replace(choices, balance="flops") if choices.balance in BALANCES else choices
     try:

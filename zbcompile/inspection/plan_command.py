@@ -27,7 +27,7 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import lay_out_step, whole_of
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.errors import PipelineError
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.option import options_of
 from zbcompile.planning.factorisations import SLOW, CapturedStep, PlanQuestion, PlanRow, factorisations, ranked
 from zbcompile.progress import Say
@@ -241,7 +241,7 @@ def _tokens(microbatch: Microbatch, rows: int) -> int:
 def _command(request: PlanRequest, schedule: str, row: PlanRow) -> str:
     """A program holds one pipeline of whole matrices; ranks that share them compile their parts themselves."""
     layout, (replicas, tensor, ranks) = row.choice.layout, row.mesh
-    kept = [name for name in options_of(GraphOptions) if name in request.given and name not in ("recompute", "vocab")]
+    kept = [name for name in options_of(Choices) if name in request.given and name not in ("recompute", "vocab")]
     flags = [f"{flag_of(name)} {_written(request.given[name])}".rstrip() for name in kept]
     begin = f"python -m zbcompile.compile {request.target}{' --fake' * request.fake} --ranks {ranks}"
     divided = f" --zero {request.zero}{' --reshard' * request.reshard}" * (request.zero and replicas > 1)

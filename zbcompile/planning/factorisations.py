@@ -7,7 +7,7 @@ from operator import sub
 
 from zbcompile.compiler.compile_model import LaidOut
 from zbcompile.compiler.prices import LinePrices
-from zbcompile.passes.compile_options import Barriers, GraphOptions
+from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.passes.partition.memory_estimate import ReplicaSharding
@@ -77,7 +77,7 @@ class PlanQuestion:
     `reshard` of `ReplicaSharding` say.
     """
 
-    choices: GraphOptions
+    choices: Choices
     batch: int | None = None
     dimensions: Collection[str] = ("dp", "pp")
     schedule: str = "auto"
@@ -131,7 +131,7 @@ def factorisations(
     return found, impossible
 
 
-def on_mesh(choices: GraphOptions, tensor: int) -> GraphOptions:
+def on_mesh(choices: Choices, tensor: int) -> Choices:
     """With the link between two neighbours of a pipeline, which are `tensor` ranks apart, and for exchanges that among
     the ranks that share every matrix."""
     hardware = choices.hardware

@@ -19,7 +19,7 @@ from zbcompile.compiler.cut_planning import (
 from zbcompile.compiler.descent import GAIN, Descent, Score
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.compiler.vocabulary_sharding import WORTH
-from zbcompile.passes.compile_options import Barriers, GraphOptions, Policy, Recompute
+from zbcompile.passes.compile_options import Barriers, Choices, Policy, Recompute
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
 from zbcompile.passes.partition.named_cuts import edges_named
@@ -88,7 +88,7 @@ class LayoutSearch:
     lines: Mapping[Barriers, LinePrices]
     ranks: int
     microbatches: int
-    choices: GraphOptions
+    choices: Choices
     counts: tuple[int, ...] = ()
     chunks: int | None = None
     brief: bool = False

@@ -16,7 +16,7 @@ from zbcompile.compiler.prices import LinePrices, ShardPrice
 from zbcompile.compiler.stage_price import running_of
 from zbcompile.compiler.vocabulary_sharding import VocabularySharding, tiling_of
 from zbcompile.errors import PipelineError
-from zbcompile.passes.compile_options import Barriers, GraphOptions
+from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.layouts import LayoutSearch
@@ -38,7 +38,7 @@ NAMES = 4  # named schedules that can be tried on the ranks
 def decide(
     laid_out: LaidOut,
     provisional: Schedule,
-    choices: GraphOptions,
+    choices: Choices,
     counts: Sequence[int],
     chunks: int | None,
     budget: float,
@@ -81,7 +81,7 @@ class PricedStep:
     `seconds_of`."""
 
     laid_out: LaidOut
-    choices: GraphOptions
+    choices: Choices
     measured: Mapping[str, float]
     link: Connection | None = None
     fused: bool = False
@@ -127,9 +127,7 @@ class PricedStep:
         return LinePrices(*of_line, link=link, fused=self.fused)
 
 
-def _shard(
-    sharding: VocabularySharding, seconds: float, ranks: int, choices: GraphOptions, vocab: Barriers
-) -> ShardPrice:
+def _shard(sharding: VocabularySharding, seconds: float, ranks: int, choices: Choices, vocab: Barriers) -> ShardPrice:
     """An equal part of the output layer and of the embedding that is sharded with it."""
     head = sharding.head
     logits = head.logits // ranks * head.dtype.itemsize

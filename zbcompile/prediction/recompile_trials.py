@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 from zbcompile.compiler.compile_example import CompiledExample, compile_again
 from zbcompile.compiler.paired_schedule import in_order
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.prediction.advice import Alternative, ImpossibleChange, Peak, front, judge
 from zbcompile.prediction.predict import factors_of, predicted_costs
@@ -23,7 +23,7 @@ class Recompilation:
     change: str
     option: str
     schedules: tuple[Schedule, ...]
-    choices: GraphOptions
+    choices: Choices
 
 
 def run_trials(
@@ -90,7 +90,7 @@ def _trials(program: Program) -> Iterator[Recompilation]:
     yield from _other_placements(schedule, choices)
 
 
-def _other_placements(schedule: Schedule, choices: GraphOptions) -> Iterator[Recompilation]:
+def _other_placements(schedule: Schedule, choices: Choices) -> Iterator[Recompilation]:
     """The schedules that cut the model otherwise, by their stages. Of those with two copies of the model none."""
     by_placement: dict[Placement, list[Schedule]] = {}
     for name in names():

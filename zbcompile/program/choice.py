@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from zbcompile.passes.compile_options import Barriers, GraphOptions, Recompute
+from zbcompile.passes.compile_options import Barriers, Choices, Recompute
 from zbcompile.schedules import Placement, Schedule
 
 
@@ -31,7 +31,7 @@ class Layout:
         """Between the last stage's forward and its backward, if the output layer is sharded."""
         return self.vocab if isinstance(self.vocab, int) else 1
 
-    def within(self, choices: GraphOptions) -> GraphOptions:
+    def within(self, choices: Choices) -> Choices:
         """The user's choices with what this layout decides."""
         return replace(choices, recompute=self.recompute, vocab=self.vocab)
 

@@ -14,7 +14,7 @@ from zbcompile.distributed.mesh import DIMENSIONS
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import from_plain, to_text
 from zbcompile.model.model_info import Member, ModelFacts
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
@@ -196,7 +196,7 @@ def program_from_manifest(
     )
 
 
-def _options_to_data(options: GraphOptions | StepOptions) -> dict[str, Any]:
+def _options_to_data(options: Choices | StepOptions) -> dict[str, Any]:
     """Options as plain data; `read_options` takes it."""
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
     plain |= {name: value.to_dict() for name, value in plain.items() if isinstance(value, Hardware)}
@@ -211,10 +211,10 @@ def _member_from_data(name: str, kind: str, shape: Any, stride: Any, *rest: Any)
     return found
 
 
-def _choices_from_data(data: Mapping[str, Any]) -> GraphOptions:
+def _choices_from_data(data: Mapping[str, Any]) -> Choices:
     if not isinstance(data.get("hardware"), dict | None):  # a name may be that of a file
         raise ValueError(f"{data['hardware']!r} stands for a machine's figures")
-    return read_options(GraphOptions, data)
+    return read_options(Choices, data)
 
 
 def _step_from_data(data: Mapping[str, Any]) -> StepOptions:

@@ -14,7 +14,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.passes.capture.guards import Guards
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.search import Cuts
@@ -58,7 +58,7 @@ class Program:
     stages: tuple[StageProgram, ...]
     lowered: Lowered
     homes: Mapping[str, tuple[int, ...]]
-    choices: GraphOptions
+    choices: Choices
     loss_dtype: str
     inputs: Mapping[str, tuple[tuple[int, ...], str]]
     vocabulary: VocabularyProgram | None

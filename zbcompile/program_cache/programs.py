@@ -32,7 +32,7 @@ from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.options import Options, is_searched
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import ForeignAnswers
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.python_state.premises import StandingPremises
@@ -88,7 +88,7 @@ class Programs:
     ) -> None:
         self._model, self._options, self.bound, self.ranks = model, options, bound, bound.ranks
         self.schedule, self.saved = schedule, saved
-        self.decided: GraphOptions | None = None  # by a search
+        self.decided: Choices | None = None  # by a search
         self.searched: tuple[LaidOut, Program] | None = None  # the first step, from a search
         self.cache = ProgramCache(bound.ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
@@ -328,7 +328,7 @@ class Programs:
         microbatch: Microbatch,
         laid_out: LaidOut,
         schedule: Schedule,
-        choices: GraphOptions,
+        choices: Choices,
         edges: Sequence[int] | None = None,
     ) -> Program:
         seconds = self.measured(laid_out)
@@ -357,7 +357,7 @@ class Programs:
         sharded = self._options.choices.vocab in (1, 2) and found.choices.vocab == "off"
         return None if is_searched(self._options) or sharded else found
 
-    def _choices(self) -> GraphOptions:
+    def _choices(self) -> Choices:
         """Later programs reuse the first one's sharding decision, because row ownership is already fixed."""
         choices = self.decided or self._options.choices
         if self.decided is None and self.outputs and self._options.vocab is None:

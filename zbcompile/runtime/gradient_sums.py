@@ -15,7 +15,7 @@ from functools import reduce
 import torch
 from torch import nn
 
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 
 WHOLE = -1  # in place of a microbatch: the running sum of all
 OWN = -2  # in place of a stage: that of all of them
@@ -154,7 +154,7 @@ class Gradients(dict[str, GradientSum]):
     `shared` are the parameters of several stages; of those in `whole` this rank trains rows. `staying` keeps their
     memory for the next step, if that is to be the same."""
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: GraphOptions) -> None:
+    def __init__(self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: Choices) -> None:
         super().__init__()
         self.parameters, self.shared, self.choices = parameters, shared, choices
         self.whole: Mapping[str, nn.Parameter] = {}

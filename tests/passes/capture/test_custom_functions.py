@@ -22,7 +22,7 @@ from zbcompile.batches.batch import flatten_batch
 from zbcompile.compiler.compile_model import LaidOut, lay_out_step
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.capture.export import Captured, capture
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.partition.stage_graphs import cut
@@ -105,7 +105,7 @@ def test_its_memory_is_known_also_where_it_calls_torch_func() -> None:
         laid_out = lay_out_step(
             Ways(way), flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss
         )
-        kept.append(LinePrices(laid_out.canonical, laid_out.line, GraphOptions()).kept(0, len(laid_out.line.nodes)))
+        kept.append(LinePrices(laid_out.canonical, laid_out.line, Choices()).kept(0, len(laid_out.line.nodes)))
     assert kept[0] >= kept[1] > 0
 
 

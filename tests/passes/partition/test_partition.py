@@ -20,7 +20,7 @@ from zbcompile.compiler.compile_model import LaidOut, lay_out_step
 from zbcompile.compiler.cut_planning import limits_of, plan_cuts
 from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.compiler.prices import LinePrices
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.partition.balance import LoadRow, Spans, heaviest_piece
@@ -88,9 +88,7 @@ class Problem:
         return list(combinations(self.places, self.schedule.stages - 1))
 
     def plan(self, seconds: Mapping[str, float] | None = None, **choices: Any) -> Cuts:
-        return plan_cuts(
-            self.laid_out.canonical, self.laid_out.line, self.schedule, GraphOptions(**choices), seconds or {}
-        )
+        return plan_cuts(self.laid_out.canonical, self.laid_out.line, self.schedule, Choices(**choices), seconds or {})
 
     def edges(self, cuts: Cuts) -> list[int]:
         return [index + 1 for index in cuts.after]
@@ -98,9 +96,7 @@ class Problem:
 
 def held_by(laid_out: LaidOut, schedule: Schedule) -> Callable[[int, Spans], float]:
     """What a rank holds with its stages at given spans."""
-    found = limits_of(
-        LinePrices(laid_out.canonical, laid_out.line, GraphOptions()), schedule, GraphOptions(memory=1)
-    ).bytes_of
+    found = limits_of(LinePrices(laid_out.canonical, laid_out.line, Choices()), schedule, Choices(memory=1)).bytes_of
     assert found is not None
     return found
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from benchmarks.split_bytes import CUTS, operands
 from benchmarks.stages import Stage, compile_stages
 from tests.support.middle_stage import ORDERS, compile_middle, eager_gradients, joint_of_middle, run_in_order
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.split.saved_bytes import crossing_of
 from zbcompile.passes.split.split import apply, closure
 from zbcompile.passes.split.subgraphs import Assignment
@@ -71,7 +71,7 @@ def test_what_w_computes_again_has_the_same_bits_and_takes_less_memory() -> None
     torch.manual_seed(0)
     layer, x = Layer(), torch.randn(16, D)
     before = compile_middle(layer, x)
-    compiled = compile_middle(layer, x, GraphOptions(exact=True, weight_recompute=True))
+    compiled = compile_middle(layer, x, Choices(exact=True, weight_recompute=True))
     assert compiled.middle.crossing.kept < before.middle.crossing.kept
     expected = eager_gradients(compiled)
     for order, actions in ORDERS.items():
@@ -83,7 +83,7 @@ def test_what_w_computes_again_has_the_same_bits_and_takes_less_memory() -> None
 
 @pytest.fixture(scope="module", params=["gpt", pytest.param("llama", marks=pytest.mark.slow)])
 def stages(request: pytest.FixtureRequest) -> list[Stage]:
-    return compile_stages(request.param, 64, 64, 2, GraphOptions(exact=True, balance=CUTS))
+    return compile_stages(request.param, 64, 64, 2, Choices(exact=True, balance=CUTS))
 
 
 @pytest.mark.mostly_slow(every=2, suite=2)

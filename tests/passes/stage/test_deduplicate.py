@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zbcompile
 from gpt import GPT, next_byte_loss
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.pass_list.run_passes import Observer, PassRun
@@ -87,7 +87,7 @@ def _tower(make: Callable[[int], nn.Module]) -> zbcompile.Example:
 def _compiled(example: zbcompile.Example, stages: int, exact: bool = False, observe: Observer | None = None) -> Program:
     """Compiled anew if somebody observes, whatever other tests have compiled."""
     schedule = build("zb-h1", ranks=stages, microbatches=2 * stages)
-    return compile_example(example, schedule, GraphOptions(exact=exact), observe).program
+    return compile_example(example, schedule, Choices(exact=exact), observe).program
 
 
 def _each_for_itself(

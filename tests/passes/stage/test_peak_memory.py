@@ -9,7 +9,7 @@ from tests.support.live_storages import Alive
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.measure_nodes import synthetic
-from zbcompile.passes.compile_options import GraphOptions, Recompute
+from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import LATER
 from zbcompile.passes.stage.peak_memory import ALIVE, LOSS, transient_bytes
@@ -42,7 +42,7 @@ def measured(stage: StageProgram, name: str, frame: dict[Slot, torch.Tensor]) ->
 def test_what_is_predicted_is_alive(target: str, recompute: Recompute) -> None:
     """F, B and W of every stage, but for what an operation allocates for itself: batch norm copies its statistics."""
     example = load_example(f"{TARGETS}:{target}")
-    program = compile_example(example, build("zb-v", 1, 2), GraphOptions(recompute=recompute)).program
+    program = compile_example(example, build("zb-v", 1, 2), Choices(recompute=recompute)).program
     for stage in program.stages:
         frame: dict[Slot, torch.Tensor] = {}
         for name in ("F", "B", "W"):

@@ -13,7 +13,7 @@ from torch.fx import Graph, GraphModule
 
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import CompiledExample, compile_example
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.roles import Slot
@@ -31,13 +31,13 @@ LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "llama")
 @pytest.fixture(scope="module", params=[*LARGE, "unet"])
 def inspected(request: pytest.FixtureRequest) -> CompiledExample:
     torch.manual_seed(0)
-    return compile_example(load_example(f"{TARGETS}:{request.param}"), build("zb-v", 1, 2), GraphOptions())
+    return compile_example(load_example(f"{TARGETS}:{request.param}"), build("zb-v", 1, 2), Choices())
 
 
 @pytest.fixture(scope="module")
 def exact() -> CompiledExample:
     torch.manual_seed(0)
-    return compile_example(load_example(f"{TARGETS}:gpt"), build("1f1b", 2, 2), GraphOptions(exact=True))
+    return compile_example(load_example(f"{TARGETS}:gpt"), build("1f1b", 2, 2), Choices(exact=True))
 
 
 def _pieces(inspected: CompiledExample) -> Iterator[Piece]:

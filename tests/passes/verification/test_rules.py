@@ -16,7 +16,7 @@ import zbcompile
 from tests.support.random_models import WIDTH, RandomModel
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.capture.export import Captured
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import VerificationError
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.roles import Slot
@@ -69,7 +69,7 @@ def made() -> dict[tuple[str, int | None], Made]:
 
     x = torch.randn(4, 8)
     example = zbcompile.Example(Net(), (x,), loss=F.mse_loss, target=x)
-    choices = GraphOptions(balance=("layers.1", "last"), recompute="selective")
+    choices = Choices(balance=("layers.1", "last"), recompute="selective")
     compile_example(example, build("zb-h1", 3, 6), choices, note)
     return found
 
@@ -436,7 +436,7 @@ def test_a_damage_is_caught_where_it_is(
 
 def test_gradients_that_share_memory(made: dict[tuple[str, int | None], Made]) -> None:
     """Returned gradients, as with exact=True, become `.grad` without a copy."""
-    program = finish_stage(made["split", 1].made, GraphOptions(exact=True))
+    program = finish_stage(made["split", 1].made, Choices(exact=True))
     verify("accumulate", RULES["accumulate"], program)
     with pytest.raises(VerificationError, match=r"after the pass accumulate, in W .* breaks the rule gradients-own"):
         verify("accumulate", RULES["accumulate"], share_a_gradient(program))
@@ -493,5 +493,5 @@ def test_random_models_break_no_rule(seed: int) -> None:
     """Every test of this suite runs the checker; here are graphs with everything that a model may contain."""
     x = torch.randn(6, WIDTH)
     example = zbcompile.Example(RandomModel(seed), (x,), loss=F.mse_loss, target=x)
-    choices = GraphOptions(exact=seed == 3, recompute="selective", weight_recompute=True)
+    choices = Choices(exact=seed == 3, recompute="selective", weight_recompute=True)
     compile_example(example, build("zb-v", 2, 4), choices)

@@ -17,7 +17,7 @@ from zbcompile import Memory, PipelineError, Vocab
 from zbcompile.cli.command_line import add_flags, flag_of, split_options
 from zbcompile.cli.compile_arguments import FLAGS
 from zbcompile.options import GROUPS, OPTIONS, PARAGRAPHS, Options, checked, options_from, options_in
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.option import read_bytes, read_options
 from zbcompile.program.manifest import _options_to_data
@@ -75,7 +75,7 @@ def test_defaults_are_among_what_is_accepted(name: str) -> None:
 
 
 def test_every_option_of_a_graph_is_a_flag() -> None:
-    assert {each.name for each in fields(GraphOptions)} < set(FLAGS)
+    assert {each.name for each in fields(Choices)} < set(FLAGS)
     assert set(FLAGS) < SPELLED.keys()
 
 
@@ -186,7 +186,7 @@ SAVED = """{"exact": false, "recompute": "full", "balance": ["2"], "boundary_byt
 
 
 def test_entries_of_a_program_saved_before_options_had_descriptions() -> None:
-    read = read_options(GraphOptions, json.loads(SAVED))
+    read = read_options(Choices, json.loads(SAVED))
     assert (read.balance, read.accumulate_dtype, read.memory) == (("2",), torch.float32, 1 << 20)
     since = {"pairs": "auto", "channels": None, "hardware": None, "relay": False}
     assert _options_to_data(read) == json.loads(SAVED) | since

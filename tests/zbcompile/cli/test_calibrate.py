@@ -11,7 +11,7 @@ import zbcompile
 from tests.support.error_lines import error_lines
 from zbcompile.calibrate import main
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Product
 from zbcompile.prediction.calibration import KERNELS, spread_of
 from zbcompile.prediction.predict import predicted_costs
@@ -36,7 +36,7 @@ def test_this_machine_is_measured_and_a_step_predicted_from_it(
     assert found.operations.keys() >= KERNELS.keys()
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 1))
     example = zbcompile.Example(model, (torch.ones(8, 64),), {}, nn.MSELoss(), torch.ones(8, 1))
-    program = compile_example(example, build("zb-h1", 2, 4), GraphOptions(hardware=found)).program
+    program = compile_example(example, build("zb-h1", 2, 4), Choices(hardware=found)).program
     assert 1e-6 < min(predicted_costs(program).forward) < 1e-2
 
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings, strategies as st
 
 from tests.support.all_orders import AllOrders
 from zbcompile.compiler.descent import GAIN, Descent, Score
-from zbcompile.passes.compile_options import GraphOptions, Policy, Recompute
+from zbcompile.passes.compile_options import Choices, Policy, Recompute
 from zbcompile.program.choice import Layout
 from zbcompile.schedules import Costs, ScheduleError, bound, search
 
@@ -92,7 +92,7 @@ def test_what_stages_recompute_is_what_brute_force_finds(limit: float, times: tu
     """3 ranks, 5 microbatches: no corners of the stages have any order that is shorter than what the search chose."""
 
     def costs_of(layout: Layout) -> Costs:
-        policies = [GraphOptions(recompute=layout.recompute).recompute_of(stage) for stage in range(3)]
+        policies = [Choices(recompute=layout.recompute).recompute_of(stage) for stage in range(3)]
         backward = tuple(t * (1 + AGAIN[each]) for t, each in zip(times, policies, strict=True))
         kept = tuple(t * KEPT[each] for t, each in zip(times, policies, strict=True))
         return Costs(times, backward, times, activation=kept, residue=(0.1,) * 3)

@@ -21,7 +21,7 @@ from zbcompile.compiler.cut_planning import layout_for_makespan, layout_of, plac
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.compiler.stage_price import StagePrice, running_of
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.passes.compile_options import GraphOptions, Policy
+from zbcompile.passes.compile_options import Choices, Policy
 from zbcompile.passes.partition.memory_estimate import ReplicaSharding
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.prediction.predict import predicted_costs, prices_of
@@ -36,7 +36,7 @@ POLICIES = ["off", "selective", "full"]
 @pytest.fixture(scope="module", params=["gpt", "llama"])
 def compiled(request: pytest.FixtureRequest) -> CompiledExample:
     example = gpt() if request.param == "gpt" else zbcompile.Example(*llama())
-    return compile_example(example, build("zb-v", 2, 4), GraphOptions())
+    return compile_example(example, build("zb-v", 2, 4), Choices())
 
 
 def line_prices(compiled: CompiledExample, **choices: Any) -> tuple[LinePrices, list[int]]:
@@ -63,7 +63,7 @@ def test_stages_of_whole_blocks(recompute: Policy) -> None:
     """Two layers of a GPT and its head: seconds, what waits and what is alive while a pass runs. "selective" chooses
     within a whole stage, which may recompute an embedding that a block alone keeps."""
     example, schedule = gpt(), build("1f1b", 3, 4)
-    choices = GraphOptions(recompute=recompute, hardware=zbcompile.Hardware.find("h100-sxm"))
+    choices = Choices(recompute=recompute, hardware=zbcompile.Hardware.find("h100-sxm"))
     laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, choices)
     prices = LinePrices(laid_out.canonical, laid_out.line, choices)
     edges = edges_named(laid_out.line, ["blocks.1", "blocks.2"], 3)
@@ -79,8 +79,8 @@ def test_prices_of_a_byte_choose_alike_in_blocks_and_in_stages(times: float) -> 
     """Within 1 % in seconds and in bytes, also of the running pass."""
     example, schedule = gpt(), build("1f1b", 3, 4)
     hardware = zbcompile.Hardware.find("h100-sxm")
-    laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, GraphOptions(hardware=hardware))
-    free = LinePrices(laid_out.canonical, laid_out.line, GraphOptions(hardware=hardware))
+    laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, Choices(hardware=hardware))
+    free = LinePrices(laid_out.canonical, laid_out.line, Choices(hardware=hardware))
     assert free.corners[0] == "hints"
     kept = [sum(price.kept for price in free.stages((), each)) for each in free.corners]
     assert kept == sorted(kept, reverse=True)
@@ -117,9 +117,9 @@ def test_bytes_of_regions_that_the_model_marks(whole: bool) -> None:
     hidden = [Hinted(whole) for _ in range(4)]
     model, x = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), *hidden, nn.Linear(64, 64)), torch.ones(8, 32, 64)
     example, hardware = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x), zbcompile.Hardware.find("h100-sxm")
-    laid_out = lay_out_step(model, one_microbatch(example), example.loss, GraphOptions(hardware=hardware))
+    laid_out = lay_out_step(model, one_microbatch(example), example.loss, Choices(hardware=hardware))
     for policy in ("hints", "full"):
-        choices = GraphOptions(recompute=policy, hardware=hardware)
+        choices = Choices(recompute=policy, hardware=hardware)
         program = compile_laid_out(model, one_microbatch(example), laid_out, build("1f1b", 3, 4), choices, {})
         found = LinePrices(laid_out.canonical, laid_out.line, choices).costs(
             [after + 1 for after in program.cuts.after]
@@ -140,10 +140,10 @@ def priced_anywhere(name: str) -> tuple[zbcompile.Example, LaidOut, dict[Policy,
     """A model's prices under two policies, and the places where a stage may begin: where only values with gradients
     cross, so not inside of a dropout."""
     example = gpt() if name == "gpt" else zbcompile.Example(*llama())
-    laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, GraphOptions(hardware=HARDWARE))
+    laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, Choices(hardware=HARDWARE))
     line = laid_out.line
     prices: dict[Policy, LinePrices] = {
-        each: LinePrices(laid_out.canonical, line, GraphOptions(recompute=each, hardware=HARDWARE))
+        each: LinePrices(laid_out.canonical, line, Choices(recompute=each, hardware=HARDWARE))
         for each in ("off", "2ms/GiB")
     }
     places = places_of(line)
@@ -182,7 +182,7 @@ def test_messages_go_straight_to_the_stages_that_read_them(name: str) -> None:
     laid_out = lay_out_step(example.model, one_microbatch(example), example.loss)
     sent = []
     for relay in (False, True):
-        choices = GraphOptions(relay=relay)
+        choices = Choices(relay=relay)
         program = compile_laid_out(example.model, one_microbatch(example), laid_out, schedule, choices, {})
         prices, edges = LinePrices(laid_out.canonical, laid_out.line, choices), [a + 1 for a in program.cuts.after]
         costs = prices.costs(edges, placement=schedule.placement)
@@ -208,7 +208,7 @@ def test_what_waits_for_w_in_a_chain_of_products() -> None:
     """The gradients of all products beside their inputs: more than waited for B."""
     model, x = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6))), torch.ones(4, 8)
     example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
-    compiled = compile_example(example, build("zb-h1", 2, 4), GraphOptions())
+    compiled = compile_example(example, build("zb-h1", 2, 4), Choices())
     prices, edges = line_prices(compiled)
     estimate, graphs = prices.costs(edges), predicted_costs(compiled.program)
     assert (estimate.activation, estimate.residue) == (graphs.activation, graphs.residue)
@@ -227,7 +227,7 @@ def test_what_a_rank_holds_at_most_where_backwards_are_split(placement: str, rec
     model, x = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(32, 32), nn.GELU()))), torch.ones(64, 32)
     example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
     order = search(Costs.uniform(4 if placement == "v" else 2), 2, 4, placements=[placement], moves=0).schedule
-    compiled = compile_example(example, order, GraphOptions(recompute=recompute))
+    compiled = compile_example(example, order, Choices(recompute=recompute))
     assert_close(*line_prices(compiled), compiled, rel=0.05)
 
 
@@ -237,7 +237,7 @@ def test_what_a_replica_holds_at_most(schedule: str) -> None:
     """Whatever replicas divide; a layer is large enough to travel by itself."""
     model, x = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(768, 768), nn.GELU()))), torch.ones(16, 768)
     example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
-    compiled = compile_example(example, build(schedule, 2, 4), GraphOptions())
+    compiled = compile_example(example, build(schedule, 2, 4), Choices())
     require_same_peaks(compiled, rel=0.01)
 
 
@@ -246,7 +246,7 @@ def test_what_is_frozen_is_divided_too() -> None:
     for layer in list(model)[1::2]:
         layer.requires_grad_(False)
     example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
-    require_same_peaks(compile_example(example, build("1f1b", 2, 4), GraphOptions()), rel=0.01)
+    require_same_peaks(compile_example(example, build("1f1b", 2, 4), Choices()), rel=0.01)
 
 
 def require_same_peaks(compiled: CompiledExample, rel: float) -> None:
@@ -265,8 +265,8 @@ def test_what_several_stages_share_has_a_whole_gradient() -> None:
     tied, x = nn.Linear(8, 8, bias=False), torch.ones(4, 8)
     model = nn.Sequential(tied, nn.Linear(8, 8, bias=False), tied)
     example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
-    laid_out = lay_out_step(model, one_microbatch(example), example.loss, GraphOptions())
-    prices = LinePrices(laid_out.canonical, laid_out.line, GraphOptions()).for_replicas(ReplicaSharding(2, 3))
+    laid_out = lay_out_step(model, one_microbatch(example), example.loss, Choices())
+    prices = LinePrices(laid_out.canonical, laid_out.line, Choices()).for_replicas(ReplicaSharding(2, 3))
     size, placement = 4 * 8 * 8, Placement.parse("linear", 2)
     one, two = ([[(p.size, p.gradient) for p in stage.values()] for stage in prices.divided(e)] for e in ([], [1]))
     assert (one, two) == ([[(size, size)] * 2], [[(size, 0)], [(size, 0), (size, size)]])
@@ -321,9 +321,9 @@ def test_a_part_of_a_model_on_a_mesh() -> None:
         Parts(part.model, labels)
         step = part.model, one_microbatch(part)
         shared = lay_out_step(*step, part.loss, dimensions=labels)
-        program = compile_laid_out(*step, shared, schedule, GraphOptions(), {})
-        again = compile_laid_out(*step, shared, schedule, GraphOptions(recompute="full"), {})
-        costs = LinePrices(shared.canonical, shared.line, GraphOptions())
+        program = compile_laid_out(*step, shared, schedule, Choices(), {})
+        again = compile_laid_out(*step, shared, schedule, Choices(recompute="full"), {})
+        costs = LinePrices(shared.canonical, shared.line, Choices())
         estimate = costs.costs([after + 1 for after in program.cuts.after])
         repeated = costs.costs([after + 1 for after in again.cuts.after], recompute="full")
     assert sum(shared.line.flops.values()) == sum(laid_out.line.flops.values()) / 2
@@ -342,7 +342,7 @@ def test_equal_layers_on_a_mesh_are_priced_once() -> None:
         part, labels = layers(mesh, count=8), {mesh.get_group().group_name: "tp"}
         Parts(part.model, labels)
         shared = lay_out_step(part.model, one_microbatch(part), part.loss, dimensions=labels)
-        prices = LinePrices(shared.canonical, shared.line, GraphOptions())
+        prices = LinePrices(shared.canonical, shared.line, Choices())
         equal = Counter(prices.loads)
         assert len(prices.made) <= 3  # the first, the last, and those between them
     assert max(equal.values()) >= 6

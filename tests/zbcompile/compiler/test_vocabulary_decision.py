@@ -12,7 +12,7 @@ from tests.support.oracle import Batch, eager_step
 from tests.support.vocabulary_training import distance
 from zbcompile.compiler.vocabulary_sharding import WORTH, choose_sharding, predict_steps
 from zbcompile.passes.capture.export import capture
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 from zbcompile.schedules import build
@@ -70,8 +70,8 @@ def test_auto_shards_where_that_makes_the_step_shorter(words: int, layers: int, 
     batch, schedule = batch_of(words, 4), build("1f1b", 2, 8)
     model = model_of(words, layers)
     canonical = canonicalise(capture(model, batch.args, {}, batch.target, next_byte_loss))
-    asked = choose_sharding(canonical, schedule, GraphOptions(vocab=1))
+    asked = choose_sharding(canonical, schedule, Choices(vocab=1))
     assert asked is not None
-    redistributed, sharded = predict_steps(asked, schedule, GraphOptions())
+    redistributed, sharded = predict_steps(asked, schedule, Choices())
     assert (sharded < WORTH * redistributed) == shards
-    assert (choose_sharding(canonical, schedule, GraphOptions(vocab="auto")) is not None) == shards
+    assert (choose_sharding(canonical, schedule, Choices(vocab="auto")) is not None) == shards

@@ -20,7 +20,7 @@ import zbcompile
 from zbcompile.amounts import format_bytes, format_change, format_share
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.inspect import main
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.machine.roofline import seconds_of
 from zbcompile.prediction.predict import predicted_costs
@@ -85,7 +85,7 @@ class Layer(nn.Module):
 def layers(recompute: str = "off") -> Program:
     model = nn.Sequential(*(Layer() for _ in range(4)))
     example = zbcompile.Example(model, (torch.ones(64, 256),), {}, nn.MSELoss(), torch.ones(64, 256))
-    choices = GraphOptions(recompute=recompute, hardware=Hardware.find("a100-80g"))
+    choices = Choices(recompute=recompute, hardware=Hardware.find("a100-80g"))
     return compile_example(example, build("zb-h1", 2, 4), choices).program
 
 

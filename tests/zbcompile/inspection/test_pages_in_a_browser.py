@@ -14,7 +14,7 @@ import pytest
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.inspection.graph_html import to_page
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.program.step_record import read_record
 from zbcompile.schedules import Costs, build, simulate, to_html
 from zbcompile.schedules.visualization.figure import compare_html
@@ -118,7 +118,7 @@ def test_a_recorded_step_below_a_prediction(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_graphs(tmp_path: Path) -> None:
     example = load_example("examples/targets.py:gpt")
-    program = compile_example(example, build("zb-h1", 2, 4), GraphOptions()).program
+    program = compile_example(example, build("zb-h1", 2, 4), Choices()).program
     page = to_page(program, "GPT")
     seen = look(page, tmp_path)
     assert min(seen["heights"]) >= 9

@@ -16,7 +16,7 @@ from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import lay_out_step
 from zbcompile.compiler.cut_planning import places_of
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, PartitionError
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning import layout_trials
@@ -40,7 +40,7 @@ def decided(counts: tuple[int, ...] = (), **options: Any) -> Choice:
     model = PROBLEM.model()
     example = zbcompile.Example(model, batch.args, loss=PROBLEM.loss, target=batch.target)
     laid_out = lay_out_step(model, one_microbatch(example), PROBLEM.loss)
-    return decide(laid_out, build("zb-v", 2, 8), GraphOptions(**options), counts, None, 0.5, {})[0]
+    return decide(laid_out, build("zb-v", 2, 8), Choices(**options), counts, None, 0.5, {})[0]
 
 
 @pytest.mark.slow
@@ -298,7 +298,7 @@ def test_a_sharded_output_layer_counts_in_the_memory() -> None:
     (batch,) = PROBLEM.batches(1, 2)
     example = zbcompile.Example(PROBLEM.model(), batch.args, loss=PROBLEM.loss, target=batch.target)
     held = []
-    for choices in (GraphOptions(), GraphOptions(vocab=1)):
+    for choices in (Choices(), Choices(vocab=1)):
         laid_out = lay_out_step(example.model, one_microbatch(example), PROBLEM.loss, choices, build("zb-v", 2, 8))
         assert (laid_out.sharding is None) == (choices.vocab == "off")
         costs = PricedStep(laid_out, choices, {}).costs(2)[choices.vocab]

@@ -20,7 +20,7 @@ from zbcompile.compiler.compile_example import compile_example, one_microbatch
 from zbcompile.compiler.compile_model import lay_out_step
 from zbcompile.inspection.inspect_command import main as inspect_main
 from zbcompile.inspection.plan_command import main, plan_table
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning.factorisations import CapturedStep, PlanQuestion, PlanRow, factorisations, on_mesh, ranked
 from zbcompile.prediction.predict import predicted_costs
@@ -104,7 +104,7 @@ def test_a_named_schedule_with_microbatches_that_are_given(capsys: pytest.Captur
     rows = rows_of(capsys, *asked)
     assert {(row["pp"], row["placement"], row["m"]) for row in rows} == {(1, "linear", 4), (2, "linear", 4)}
     example, hardware = load_object(TARGET)(), Hardware.find("h100-sxm")
-    program = compile_example(example, build("1f1b", 2, 4), GraphOptions(hardware=hardware)).program
+    program = compile_example(example, build("1f1b", 2, 4), Choices(hardware=hardware)).program
     expected = simulate(program.schedule, predicted_costs(program)).makespan
     assert [row["step"] for row in rows if row["pp"] == 2] == pytest.approx([expected], rel=1e-9)
     fused = rows_of(capsys, *asked, "--fused")
@@ -220,7 +220,7 @@ def test_links_of_ranks_that_share_every_matrix() -> None:
         (8, hardware.within, hardware.between),
         (16, hardware.between, hardware.between),
     ):
-        found = on_mesh(GraphOptions(hardware=hardware), tensor).hardware
+        found = on_mesh(Choices(hardware=hardware), tensor).hardware
         assert found is not None
         assert (found.exchange, found.within) == (exchange, message)
 
@@ -231,7 +231,7 @@ def test_collectives_have_latency_and_links_of_their_own() -> None:
     assert fitted.between is not None
     assert paired.within is not None
     for tensor, expected in ((8, fitted.exchange), (16, Connection(2e-5, fitted.between.bandwidth))):
-        found = on_mesh(GraphOptions(hardware=fitted), tensor).hardware
+        found = on_mesh(Choices(hardware=fitted), tensor).hardware
         assert found is not None
         assert found.exchange == expected
     assert fitted.collective(64, apart=8) == Connection(2e-5, fitted.between.bandwidth)
@@ -274,7 +274,7 @@ def test_what_is_slow_for_nothing_is_no_best_row() -> None:
 @pytest.mark.parametrize("name", ["h100-sxm", "a100-80g"])
 def test_replicas_sum_their_gradients(name: str) -> None:
     problem, hardware = PROBLEMS["gpt"], Hardware.find(name)
-    (batch,), model, choices = problem.batches(1, 2), problem.model(), GraphOptions(hardware=hardware)
+    (batch,), model, choices = problem.batches(1, 2), problem.model(), Choices(hardware=hardware)
     example = Example(model, batch.args, loss=problem.loss, target=batch.target)
     laid_out = lay_out_step(model, one_microbatch(example), problem.loss, choices)
     question = PlanQuestion(choices, 16, ("dp",))
@@ -292,10 +292,7 @@ def test_replicas_divide() -> None:
     """What they divide takes less memory, and gathers take time; the limit counts what is divided."""
     model, x = nn.Sequential(*(nn.Linear(768, 768) for _ in range(4))), torch.ones(2, 768)
     size = sum(parameter.nbytes for parameter in model.parameters())
-    example, choices = (
-        Example(model, (x,), loss=nn.MSELoss(), target=x),
-        GraphOptions(hardware=Hardware.find("h100-sxm")),
-    )
+    example, choices = Example(model, (x,), loss=nn.MSELoss(), target=x), Choices(hardware=Hardware.find("h100-sxm"))
     captured = CapturedStep(lay_out_step(model, one_microbatch(example), example.loss, choices), 2)
 
     def planned(zero: int, memory: float | None = None) -> tuple[list[PlanRow], list[str]]:

@@ -9,7 +9,7 @@ import torch
 import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.prediction.predict import basis_of, predicted_costs
 from zbcompile.schedules import build, parse_step, simulate
 from zbcompile.schedules.ir.actions import COMPUTE
@@ -55,7 +55,7 @@ def test_an_empty_pass_takes_no_time(source: str) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
     model[1:].requires_grad_(False)
     example = zbcompile.Example(model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8))
-    program = compile_example(example, build("zb-h1", 2, 4), GraphOptions(balance=("1",))).program
+    program = compile_example(example, build("zb-h1", 2, 4), Choices(balance=("1",))).program
     costs = basis_of(program, source).costs
     assert costs.backward[0] == costs.weight[1] == 0
     assert min(*costs.forward, costs.backward[1], costs.weight[0]) > 0

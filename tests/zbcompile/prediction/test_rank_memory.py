@@ -21,7 +21,7 @@ from zbcompile.batches.example import Example
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.stage_price import running_of
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.memory_estimate import ReplicaSharding
 from zbcompile.prediction.predict import predicted_costs, prices_of
 from zbcompile.prediction.rank_memory import RankMemory, gathers_of, held_in_step, rank_memories, should_reshard
@@ -85,7 +85,7 @@ def _memory(dtype: torch.dtype, sharding: ReplicaSharding) -> RankMemory:
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False, dtype=dtype) for _ in range(2)))
     x = torch.ones(4, 64, dtype=dtype)
     example = zbcompile.Example(model, (x,), loss=nn.MSELoss(), target=x)
-    program = compile_example(example, build("1f1b", 2, 4), GraphOptions(balance=("1",))).program
+    program = compile_example(example, build("1f1b", 2, 4), Choices(balance=("1",))).program
     return rank_memories(program, predicted_costs(program), dict(model.named_parameters()), sharding)[0]
 
 
@@ -109,7 +109,7 @@ def test_stages_let_go_where_that_is_cheaper(schedule: str, chunks: int | None, 
     fullest rank needs both stages at once, so that it would not hold `less`."""
     model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(768, 768), nn.GELU())))
     example = Example(model, (torch.ones(16, 768),), loss=nn.MSELoss(), target=torch.ones(16, 768))
-    program = compile_example(example, build(schedule, 2, 4, chunks=chunks), GraphOptions()).program
+    program = compile_example(example, build(schedule, 2, 4, chunks=chunks), Choices()).program
     tensors, costs = dict(model.named_parameters()), predicted_costs(program)
     peaks = [
         max(each.peak for each in rank_memories(program, costs, tensors, ReplicaSharding(2, 3, reshard)))

@@ -16,7 +16,7 @@ from gpt import GPT, VOCABULARY, next_byte_loss
 from tests.support.oracle import Batch
 from tests.support.training import problem_of
 from zbcompile.compiler.compile_example import compile_example
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
@@ -196,7 +196,7 @@ def test_the_block_is_as_large_as_predicted(schedule: str) -> None:
     tokens = torch.randint(VOCABULARY, (1, 65))
     model = GPT(layers=4, width=64, length=64, tied=True)
     example = zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:])
-    program = compile_example(example, build(schedule, ranks=2, microbatches=6), GraphOptions()).program
+    program = compile_example(example, build(schedule, ranks=2, microbatches=6), Choices()).program
     plans = [planned(program, rank) for rank in range(2)]
     predicted = max(memory.peak for memory in rank_memories(program, predicted_costs(program), {}))
     assert max(plan.least for plan in plans) <= predicted * 1.02

@@ -18,7 +18,7 @@ from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.errors import PipelineError
-from zbcompile.passes.compile_options import GraphOptions
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition import stage_graphs
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.predict import count_messages
@@ -77,7 +77,7 @@ class Arriving(NamedTuple):
     generator_arrives: bool = False
 
 
-def compiled(model: torch.nn.Module, schedule: str, choices: GraphOptions, ranks: int = 4) -> Program:
+def compiled(model: torch.nn.Module, schedule: str, choices: Choices, ranks: int = 4) -> Program:
     x = torch.ones(2, WIDTH)
     order = build(schedule, ranks=ranks, microbatches=2 * ranks)
     return compile_example(Example(model, (x,), target=x, loss=torch.nn.functional.mse_loss), order, choices).program
@@ -87,7 +87,7 @@ def compiled(model: torch.nn.Module, schedule: str, choices: GraphOptions, ranks
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_a_u_net_sends_each_value_once(schedule: str) -> None:
     """Straight, there and back: of no value does a rank get more than one copy."""
-    straight, relay = (compiled(UNet(), schedule, GraphOptions(relay=relay)) for relay in (False, True))
+    straight, relay = (compiled(UNet(), schedule, Choices(relay=relay)) for relay in (False, True))
     check(straight.lowered)
     assert straight.schedule.ways
     assert not relay.schedule.ways
@@ -97,7 +97,7 @@ def test_a_u_net_sends_each_value_once(schedule: str) -> None:
 @pytest.mark.slow
 def test_what_a_rank_has_is_not_sent_to_it() -> None:
     """Of four ranks with two stages each three get every value, and return one gradient."""
-    program = compiled(Residuals(), "interleaved-1f1b", GraphOptions())
+    program = compiled(Residuals(), "interleaved-1f1b", Choices())
     names = {name.partition("__to")[0] for stage in program.stages for name in stage.receives}
     for name in names:
         sends = [(s, spec) for s in program.stages for n, spec in s.sends.items() if n.partition("__to")[0] == name]
@@ -110,7 +110,7 @@ def test_what_a_rank_has_is_not_sent_to_it() -> None:
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_mask_goes_straight_and_its_send_is_over_when_a_gradient_is_back(exact: bool) -> None:
     """No gradient comes from where it went: the one of the next stage tells."""
-    straight, relay = (compiled(Masked(), "1f1b", GraphOptions(exact=exact, relay=relay)) for relay in (False, True))
+    straight, relay = (compiled(Masked(), "1f1b", Choices(exact=exact, relay=relay)) for relay in (False, True))
     check(straight.lowered)
     assert any(not way.back for way in straight.schedule.ways)
     assert count_messages(straight).bytes < count_messages(relay).bytes
@@ -125,7 +125,7 @@ def test_a_mask_goes_straight_and_its_send_is_over_when_a_gradient_is_back(exact
 def test_two_readers_of_a_stage_keep_the_relay_if_bits_count() -> None:
     """A maker that added the sum of two gradients to that of a later stage would add in another order than eager."""
     model = EncoderDecoder()
-    exact, default = (compiled(model, "interleaved-1f1b", GraphOptions(exact=exact)) for exact in (True, False))
+    exact, default = (compiled(model, "interleaved-1f1b", Choices(exact=exact)) for exact in (True, False))
     assert count_messages(default).bytes < count_messages(exact).bytes
 
 
@@ -203,7 +203,7 @@ def test_messages_that_are_empty_in_some_microbatches_travel_between_processes(p
 
 def test_an_order_without_the_ways_of_a_program_is_refused() -> None:
     """Its messages to the next stage would carry what is for others."""
-    program = compiled(UNet(), "zb-v", GraphOptions())
+    program = compiled(UNet(), "zb-v", Choices())
     with pytest.raises(PipelineError, match="along 1<>7, 2<>6, for which"):
         replace(program, lowered=lower(build("zb-v", ranks=4, microbatches=8)))
     order = build("zb-v", ranks=4, microbatches=12)
@@ -230,14 +230,12 @@ def test_torchs_schedules_need_the_relay(pool: Pool) -> None:
 
 @pytest.mark.slow
 def test_a_schedule_with_the_messages_of_another_model_is_refused() -> None:
-    program = compiled(UNet(), "1f1b", GraphOptions())
+    program = compiled(UNet(), "1f1b", Choices())
     x = torch.ones(2, WIDTH)
     example = Example(Residuals(), (x,), target=x, loss=torch.nn.functional.mse_loss)
     with pytest.raises(Exception, match="not those of this model"):
-        compile_example(example, program.lowered.as_schedule(), GraphOptions())
+        compile_example(example, program.lowered.as_schedule(), Choices())
     again = compile_example(
-        Example(UNet(), (x,), target=x, loss=torch.nn.functional.mse_loss),
-        program.lowered.as_schedule(),
-        GraphOptions(),
+        Example(UNet(), (x,), target=x, loss=torch.nn.functional.mse_loss), program.lowered.as_schedule(), Choices()
     )
     assert again.program.lowered == program.lowered
