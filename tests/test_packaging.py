@@ -78,6 +78,8 @@ def test_wheel(wheel: Path, tmp_path: Path) -> None:
         archive.extractall(tmp_path)
     assert {path.name for path in tmp_path.iterdir() if path.suffix != ".dist-info"} == {"zbcompile"}
     assert (tmp_path / "zbcompile" / "py.typed").exists()
+    shown = run([sys.executable, "-S", "-m", "zbcompile.inspect", "--help"], tmp_path)  # without what is installed
+    assert shown.startswith("usage: python -m zbcompile.inspect")
     isolated = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {IMPORTS}"
     assert run([sys.executable, "-I", "-c", isolated], tmp_path.parent).startswith(str(tmp_path))
 
