@@ -21,11 +21,11 @@ Spans = Sequence[tuple[int, int, int]]  # (stage, begin, end)
 
 @dataclass(frozen=True)
 class LoadRow:
-    """`totals[k]` is the load of the first k items. `ranks_of[stage]` says which stages share a rank; `piece` is the
-    heaviest load that no cut can divide.
+    """A row of items with loads, to be divided into stages. `totals[k]` is the load of the first k items,
+    `ranks_of[stage]` the rank of a stage, `piece` the heaviest load that no cut can divide.
 
-    `may_hold(rank, spans)` says whether a rank has the memory for its stages, given as `(stage, begin, end)` in items;
-    what fits must fit still when a span shrinks.
+    `may_hold(rank, spans)` says whether a rank has the memory for its stages, given as `(stage, begin, end)` in items.
+    Stages that fit must still fit with fewer items.
     """
 
     totals: Sequence[float]
@@ -53,8 +53,9 @@ class LoadRow:
         return tuple(loads)
 
     def heaviest(self, cuts: Sequence[int]) -> float:
-        """The objective. In a V a chunk above CHUNK_SHARE of its rank counts as if its rank were full of such
-        chunks, unless it is at most PIECE_SLACK times what cannot be divided."""
+        """The load to be minimised: of the heaviest stage or, in a V, of the heaviest rank. There a chunk above
+        CHUNK_SHARE of its rank counts as if its rank were full of such chunks, unless it is at most PIECE_SLACK times
+        what cannot be divided."""
         chunk = max(self.stage_loads(cuts))
         if not self.folded:
             return chunk
@@ -62,8 +63,8 @@ class LoadRow:
 
 
 def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | None:
-    """The minimum of `row.heaviest` over all cuts at inner `edges`, with cuts that reach it; None if the memory (or the
-    number of edges) admits no cuts."""
+    """The least `row.heaviest` of all cuts at inner `edges`, and cuts that have it; None if there are too few edges, or
+    if no cuts fit into the memory."""
     searched = row.may_hold or len(edges) <= row.stages
     start = cuts = cuts_within(row, edges, float("inf")) if searched else even_cuts(row, edges)
     if cuts is None:

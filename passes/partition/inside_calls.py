@@ -28,7 +28,7 @@ class CallPasses:
 
 
 def inside_calls(graph: Graph) -> dict[Node, CallPasses]:
-    """By the nodes that are such operators; calls that compute alike are traced once."""
+    """The passes of every call in the graph, by its node. Calls that compute the same are traced once."""
     calls = list(filter(is_call, graph.nodes))
     first = {form_of(node): node for node in reversed(calls)}
     found = {form: _inside(node) for form, node in first.items()}

@@ -45,7 +45,7 @@ class DistinctBytes:
         )
 
     def within(self, begin: int, end: int) -> int:
-        """Of the uses at positions `begin` to `end` - 1."""
+        """Bytes of all that is used at positions `begin` to `end` - 1."""
         uses = self._used[end] - self._used[begin]
         around = self._arcs[: bisect_left(self._lengths, begin - end)]
         across = sum(size for before, after, size in around if before < begin and after >= end)
@@ -59,12 +59,12 @@ class DistinctBytes:
         return at < len(found) and found[at] < end
 
     def growing(self, begin: int, end: int) -> list[int]:
-        """Within each span from `begin` that ends before `end`: the first operation alone, two, and so on."""
+        """`within(begin, e)` for every e from `begin` + 1 to `end`: of the first operation, of the first two, ..."""
         of_first = (sum(size for before, _, size in each if before < begin) for each in self._around[begin:end])
         return list(accumulate(of_first))
 
     def shrinking(self, begin: int, end: int) -> list[int]:
-        """Within each span that ends at `end`: without the first operation, without two, and so on."""
+        """`within(b, end)` for every b from `begin` + 1 to `end`: without the first operation, without two, ..."""
         of_last = (sum(size for _, after, size in each if after >= end) for each in self._around[begin:end][::-1])
         return list(accumulate(of_last, initial=0))[-2::-1] if end > begin else []
 
@@ -93,7 +93,8 @@ ALONE = ReplicaSharding()
 
 
 class DividedParameter(NamedTuple):
-    """Bytes of a parameter that lives divided, and of its gradient; `master` says whether its owner keeps one."""
+    """A parameter of which each replica keeps a part: its bytes when whole, those of its gradient, and whether the
+    owner of a part keeps a float32 master of it."""
 
     size: int
     gradient: int
@@ -106,17 +107,19 @@ class DividedParameter(NamedTuple):
         return cls(value.nbytes, gradient * trains, trains and value.dtype in HALF)
 
     def stays(self, replicas: int) -> float:
-        """What each replica keeps of it between steps, beside the optimizer's state with the master."""
+        """Bytes that each replica keeps of it between steps, besides the optimizer's state, which has the master."""
         return 0 if self.master else self.size / replicas
 
 
 class Footprint:
     """The bytes of any span of the line, `(begin, end)` in nodes.
 
-    `resident` are parameters with their gradients and optimizer state, and buffers, of one of the replicas that divide
-    them as `sharding` says; `gradients` those of parameters, as they are summed; `shared` is what several operations
-    use: where, its bytes, and those of the sum that each stage makes of its gradients. `divided` are, by name, where
-    parameters are used that live divided.
+    * `resident`: parameters with their gradients and optimizer state, and buffers, on one of the replicas that divide
+      them as `sharding` says;
+    * `gradients`: the gradients of parameters, in the dtype in which they are summed;
+    * `shared`: of each tensor that several operations use, where, its bytes, and those of the sum that each stage makes
+      of its gradients;
+    * `divided`: by name, where parameters that live divided are used.
     """
 
     def __init__(
@@ -150,7 +153,7 @@ class Footprint:
 
 
 def gradient_bytes(value: torch.Tensor, dtype: torch.dtype) -> int:
-    """Of a parameter whose gradients are summed in `dtype`."""
+    """Bytes of a parameter's gradients, which are summed in `dtype`."""
     return value.numel() * dtype.itemsize
 
 

@@ -22,8 +22,8 @@ BACKWARD = 2  # a backward costs about twice its forward: one product for the in
 def loads_of(
     line: Line, basis: str, seconds: Mapping[str, float], hardware: Hardware | None = None
 ) -> tuple[list[float], str]:
-    """The load of each node by "flops", "measured" or "parameters", and its unit. `seconds` are the measured times,
-    `hardware` what runs the operations for "flops"."""
+    """The load of each node of the line by `basis` ("flops", "measured" or "parameters"), and its unit. `seconds` are
+    the measured times, by `kernel_key`; `hardware` is what runs the operations for "flops"."""
     if basis == "parameters":
         return parameter_counts(line), "parameters"
     return (measured_seconds(line, seconds) if basis == "measured" else predicted_seconds(line, hardware)), "s"

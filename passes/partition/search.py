@@ -80,7 +80,7 @@ def choose_edges(line: Line, totals: Sequence[float], ranks_of: Sequence[int], l
 def describe_cuts(
     line: Line, edges: Sequence[int], totals: Sequence[float], ranks_of: Sequence[int], basis: str, unit: str
 ) -> Cuts:
-    """The cuts at `edges` with what they weigh."""
+    """The cuts at `edges` (numbers of nodes before each), with the loads of stages and ranks, in `unit`."""
     row = LoadRow(totals, ranks_of)
     after = tuple(edge - 1 for edge in edges)
     return Cuts(
@@ -95,7 +95,7 @@ def describe_cuts(
 
 
 def rank_spans(edges: Sequence[int], length: int, stages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """`(stage, begin, end)` of `stages`, in nodes of a line of `length` nodes cut at `edges`."""
+    """`(stage, begin, end)` of each of `stages`, in nodes of a line of `length` nodes that is cut at `edges`."""
     bounds = [0, *edges, length]
     return [(stage, bounds[stage], bounds[stage + 1]) for stage in stages]
 

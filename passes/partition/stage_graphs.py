@@ -28,7 +28,7 @@ class Stage:
 
     `hops` says of activations that come from or go to a stage which is not a neighbour how far away it is. A value that
     leaves for several stages leaves under a name for each, the last of them first, so that its gradients are added in
-    the order of eager (`zbcompile.passes.partition.stage_graphs`).
+    the order of eager (`way_of`).
     """
 
     index: int
@@ -139,8 +139,8 @@ def legs_of(
     exact: bool,
     owners: Sequence[Hashable] | None,
 ) -> Iterator[ValueLeg]:
-    """The ways of those of the values that cross, in this order; what a trunk makes goes on to the last stage.
-    `stage_of(node, -1)` is the stage of a node, -1 of one that is on no stage."""
+    """The legs of those of `values` that stages after their own read, value by value. What a trunk makes for a sharded
+    output layer goes on to the `last` stage. `stage_of(node, -1)` is the stage of a node, or -1 if it is on none."""
     ends = {node for slot, node in canonical.outputs if slot.kind == "activation"}
     for node in values:
         maker = stage_of(node, -1)

@@ -16,7 +16,7 @@ from zbcompile.progress import LONG, Progress
 
 
 class BatchLayout:
-    """Decides, with the first batch, the schedule and the layout that `compiled` has from then on."""
+    """Splits batches into microbatches; with the first batch it decides the schedule and layout of `compiled`."""
 
     def __init__(self, model: nn.Module, options: Options, compiled: Programs) -> None:
         self._model, self._options, self._compiled = model, options, compiled

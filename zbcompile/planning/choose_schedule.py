@@ -29,8 +29,9 @@ PROVISIONAL = "zb-v"  # until a searched layout is known: it admits any number o
 
 
 def choose_schedule(options: Options, ranks: int) -> Schedule:
-    """The schedule for `ranks` ranks. Raises PipelineError for one that does not fit them, and ScheduleError for one
-    that `check` refuses; only for exact=True must it accumulate in the order of microbatches."""
+    """The schedule that the options ask for, on `ranks` ranks; for "auto" one that stands in until the search. Raises
+    PipelineError for one of other ranks or microbatches, and ScheduleError for one that `check` refuses. Weight
+    gradients must be summed in the order of microbatches only with `exact=True`."""
     given, chunks = (PROVISIONAL, None) if is_searched(options) else (options.schedule, options.chunks)
     if isinstance(given, str):
         return build(given, ranks, options.microbatches or _usual_count(given, ranks, chunks), chunks=chunks)
@@ -91,9 +92,9 @@ def placement_of(name: str, ranks: int, chunks: int | None = None) -> str:
 def named_order(
     name: str, layout: Layout, costs: Costs, microbatches: int, limits: Sequence[float] | None, chunks: int | None
 ) -> SearchResult:
-    """A layout in the order of a named schedule, as if a search had found it; `limits` are bytes by rank, `chunks` the
-    stages per rank if they were given. Raises ScheduleError for counts that it does not admit, and if a rank holds
-    more."""
+    """The named schedule on a layout, with its bound, in the form of a search's result. `limits` are the bytes that may
+    wait on each rank, `chunks` the stages per rank, if given. Raises ScheduleError for a number of microbatches that
+    the schedule does not admit, and if more waits on a rank."""
     lowest = min(limits) if limits and find(name).name in HEURISTIC else None  # others do not adapt to it
     order = build(name, layout.ranks, microbatches, costs, lowest, chunks)
     if layout.vocab != "off":

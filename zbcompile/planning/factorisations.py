@@ -24,9 +24,9 @@ SLOW = 3.0  # times longer than the fastest: what holds little because almost no
 
 @dataclass(frozen=True)
 class PlanRow:
-    """One way to use the ranks, with `rows` of the batch per step, of `tokens` tokens each. `exchange` is by how many
-    seconds the sum of the gradients over the replicas prolongs the step. `spread`: that of the hardware. `best`:
-    nothing is faster that takes less memory."""
+    """One way to use the ranks: a layout for a step of `rows` rows of the batch, of `tokens` tokens each. `exchange`:
+    seconds that the sum of gradients over replicas adds to the step; `spread`: the share by which calibrated figures
+    vary; `best`: no row that takes less memory is faster."""
 
     choice: Choice
     rows: int
@@ -57,8 +57,8 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class CapturedStep:
-    """The step of one of `tensor` ranks that share every matrix, for a microbatch of `rows` rows, with this many
-    `tokens` each; `measured` are the times of operations for `balance="measured"`."""
+    """A captured step of one of `tensor` ranks that share every matrix, for a microbatch of `rows` rows with `tokens`
+    tokens each. `measured`: seconds of operations, for `balance="measured"`."""
 
     laid_out: LaidOut
     rows: int
@@ -71,10 +71,9 @@ class CapturedStep:
 class PlanQuestion:
     """What is asked of every way to divide the ranks.
 
-    `batch` is the number of rows of a whole step over all replicas, by default four microbatches for each pipeline
-    rank; `microbatches` the number of those of a replica, if it is given, and `chunks` the stages per rank;
-    `dimensions` of the mesh have several ranks, others one; `fused`: see `seconds_of`. Replicas divide what `zero` and
-    `reshard` of `ReplicaSharding` say.
+    `batch`: rows of a step over all replicas (None: four microbatches for each rank of a pipeline). `dimensions`: those
+    of the mesh that may have several ranks. `microbatches` of each replica, and `chunks`, stages per rank, are fixed if
+    they are given. `fused`: see `seconds_of`. `zero` and `reshard`: what replicas divide, see `ReplicaSharding`.
     """
 
     choices: Choices

@@ -41,8 +41,8 @@ class LayoutTrials:
     _refused: dict[int, Exception] = field(default_factory=dict, init=False)
 
     def run(self, provisional: Schedule, counts: Sequence[int]) -> tuple[LaidOut, Program]:
-        """The captured step and its program, for one of `counts` or for the number of microbatches of `provisional`.
-        Raises CaptureError if the step cannot be captured."""
+        """The captured step and its compiled program, for one of `counts` microbatches or for as many as `provisional`
+        has. Raises CaptureError if the step cannot be captured, ScheduleError if no layout fits once it is compiled."""
         line, found = self._laid_out(provisional, counts)
         failed: ScheduleError | None = None
         for some in self._in_turn(found):

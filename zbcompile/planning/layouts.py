@@ -78,12 +78,14 @@ def _is_large(layout: Layout) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class LayoutSearch:
-    """The search for a layout: `lines`, by `vocab=`, are the prices of microbatches as they come if the batch has
-    `microbatches` of them, `counts` the other numbers that it can be split into; the `ranks`, what the user has chosen
-    already, and `chunks` if given. `brief`: of large steps only the first microbatches are ordered and simulated, and
-    the rest follows at the same pace. `schedule`: a name, whose order all layouts then have, with cuts and
-    recomputation as a pipeline of that name has them. `rows`: how many times as many a microbatch has as those that
-    were priced."""
+    """The search for a layout of a step on `ranks` ranks, within the user's `choices`.
+
+    * `lines`: the prices of a microbatch, by `vocab=`, if the batch is split into `microbatches`; with `rows=2.0` its
+      microbatches have twice as many rows as those that were priced;
+    * `counts`: the other numbers of microbatches that the batch can be split into; `chunks`: stages per rank, if given;
+    * `brief`: only the first microbatches of large steps are ordered and simulated; the rest follows at their pace;
+    * `schedule`: "auto", or a name whose order, cuts and recomputation all layouts then have.
+    """
 
     lines: Mapping[Barriers, LinePrices]
     ranks: int
@@ -117,9 +119,9 @@ class LayoutSearch:
     def lay_out(
         self, layout: Layout, seconds: float | None = None, lean: bool = False, order: Choice | None = None
     ) -> Choice:
-        """The layout with an order found within that many seconds, or with few moves, or with that of `order` if it is
-        shorter; of a large step not one of those that hold least, unless it is to be `lean`. Raises PartitionError or
-        ScheduleError if it does not fit."""
+        """Find an order for the layout within `seconds`, by default with few moves; the order of another choice is
+        taken if it is shorter. Of equally short orders the one that holds least, for large steps only if `lean`. Raises
+        PartitionError or ScheduleError if the layout does not fit."""
         costs, count, limits = self._task(layout)
         if self._is_named:
             found = named_order(self.schedule, layout, costs, count, limits, self.chunks)
@@ -149,8 +151,8 @@ class LayoutSearch:
         )
 
     def timeline(self, choice: Choice, gather: Sequence[float] = ()) -> Timeline:
-        """The step of a choice; of a brief one, its first microbatches. With `gather`, the seconds in which each stage
-        gathers its divided parameters, it waits for these."""
+        """The simulated step of a choice; of a brief one that of its first microbatches. `gather`: seconds in which
+        each stage gathers its divided parameters, for which the step waits."""
         costs, reshard = self._task(choice.layout)[0], self.lines[choice.layout.vocab].sharding.reshard
         order = with_updates(choice.order, GATHERS, reshard, (F, B, BW)) if gather else choice.order
         return simulate(order, replace(costs, gather=tuple(gather)))
@@ -201,7 +203,7 @@ class LayoutSearch:
         return choice.bound if self._is_huge(choice.layout) else choice.seconds
 
     def least_of_line(self) -> float:
-        """What a step in a line of equal stages takes at least; infinite if none fits."""
+        """The least seconds of a step in a line of equal stages; infinite if none fits."""
         asked = product(self._shardings, self.recomputations)
         return min(self._bound(self.layout("linear", how, vocab)) for vocab, how in asked)
 

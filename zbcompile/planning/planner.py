@@ -87,8 +87,8 @@ class PricedStep:
     fused: bool = False
 
     def costs(self, ranks: int) -> dict[Barriers, LinePrices]:
-        """By each `vocab=` that may be chosen: the one that was, or, if that is "auto", the output layer whole and
-        sharded, with one barrier and with two. Of a sharded one every rank has an equal part."""
+        """The prices of the line for each `vocab=` that may be chosen: the user's, or for "auto" the output layer
+        whole, and sharded with one barrier and with two. Every rank has an equal part of a sharded one."""
         asked: tuple[Barriers, ...] = (self.choices.vocab,)
         if self.choices.vocab == "auto":
             asked = ("off", 1, 2) if self.laid_out.sharding and ranks > 1 else ("off",)
@@ -147,8 +147,8 @@ def _trains(node: Node) -> bool:
 
 
 def pass_seconds(program: Program) -> dict[str, float]:
-    """What `measure_pieces` measures on this device; nothing if the program is for other hardware, or for graphs with
-    collectives, which one process cannot run."""
+    """The seconds of the program's passes, as `measure_pieces` measures them here; empty if the program is for other
+    hardware, or if its graphs have collectives, which one process cannot run."""
     if program.choices.hardware is None:
         with suppress(PipelineError):
             return measure_pieces(program)
@@ -162,8 +162,9 @@ def order_by_graphs(
     measured: Mapping[str, float] | None = None,
     link: Connection | None = None,
 ) -> list[Choice]:
-    """The layout with the order for the costs of the compiled graphs, by what `pass_seconds` and the `link` measured
-    or, without, by their FLOPs; behind it with the named schedules that come close."""
+    """The choice with the order that was found for the costs of the compiled graphs, and behind it with the named
+    schedules that come close. Costs are the seconds of `pass_seconds` and of the `link`, or else FLOPs. `budget`:
+    seconds of which the search gets its share. Raises ScheduleError if no order fits into the memory."""
     costs, basis = predicted_costs(program), f"FLOPs and bytes on {hardware_of(program)}"
     if measured:
         costs, basis = with_memory(measured_costs(program, measured), program), "passes measured on this device"

@@ -33,8 +33,8 @@ def cached_search(
     keep: bool = True,
     lean: bool = True,
 ) -> SearchResult:
-    """What `search` finds on one placement, now or when it was asked the same before; errors as there. `keep=False` for
-    measured costs, which are never the same again."""
+    """What `zbcompile.schedules.search` finds on one placement, read from the cache if it was asked the same before.
+    Raises what that raises. `keep=False` is for measured costs, which are never the same again."""
     task = costs, ranks, microbatches, limits, (placement,)
     if not keep:
         return search(*task, barriers=barriers, seconds=seconds, moves=moves, lean=lean)
@@ -53,7 +53,7 @@ def cached_search(
 
 
 def best_name_of(found: SearchResult) -> tuple[str, float] | None:
-    """The named schedule that comes nearest, with what it takes; None if none fits."""
+    """The named schedule that comes nearest to what was found, with its objective; None if none fits."""
     names = {name: seconds for (name, _), seconds in found.names.items()}
     return min(names.items(), key=lambda each: each[1], default=None)
 
