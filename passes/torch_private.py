@@ -92,7 +92,7 @@ GROUPED_PRODUCTS = (aten._grouped_mm, aten._scaled_grouped_mm)  # what torch.nn.
 
 
 def _grouped_product(mode: FakeTensorMode, function: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """The shape of a grouped product in other dtypes than bfloat16, which the CPU's kernel computes and torch's shape
+    """The shape of a grouped product in a dtype that is not bfloat16, which the CPU's kernel computes and torch's shape
     function refuses: a product for each group of rows, or of columns, that end at `offs`."""
     one, other, offs, *_ = (*args, *kwargs.values(), None)
     if one.device.type != "cpu" or one.dtype == torch.bfloat16:

@@ -282,7 +282,7 @@ def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgra
 
 @contextlib.contextmanager
 def _without_wider_gradients(model: nn.Module) -> Iterator[None]:
-    """Set aside gradients of another dtype than their parameter's (float32 sums of a bfloat16 model, before the
+    """Set aside gradients whose dtype is not their parameter's (float32 sums of a bfloat16 model, before the
     update): torch.export makes a fake parameter of the same dtype as its gradient only."""
     wider = [(p, p.grad) for p in model.parameters() if p.grad is not None and p.grad.dtype != p.dtype]
     try:

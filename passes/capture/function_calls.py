@@ -9,7 +9,7 @@ unlike when it runs again is thus no trouble.
         ...                                          # MyFunction.apply(x, 2.0) becomes function([x], "MyFunction#7")
     captured.functions                               # keeps what is in `found` for as long as the graph
 
-Beside its arguments, a Function may read tensors that surround it: a module that it was given, a closure. Those are
+Besides its arguments, a Function may read tensors that surround it: a module that it was given, a closure. Those are
 inputs of the operator too. It may also add to `.grad` itself, as layers do that delay their weight gradients, or call
 `backward` inside its own; what was added becomes a gradient.
 """

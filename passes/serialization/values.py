@@ -53,7 +53,7 @@ class ValueWriter:
 
 LISTED = 1 << 14  # parts of a tensor that are listed, at most
 REPEATS = 64  # the order of a difference, or the size of a combination, at most
-WORK = 1 << 15  # operations on shapes to read a graph, beside WORK_PER_NODE; an LSTM takes a dozen per layer and step
+WORK = 1 << 15  # operations on shapes to read a graph, besides WORK_PER_NODE; an LSTM takes a dozen per layer and step
 WORK_PER_NODE = 64
 
 
@@ -102,8 +102,8 @@ class ValueReader:
 
 
 def require_true_values(module: GraphModule, mode: BoundedShapes) -> None:
-    """Run a graph on its fake inputs. Raises CompileError for an operation that makes another dtype, shape or size than
-    is written, or whose size depends on data."""
+    """Run a graph on its fake inputs. Raises CompileError for an operation that makes a different dtype, shape or size
+    from what is written, or whose size depends on data."""
     found: dict[Node, Any] = {}
     with mode, torch.no_grad():
         for node in module.graph.nodes:

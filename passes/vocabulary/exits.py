@@ -1,7 +1,7 @@
 """The exits of the logits: operations that reduce the vocabulary to a number per token, or to a loss, in one table.
 
-A shard knows of a token a few statistics of all words, not their logits. A row of the table says of an operation which
-logits it may read, where it has its labels, and what its result is, computed from the statistics. With y the logits of
+Of a token a shard has a few statistics over all words, not their logits. A row of the table says which logits an
+operation may read, where it has its labels, and how its result is computed from the statistics. With y the logits of
 a token, m their maximum and t that of its label, these are
 
     log_z = log sum_j exp(y_j - m),    target = y_t - m,    total = sum_j w_j (y_j - m),    maximum = m

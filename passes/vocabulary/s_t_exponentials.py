@@ -4,8 +4,8 @@ The gradient by the logits is then, except at the label, a factor per token time
 narrow operand of its product by that factor, and recomputes no exponential. All logits of the shard exist before the
 first exponential, so one maximum serves all tiles and their products are summed by the kernel that makes them.
 
-This is a second form beside `s_pass` and `t_pass`, because neither can stand for both (`Shard.keeps_exponentials`).
-Theirs would compute every exponential twice here, once in S and once in T, the dearest thing that the two do beside
+This is a second form of `s_pass` and `t_pass`, because neither can stand for both (`Shard.keeps_exponentials`).
+Theirs would compute every exponential twice here, once in S and once in T, the dearest thing that the two do besides
 their products. This one cannot serve a layer in bf16 or fp16, where the exponentials would be rounded to that dtype
 before a factor is known, which changes the bits of every gradient; nor a soft cap, a scale or a smoothed loss, whose
 gradient is no multiple of the softmax; nor a layer whose logits do not wait for T, of which S has a tile at a time and

@@ -8,10 +8,10 @@ from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.tables import Figure, Table
 
 
-def rank_table(timeline: Timeline, time: str = "", memory: str = "", receive_buffers: Sequence[int] = ()) -> Table:
-    """The work of every rank, its idle time by cause and its peak of memory, and all ranks together. `time` and
-    `memory` are the units of the timeline, unless its costs say."""
-    time, memory = timeline.costs.time_unit or time, timeline.costs.memory_unit or memory
+def rank_table(timeline: Timeline, time: str = "", receive_buffers: Sequence[int] = ()) -> Table:
+    """The work of every rank, its idle time by cause and its peak of memory, and all ranks together. `time` is the unit
+    of times, unless the costs say it."""
+    time, memory = timeline.costs.time_unit or time, timeline.costs.memory_unit
     idle = timeline.idle_by_cause
     causes = [cause for cause in timeline.causes if any(each[cause] for each in idle)]
     rows = [

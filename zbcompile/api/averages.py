@@ -118,7 +118,7 @@ def ema(pipe: Pipeline, decay: float = 0.999) -> Averages:
     Each rank keeps averages of its share, and all ranks make the same calls. `zbcompile.save_checkpoint(..., ema=ema)`
     saves them, `load_checkpoint(..., ema=ema)` reads them at any ranks and schedule.
 
-    Raises PipelineError for what is no pipeline, and for another decay than 0 to 1.
+    Raises PipelineError for what is no pipeline, and for a decay that is not between 0 and 1.
 
     >>> ema = zbcompile.ema(pipe, decay=0.999)                                           # doctest: +SKIP
     >>> pipe.step(inputs, target=targets); optimizer.step(); ema.update()                # doctest: +SKIP

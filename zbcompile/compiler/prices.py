@@ -122,8 +122,8 @@ class LinePrices:
         recompute: Recompute | None = None,
         placement: Placement | None = None,
     ) -> Costs:
-        """The costs of the stages between `edges`, of microbatches with `rows` times as many rows; with `recompute`
-        another than that of the choices. Without a `placement` every stage has a rank of its own."""
+        """The costs of the stages between `edges`, of microbatches with `rows` times as many rows. `recompute`
+        replaces that of the choices. Without a `placement` every stage has a rank of its own."""
         stages = len(edges) + 1
         largest = [0] * stages
         for (source, _), size in self._messages(edges, placement or Placement("linear", stages, 1)).items():
@@ -276,7 +276,7 @@ class LinePrices:
         return tuple(each + self._hardware.start * (each > 0) for each in (forward, backward, weight)), again  # type: ignore[return-value]
 
     def _saved(self, begin: int, end: int, policy: Policy, passes: int) -> float:
-        """Seconds that BW takes less than B and W, of which so many do anything: it starts once."""
+        """Seconds that BW takes less than B and W: it starts once, they `passes` times."""
         saved = self._sum(self._known(policy).prices.saved, begin, end) + self._hardware.start * max(0, passes - 1)
         return max(0.0, saved)
 

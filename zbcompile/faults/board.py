@@ -29,8 +29,8 @@ class SilentStoreError(RuntimeError):
 
 
 class BoundedStore:
-    """A store that only one thread asks, over a connection of its own, so that no other thread waits longer than it
-    wants to."""
+    """A store that only one thread asks, over a connection of its own, so that each caller waits only as
+    long as it asks for."""
 
     def __init__(self, store: Any) -> None:
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[Any], Any]] | None] = queue.SimpleQueue()

@@ -128,4 +128,4 @@ def _collectives(program: Program) -> Table:
         ]
         for (stage, name, dimension, kind, size, seconds, behind), count in counts.items()
     ]
-    return Table("collectives", "Exchanges with ranks beside the pipeline, per microbatch" if rows else "", rows)
+    return Table("collectives", "Exchanges with ranks outside of the pipeline, per microbatch" if rows else "", rows)

@@ -2,7 +2,7 @@
 `combine` brings results back.
 
 How many tokens a rank gets is decided by the router, and shapes of a compiled graph are fixed: an exchange has room for
-a number of rows from each rank to each other, the capacity. Counts travel beside the rows, so the host waits for
+a number of rows from each rank to each other, the capacity. Counts travel with the rows, so the host waits for
 nothing; or the host reads them, and only the rows that there are travel (`by_counts`). If more tokens choose one rank
 than there is room for, the step notices it together with its losses and is done again with a larger capacity
 (`zbcompile/api/repeated_steps.py`), before anything has changed.

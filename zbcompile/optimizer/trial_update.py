@@ -24,7 +24,7 @@ Options = Sequence[Mapping[str, Any]]
 
 
 def require_rule(request: OptimizerRequest, rule: UpdateRule | None, options: Options, device: torch.device) -> None:
-    """Raise PipelineError if scratch tensors that are updated apart, divided by `rule`, get other values than together,
+    """Raise PipelineError if an update of scratch tensors apart, divided by `rule`, differs from one of all together,
     if an early optimizer writes what belongs to all parameters, or if its step needs a closure. `options` are those of
     its groups. torch's own optimizers whose rule is known are not tried."""
     if is_known(request.kind):
@@ -51,8 +51,8 @@ def require_rule(request: OptimizerRequest, rule: UpdateRule | None, options: Op
 
 
 def require_rule_for_dtensors(request: OptimizerRequest, options: Options, parameters: Iterable[Any]) -> None:
-    """Raise PipelineError if DTensors get other values than whole tensors, or if the optimizer cannot update them, as
-    scratch ones like the smallest of the `parameters` of each kind show. Every rank of their meshes must call it."""
+    """Raise PipelineError if an update of DTensors differs from one of whole tensors, or fails, as scratch ones like
+    the smallest of the `parameters` of each kind show. Every rank of their meshes must call it."""
     kinds: dict[Any, Any] = {}
     for each in filter(is_distributed, parameters):
         kind = (each.device_mesh, each.placements, each.ndim)

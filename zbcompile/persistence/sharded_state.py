@@ -98,9 +98,9 @@ def _pieces(own: Slice, values: torch.Tensor, holding: Holding) -> Pieces:
 
 @dataclass(frozen=True)
 class ParameterState:
-    """The saved state of one parameter while it is being loaded. `room` is what to read: by key an empty tensor, None
-    for a value that is no tensor, or what this process has of an entry that is divided. `own` has the plain tensor
-    whose memory that is: it is the entry once `room` has been read."""
+    """The saved state of one parameter while it is being loaded. `room` says what to read, by key: an empty tensor,
+    None for a value that is no tensor, or this process's part of an entry that is divided. `own` has the plain tensor
+    of that part's memory, which is the entry once `room` has been read."""
 
     name: str
     room: Values

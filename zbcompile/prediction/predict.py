@@ -47,7 +47,7 @@ def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
         hardware = hardware_of(program)
         messages = "messages over its links" if hardware.within else "messages free"
         channels = program.choices.channels or "nominal"
-        exchanges = f"; exchanges beside the pipeline: {channels}" if program.exchanges else ""
+        exchanges = f"; exchanges outside of the pipeline: {channels}" if program.exchanges else ""
         text = f"from FLOPs and bytes on {hardware}, {messages}{exchanges}"
         return Basis(predicted_costs(program, fused), "s", text, hardware.spread)
     if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W

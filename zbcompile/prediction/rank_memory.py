@@ -238,7 +238,7 @@ def held_in_step(
     sharding: ReplicaSharding,
     rank: int,
 ) -> Iterator[HeldBytes]:
-    """What a rank holds while each of its passes runs, and behind it, beside what it holds all the time."""
+    """What a rank holds while each of its passes runs, and behind it, besides what it holds all the time."""
     messages = _Messages(program, rank)
     waiting = 0.0
     sums: dict[int, int] = {}

@@ -52,8 +52,8 @@ def run_trials(
 
 
 def _costs_like(costs: Costs, predicted: Costs, fused: bool) -> Callable[[Program], Costs]:
-    """The costs of other programs, if those of the one at hand are `costs`, and `predicted` by its operations: with
-    their own links, unless its messages take other times than predicted."""
+    """What makes the costs of other programs: those predicted from their operations, scaled as `costs` of the program
+    at hand differ from `predicted`. Links are their own, unless messages of that program differ from the prediction."""
     factors = factors_of(costs, predicted)
     links = {name: getattr(costs, name) for name in ("comm", "bandwidth", "links")}
     links = {} if all(getattr(predicted, name) == value for name, value in links.items()) else links

@@ -97,12 +97,12 @@ class Executable:
     def loss_dtype(self) -> torch.dtype:
         return dtype_named(self.program.loss_dtype)
 
-    def with_updates(self, kinds: frozenset[str], reshard: bool) -> tuple[Schedule, tuple[RankPlan, ...]]:
-        """The schedule and the plans with the actions of these kinds, which a step has beside its passes; each is made
+    def plans_for(self, kinds: frozenset[str], reshard: bool) -> tuple[Schedule, tuple[RankPlan, ...]]:
+        """The schedule and the plans with the actions of these kinds, which a step has besides its passes; each is made
         once. With `reshard` stages let divided parameters go between their uses."""
         if (kinds, reshard) not in self.ordered:
             lowered = with_updates(self.program.lowered, kinds, reshard, self.program.readers)
-            plans = tuple(plan.with_updates(lowered.programs[plan.rank]) for plan in self.plans)
+            plans = tuple(plan.joined_with(lowered.programs[plan.rank]) for plan in self.plans)
             self.ordered[kinds, reshard] = lowered.schedule, plans
         return self.ordered[kinds, reshard]
 

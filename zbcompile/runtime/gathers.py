@@ -4,8 +4,8 @@ only while something reads it.
 A step gathers the parameters of a stage around each use: FETCH gives them memory and begins to send every slice from
 its owner, GATHER waits for them, FREE takes the memory back. Meanwhile a slice has no memory of its own, unless it is a
 master. Views of a parameter that a pass keeps for a later one stay right meanwhile: they share its storage, which is
-resized. Between steps `hold` gathers everything for whoever reads or writes parameters, until the next step or update
-takes the slices out again; `lend` does so with one parameter at a time.
+resized. Between steps `hold` gathers everything, so that parameters can be read and written, until the next step or
+update takes the slices out again; `lend` does so with one parameter at a time.
 """
 
 from collections import defaultdict
@@ -89,7 +89,7 @@ class Gathers:
                 withhold(tensor, name)
 
     def hold(self) -> None:
-        """Gather all parameters, for whoever reads or writes them between steps."""
+        """Gather all parameters, so that they can be read and written between steps."""
         missing = self.tensors.keys() - self.whole
         if missing:
             with torch.no_grad():

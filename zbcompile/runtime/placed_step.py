@@ -31,8 +31,8 @@ def require_recordable(executable: Executable, ranks: Ranks, loaded: bool) -> No
         "it may have to be done again with more room for the tokens of an expert": "fits" in slots,
         "it draws random numbers (dropout), which a recording would draw again": any(s.random for s in program.stages),
         'the output layer is sharded (pass vocab="off")': program.vocabulary is not None,
-        "replicas or other dimensions of a mesh train beside the pipeline": len(ranks.members) > ranks.count,
-        "it returns outputs beside its loss": program.output is not None,
+        "the mesh has replicas or other dimensions than the pipeline": len(ranks.members) > ranks.count,
+        "it returns outputs besides its loss": program.output is not None,
     }
     refuse(reason for reason, holds in reasons.items() if holds)
 

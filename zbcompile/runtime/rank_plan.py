@@ -66,7 +66,7 @@ class RankPlan:
     stages: tuple[int, ...]
     sums: SumPlan
 
-    def with_updates(self, order: Sequence[Step]) -> "RankPlan":
+    def joined_with(self, order: Sequence[Step]) -> "RankPlan":
         """The plan with the actions that a step has once, placed as in `order`, which has all other actions too."""
         own, placed = iter(self.instructions), set[Action]()
         steps: list[tuple[Instruction, ...]] = []

@@ -139,7 +139,7 @@ class Slices:
                 await_parcels(self.arriving.pop(at, ()))
 
     def hold(self) -> None:
-        """Gather what lives divided, for whoever reads or writes parameters between steps."""
+        """Gather what lives divided, so that parameters can be read and written between steps."""
         if self.gathers is not None:
             self.gathers.hold()
 

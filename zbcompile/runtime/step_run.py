@@ -87,7 +87,7 @@ class Engine:
         traffic = Traffic(opened, count, number, program.step.max_ctas, program.step.max_receives)
         transport = ranks.transport(traffic, buffers)
         step = StepRun(executable, given, ranks, self.equal, reductions)
-        schedule, plans = executable.with_updates(step.kinds, any(each.reshard for each in given.gathers))
+        schedule, plans = executable.plans_for(step.kinds, any(each.reshard for each in given.gathers))
         step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)
         with undisturbed(ranks.device), torch.no_grad():
             if memory is None:
@@ -318,8 +318,8 @@ class StepRun:
                 broadcast([buffer], self.executable.first.sums[name].group)
 
     def _share_losses(self) -> None:
-        """Whoever waits for all losses does not end its step before all have run their passes, and so does not update
-        its parameters although another rank has failed."""
+        """Exchange the losses. A rank that waits for them ends its step only once all ranks have run their passes, so
+        that none updates its parameters although another rank has failed."""
         own = {i: loss for run in self.runs for i, loss in run.losses().items()}
         missing = self._missing()
         if self.ranks.group is None:
@@ -327,8 +327,8 @@ class StepRun:
             return
         equal = self.equal if self.equal is not None and self.equal.pending else None
         found = {} if equal is None else self.reductions[self.ranks.local[0]].results()
-        beside = equal is not None and equal.has_news(self.executable, found), missing
-        shared, (news, left_out), work = share_losses(self.executable, own, self.ranks, beside)
+        further = equal is not None and equal.has_news(self.executable, found), missing
+        shared, (news, left_out), work = share_losses(self.executable, own, self.ranks, further)
         self.losses = Losses(shared[:, 0].unbind(), partial(_wait, self.ranks.watch, work))
         if equal is not None or not self.given.ahead or self.executable.may_overflow:
             self.losses.read()
@@ -404,19 +404,19 @@ def share_losses(
     executable: Executable,
     own: Mapping[int, torch.Tensor],
     ranks: Ranks,
-    beside: tuple[torch.Tensor | int, torch.Tensor | int] = (0, 0),
+    further: tuple[torch.Tensor | int, torch.Tensor | int] = (0, 0),
 ) -> tuple[torch.Tensor, torch.Tensor, dist.Work]:
     """Begin to give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a
-    tensor [replicas x microbatches, tp]. Beside it, the sums over all ranks of two further numbers, on the device.
+    tensor [replicas x microbatches, tp]. With it, the sums over all ranks of two `further` numbers, on the device.
 
     Each loss has one owner and the other ranks add zeros, which changes no bit.
     """
     count, mesh = len(executable.graphs), ranks.mesh
-    shape = (ranks.replicas.count * count + len(beside), mesh.size("tp"))
+    shape = (ranks.replicas.count * count + len(further), mesh.size("tp"))
     shared = torch.zeros(shape, dtype=executable.loss_dtype, device=ranks.device)
     for microbatch, loss in own.items():
         shared[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
-    for row, number in enumerate(beside, -len(beside)):
+    for row, number in enumerate(further, -len(further)):
         shared[row] += number
     work = dist.all_reduce(shared, group=ranks.everyone, async_op=True)
-    return shared[: -len(beside)], shared[-len(beside) :, 0], work
+    return shared[: -len(further)], shared[-len(further) :, 0], work

@@ -142,7 +142,7 @@ def test_what_changes_between_steps_is_refused() -> None:
     batch = on_gpu(chosen.batches(1, 4)[0])
     losses = {pipe.step(*batch.args, target=batch.target).item() for _ in range(4)}
     assert len(losses) == 1
-    with pytest.raises(zbcompile.PipelineError, match="it returns outputs beside its loss"):
+    with pytest.raises(zbcompile.PipelineError, match="it returns outputs besides its loss"):
         pipe.step(*batch.args, target=batch.target, return_outputs=True)
 
 

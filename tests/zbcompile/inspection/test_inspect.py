@@ -521,7 +521,7 @@ def test_exchanges_beside_the_pipeline(tmp_path: Path, inspect: Callable[..., st
     (path := tmp_path / "exchanging.py").write_text(EXCHANGING)
     text = inspect(f"{path}:exchanging", "--schedule", "zb-h1", "--ranks", "2", "--quick")
     assert not torch.distributed.is_initialized()  # the group that the target made is gone
-    rows = text.partition("Exchanges with ranks beside the pipeline")[2].split("\n\n")[1].splitlines()[2:]
+    rows = text.partition("Exchanges with ranks outside of the pipeline")[2].split("\n\n")[1].splitlines()[2:]
     sent, found = ["group0", "all_reduce", "1", "64", "B"], [row.split() for row in rows]
     assert [row[:7] for row in found] == [[str(stage), name, *sent] for stage in (0, 1) for name in ("F", "B")]
     assert {"".join(row[9:]) for row in found if row[:2] == ["0", "B"]} <= {"ownW4x", "nothing4x"}, found
