@@ -27,8 +27,11 @@ gc.set_threshold(50_000, 20, 20)
 os.environ["ZBCOMPILE_CHECK"] = "1"  # between every two passes, in this process and in all that tests start
 os.environ["ZBCOMPILE_TRACEBACK"] = "1"  # whoever mends a test wants all frames
 
-# A generated case may take as long as it does: a busy machine is no failure.
-settings.register_profile("zbcompile", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# A generated case may take as long as it does: a busy machine is no failure. Every run generates the same ones; others,
+# and five times as many, with `--hypothesis-profile new-cases`.
+UNHURRIED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("zbcompile", UNHURRIED, derandomize=True, database=None)
+settings.register_profile("new-cases", UNHURRIED, max_examples=500)
 settings.load_profile("zbcompile")
 
 

@@ -3,8 +3,9 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
+from tests.support.generated import examples
 from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
 
 INNER = range(5)
@@ -14,7 +15,7 @@ EDGES = st.tuples(
 
 
 @pytest.mark.slow
-@settings(max_examples=200, derandomize=True)
+@examples(200)
 @given(st.lists(EDGES, max_size=16))
 def test_the_smallest_of_the_cheapest_cuts(edges: list[tuple[object, object, int | None]]) -> None:
     network = Network()

@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from itertools import combinations, pairwise
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
+from tests.support.generated import examples
 from zbcompile.passes.partition.balance import CHUNK_SHARE, PIECE_SLACK, LoadRow, best_cuts, heaviest_piece
 from zbcompile.schedules.ir.placement import Placement
 
@@ -34,7 +35,7 @@ def heaviest(loads: Sequence[float], cuts: Sequence[int], placement: Placement, 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 @given(loads=LOADS, data=st.data())
-@settings(max_examples=150)
+@examples(150)
 def test_no_cuts_are_better(placement: Placement, loads: list[int], data: st.DataObject) -> None:
     inner = [i for i in range(1, len(loads)) if data.draw(st.integers(0, 9)) > 1]
     edges = [0, *inner, len(loads)]

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
 import zbcompile
+from tests.support.generated import examples
 from zbcompile.checkpoints import main
 from zbcompile.persistence.checkpoint_directory import INDEX
 from zbcompile.persistence.checkpoint_values import from_data, to_data
@@ -44,7 +45,7 @@ def typed(value: Any) -> Any:
 
 @pytest.mark.slow
 @given(values)
-@settings(max_examples=60)
+@examples(40)
 def test_values_come_back_as_they_were(value: Any) -> None:
     data = json.loads(json.dumps(to_data(value, "extra", {}), allow_nan=False))
     assert typed(from_data(data, {})) == typed(value)
@@ -74,7 +75,7 @@ def test_a_list_that_contains_itself_is_refused(tmp_path: Path) -> None:
 
 
 @given(st.data())
-@settings(max_examples=25)
+@examples(25)
 def test_parts_are_safetensors(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject) -> None:
     kinds = (torch.float32, torch.bfloat16, torch.bool, torch.int64, torch.uint8, torch.complex64, torch.float8_e5m2)
     shapes = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=3), max_size=4))
