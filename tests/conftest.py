@@ -70,7 +70,7 @@ def _mark_slow_cases(items: list[pytest.Item]) -> None:
         test = item.nodeid.partition("[")[0]
         if mark is not None:
             daily = mark.kwargs["every"]
-            suite = mark.kwargs.get("suite", next((daily // n for n in (2, 3) if daily % n == 0), daily))
+            suite = mark.kwargs.get("suite", daily)
             assert daily % suite == 0, f"{test}: daily work takes a part of the suite's cases"
             if seen[test] % daily:
                 item.add_marker(pytest.mark.slow)

@@ -22,8 +22,15 @@ IN_PART = tuple(path for path in sorted((ROOT / "docs").glob("*.md")) if "{run" 
 PAGES = dict.fromkeys((*WHOLE, *IN_PART))
 
 
+def marks_of(page: Path) -> list[pytest.MarkDecorator]:
+    """Two agents of torchrun train in `tests/zbcompile/distributed/test_nodes.py`, too."""
+    return [pytest.mark.beyond_sample] if page.stem == "nodes" else []
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=marks_of(page)) for page in PAGES], ids=lambda path: path.stem
+)
 def test_pages_run(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, object] = {"__name__": "__main__"}

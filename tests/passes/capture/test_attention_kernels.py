@@ -67,7 +67,7 @@ def kernels_of(pipe: zbcompile.Pipeline) -> set[bool]:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("mask", ["", "bool", "float", "causal", "dropout"])
 def test_the_formula_where_the_model_asks_for_it(mask: str) -> None:
     model, eager, given = made(SDPBackend.MATH, mask), made(SDPBackend.MATH, mask), batch()

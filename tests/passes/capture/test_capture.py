@@ -546,6 +546,7 @@ def test_a_model_that_only_a_trace_can_follow_is_refused() -> None:
         capture(Looking(), (torch.randn(2, WIDTH),), {}, torch.randn(2, WIDTH), F.mse_loss)
 
 
+@pytest.mark.slow
 def test_parts_of_one_flat_buffer_are_separate_parameters() -> None:
     """As cuDNN's recurrent layers keep them; overlapping ones are refused (test_refused_models)."""
 
@@ -599,6 +600,7 @@ def test_checkpoint_regions_are_numbered() -> None:
     assert regions == {**outside, "linear_1": 0, "tanh": 0, "linear_2": 1, "sigmoid": 1, "linear_3": 1, "cos": 1}
 
 
+@pytest.mark.slow
 def test_copies_stay_only_where_something_else_reads_the_original() -> None:
     """Dropout of 0 is exported as a copy. A copy beside its original decides in which order gradients are added."""
 

@@ -58,7 +58,7 @@ class Mapped(Writes):
         return torch.tanh(h @ self.weights[2] @ (self.weights[3] * mask))
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize("model", [Writes, Overwrites, Mapped])
 def test_gradients_around_writes_are_eagers(model: type[nn.Module]) -> None:
     torch.manual_seed(0)

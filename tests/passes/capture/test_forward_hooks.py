@@ -69,7 +69,7 @@ def assert_eagers_gradients(pipe: zbcompile.Pipeline, hooked: Callable[[nn.Modul
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=4)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("kind", HOOKS)
 def test_as_eager_runs_them(kind: str) -> None:
     model = made()
@@ -108,6 +108,7 @@ class Lazily(MLP):
         return super().forward(x)
 
 
+@pytest.mark.slow
 def test_a_hook_that_forward_installs_is_captured_once(capsys: pytest.CaptureFixture[str]) -> None:
     pipe = pipeline_of(made(Lazily), "zb-h1")
     for _ in range(2):
@@ -128,7 +129,7 @@ def llama(reentrant: bool) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_hooks_that_transformers_installs(reentrant: bool) -> None:

@@ -17,7 +17,7 @@ from zbcompile.passes.capture.export import capture
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.pass_list.passes_in_order import canonicalise
 
-COMPARED, LINES, MICROBATCHES = 6, 7, 2
+COMPARED, LINES, MICROBATCHES = 4, 7, 2
 VIEWS = ("[:, :2]", "[1:3]", ".T", ".view(-1)", "[0]", "[None]", ".diagonal()", ".detach()", ".data", ".clone()")
 VALUES = ("torch.tanh({a})", "{a} + fit({b}, {a})", "{a} * fit({b}, {a})", "torch.where({a} > 0, {a}, fit({b}, {a}))")
 WRITES = (

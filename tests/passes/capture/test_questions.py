@@ -72,7 +72,7 @@ def asked(guards: Guards, given: tuple[Tensor, ...]) -> list[Any]:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("questions", [NUMBERS, DECISIONS], ids=["numbers", "decisions"])
 def test_guards_answer_as_eager_does(questions: tuple[Question, ...]) -> None:
     """For a hundred microbatches; the answers of one of them, given to the capture of another, give the same graph."""
@@ -105,6 +105,7 @@ def test_tensors_of_other_shapes_are_not_equal() -> None:
     assert "mul" not in captured.module.code  # which True leads to
 
 
+@pytest.mark.slow
 def test_questions_with_other_constants_are_other_questions() -> None:
     def text(limit: float) -> str:
         guards = capture(Asking((lambda mask, ids: bool(mask.sum() > torch.tensor(limit)),)), inputs(0), {}).guards

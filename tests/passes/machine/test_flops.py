@@ -22,7 +22,7 @@ MODELS = ("gpt-tied", "mixtral", "unet")
 MADE_OF_OTHERS = (torch.ops.aten.silu_backward.default,)  # to torch, so such a call is run
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 def test_as_torchs_counter(model: str, monkeypatch: pytest.MonkeyPatch) -> None:

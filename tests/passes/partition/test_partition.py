@@ -113,7 +113,7 @@ def _problem(laid_out: Mapping[str, LaidOut], model: str, schedule: tuple[str, i
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=4, suite=4)  # every model and every schedule once
+@pytest.mark.mostly_slow(every=4)  # every model and every schedule once
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("model", ["gpt", "head", "unet"])
 def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(
@@ -174,7 +174,9 @@ def test_a_boundary_is_as_narrow_as_asked(laid_out: dict[str, LaidOut]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("schedule", [SCHEDULES[0], SCHEDULES[2]], ids=str)
+@pytest.mark.parametrize(
+    "schedule", [pytest.param(SCHEDULES[0], marks=pytest.mark.beyond_sample), SCHEDULES[2]], ids=str
+)
 def test_memory_is_respected_and_the_least_is_named(
     schedule: tuple[str, int, int | None], laid_out: dict[str, LaidOut]
 ) -> None:
@@ -287,6 +289,7 @@ def test_a_heavy_head_is_said(laid_out: dict[str, LaidOut]) -> None:
     assert _problem(laid_out, "gpt", ("zb-h1", 2, None)).plan().overweight == ""
 
 
+@pytest.mark.slow
 def test_a_heavy_head_is_said_once_when_compiling(capsys: pytest.CaptureFixture[str]) -> None:
     pipe = zbcompile.pipeline(HeavyHead(2, 512), schedule="1f1b", ranks=2, microbatches=2, loss=F.mse_loss)
     for rows in (8, 16):
@@ -294,7 +297,8 @@ def test_a_heavy_head_is_said_once_when_compiling(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().out.count("times the mean load") == 1
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize("balance", ["measured", "parameters", ["layers.2", "layers.4", "layers.5"]])
 def test_gradients_do_not_depend_on_the_cuts(balance: Any) -> None:
     torch.manual_seed(0)

@@ -227,7 +227,7 @@ class Net(nn.Module):
         return self.layers(x) * self._read(self)  # type: ignore[no-any-return]
 
 
-@pytest.mark.mostly_slow(every=6, suite=2)
+@pytest.mark.mostly_slow(every=6, suite=3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_change_is_seen_and_comes_back(name: str) -> None:
     case, x = CASES[name], torch.ones(2, 2)

@@ -157,7 +157,7 @@ class Pooled(nn.Module):
         (Pooled, "zb-h1"),
         (Leaky, "zb-h1"),
         (Latents, "zb-v"),
-        (lstm, "1f1b"),
+        pytest.param(lstm, "1f1b", marks=pytest.mark.beyond_sample),
     ],
 )
 def test_bitwise(make: Callable[[], nn.Module], schedule: str) -> None:
@@ -181,7 +181,7 @@ def _accumulate(eager: nn.Module, x: Tensor, y: Tensor) -> None:
         (F.mse_loss(eager(part), target) / 4).backward()
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("make", [Thrice, gru])
 def test_within_the_bound(make: Callable[[], nn.Module]) -> None:
     torch.manual_seed(0)

@@ -34,7 +34,7 @@ def samples(names: str) -> list[Case]:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=6)
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("group", GROUPS)
 def test_bitwise(group: str) -> None:
     cases = samples(GROUPS[group])

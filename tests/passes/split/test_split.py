@@ -81,12 +81,14 @@ def test_what_w_computes_again_has_the_same_bits_and_takes_less_memory() -> None
             assert torch.equal(found[name], gradient), f"{name}, {order}"  # type: ignore[arg-type]
 
 
-@pytest.fixture(scope="module", params=["gpt", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module", params=["gpt", pytest.param("llama", marks=[pytest.mark.slow, pytest.mark.beyond_sample])]
+)
 def stages(request: pytest.FixtureRequest) -> list[Stage]:
     return compile_stages(request.param, 64, 64, 2, Choices(exact=True, balance=CUTS))
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 def test_a_first_stage_is_balanced_like_a_middle_one(stages: list[Stage]) -> None:
     first, middle, _ = (stage.program.flops for stage in stages)

@@ -238,7 +238,7 @@ OPERATIONS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], bool]] = {
 }
 
 
-@pytest.mark.mostly_slow(every=16, suite=4)
+@pytest.mark.mostly_slow(every=16, suite=8)
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_gradients_have_eagers_bits(name: str) -> None:
     make, shape, contracts = OPERATIONS[name]

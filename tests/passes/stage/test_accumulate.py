@@ -60,6 +60,7 @@ def microbatch_gradients(model: nn.Module, x: Tensor, y: Tensor) -> list[dict[st
     return found
 
 
+@pytest.mark.slow
 def test_gemms_and_embeddings_add_into_their_buffers() -> None:
     model, x, y = make()
     eager = copy.deepcopy(model)

@@ -101,7 +101,7 @@ def _each_for_itself(
     return tuple(reversed(programs))
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("example", "exact"), [(_gpt, False), (_masked, True)])
 def test_a_renamed_program_is_what_compiling_the_stage_gives(

@@ -25,7 +25,10 @@ from zbcompile.schedules import build
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
 
 
-LARGE = [pytest.param(name, marks=pytest.mark.slow) for name in ("gpt", "llama")]
+LARGE = [
+    pytest.param("gpt", marks=pytest.mark.slow),
+    pytest.param("llama", marks=[pytest.mark.slow, pytest.mark.beyond_sample]),
+]
 
 
 @pytest.fixture(scope="module", params=[*LARGE, "unet"])
@@ -84,7 +87,7 @@ def _check_same_bits(inspected: CompiledExample) -> None:
             values[Slot("tangent", slot.name) if slot.kind == "input_gradient" else slot] = value
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 def test_a_printed_graph_computes_the_same_bits(inspected: CompiledExample) -> None:
     _check_same_bits(inspected)

@@ -21,14 +21,14 @@ def require_proven(case: Case) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=6, suite=1)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("kind", BY_HAND)
 def test_models_parallelised_by_hand_are_proven(kind: str) -> None:
     require_proven(by_hand(kind))
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=4, suite=1)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("form", DISTRIBUTED)
 def test_models_of_dtensors_are_proven(form: str) -> None:
     require_proven(distributed(form))
@@ -52,6 +52,7 @@ def test_the_same_models_without_their_faults_are_proven(fault: str) -> None:
     require_proven(case_of(fault, right=True))
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("kind", OTHERS)
 def test_models_of_replicas_experts_and_shards_are_proven(kind: str) -> None:

@@ -31,7 +31,7 @@ ALL = tuple(product(range(1, 9), (1, 2), (False, True)))
 FEW = ((1, 1, False), (2, 1, False), (3, 2, False), (5, 1, True), (8, 2, True), (16, 1, False))
 
 
-@pytest.mark.mostly_slow(every=4)
+@pytest.mark.mostly_slow(every=4, suite=2)
 @pytest.mark.parametrize("name", LOSSES)
 def test_every_loss_in_fp64(name: str) -> None:
     """One to eight shards, uneven and (with 16) empty ones; both algorithms, kept and lean."""

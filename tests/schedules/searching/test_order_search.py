@@ -418,7 +418,7 @@ SAMPLES = {
 }
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize("script", SAMPLES)
 def test_the_benchmarks_run_and_go_on_where_they_stopped(script: str, tmp_path: Path) -> None:
     if script == "search_optimum":

@@ -145,7 +145,7 @@ def test_controllable_memory_bubble_rates(name: str, published: float) -> None:
         assert round(rate, 3) == published
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize(("name", "per_rank", "chunks"), [("v-half", 3, 2), ("v-min", 4, 2)])
 def test_controllable_memory_bubbles(name: str, per_rank: int, chunks: int) -> None:
     """About 3p and 4p chunk passes at equal times, independent of the number of microbatches."""

@@ -70,6 +70,7 @@ def test_memory_counts_what_b_leaves_for_w() -> None:
     assert simulate(build("zb-h2", 4, 12), costs).peak_memory == tuple((7 - 2 * r) * 10 + 2 * r * 4 for r in range(4))
 
 
+@pytest.mark.slow
 def test_the_memory_curve_ends_empty_and_peaks_at_the_peak(small_schedules, random_costs) -> None:
     generator = random.Random(2)
     for schedule in small_schedules(range(1, 5), range(1, 10, 3)):

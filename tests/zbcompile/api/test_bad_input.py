@@ -363,7 +363,7 @@ DIFFERENCES = (
 )
 
 
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow(every=9, suite=3)
 @pytest.mark.parametrize("what", DIFFERENCES)
 def test_ranks_that_compile_different_programs(what: str, pool: Pool) -> None:
     """Everywhere the same sentence, which names what differs."""

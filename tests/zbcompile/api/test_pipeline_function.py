@@ -66,7 +66,7 @@ def test_compile_runs_nothing() -> None:
     assert all(parameter.grad is None for parameter in pipe.parameters())
 
 
-@pytest.mark.mostly_slow(every=4)
+@pytest.mark.mostly_slow(every=4, suite=2)
 @pytest.mark.parametrize("name", ["zbv", "ZB-V", "zb_v", "Zb V"])
 def test_any_spelling(name: str) -> None:
     pipe = zbcompile.pipeline(MLP(), schedule=name, microbatches=4, ranks=2, loss=F.mse_loss).compile(X, target=GOAL)

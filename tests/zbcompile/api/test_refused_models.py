@@ -439,7 +439,7 @@ REFUSED = (
 )
 
 
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow(every=9, suite=3)
 @pytest.mark.parametrize("refused", REFUSED, ids=str)
 def test_in_one_process(refused: Refused) -> None:
     refused.here()

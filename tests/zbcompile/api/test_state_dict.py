@@ -97,7 +97,7 @@ MESSAGES = {
 }
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize("damage", MESSAGES)
 def test_loading_is_strict(damage: str) -> None:
     pipe = compiled()

@@ -102,7 +102,7 @@ def test_a_recorded_step_computes_what_launches_do(problem: str, schedule: str) 
 
 
 @two_gpus
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize("backend", ["nccl", "nccl, bound"], ids=["lazy", "bound to a device"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
 @pytest.mark.parametrize("problem", ["mlp", "small-tied"])

@@ -51,7 +51,8 @@ def by_hand(model: nn.Module, x: Tensor, extra: dict[str, Tensor], table: Tensor
     return total
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
     ("wide", "split"), [(1, {}), (5, {"table": False}), (8, {"table": False, "args[1]": True})], ids=str
 )

@@ -115,6 +115,7 @@ def test_without_memory_the_program_is_the_same(target: str, tmp_path: Path) -> 
     assert files(fake) == files(whole)
 
 
+@pytest.mark.slow
 def test_what_has_no_values_is_filled_by_init(target: str, tmp_path: Path) -> None:
     of = target.replace(":net", ":scaled")
     assert zbcompile.compile.main([of, *PLAN, "--fake", "--output", str(tmp_path)]) == 0

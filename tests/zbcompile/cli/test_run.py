@@ -39,7 +39,7 @@ def command(program: Path, folder: Path, name: str, steps: int, data: str, *more
     ]
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("data", ["batches", "batches_from", "loader"])
 def test_a_resumed_run_has_the_same_bits(data: str, small_program: Program, tmp_path: Path) -> None:

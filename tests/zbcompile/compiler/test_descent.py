@@ -4,9 +4,10 @@ from functools import cache
 from itertools import accumulate, pairwise, product
 
 import pytest
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 
 from tests.support.all_orders import AllOrders
+from tests.support.generated import examples
 from zbcompile.compiler.descent import GAIN, Descent, Score
 from zbcompile.passes.compile_options import Choices, Policy, Recompute
 from zbcompile.program.choice import Layout
@@ -61,12 +62,13 @@ def test_less_memory_wants_other_shares() -> None:
     assert moved == layers.moved(4, 8)  # the same question has the same answer
 
 
+@pytest.mark.slow
 def test_even_layers_stay() -> None:
     assert Layers([1] * 9).moved(3, 6) == (3, 6)
 
 
 @pytest.mark.slow
-@settings(max_examples=5)
+@examples(3)
 @given(st.lists(st.integers(1, 4), min_size=4, max_size=7), st.sampled_from([None, 4.0, 6.0]))
 def test_never_longer(times: list[int], limit: float | None) -> None:
     layers = Layers(times, limit)
@@ -86,7 +88,14 @@ AGAIN, KEPT = {"off": 0, 0.5: 0.4, "full": 1}, {"off": 1, 0.5: 0.5, "full": 0.2}
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("limit", "times"),
-    [(9.0, (4, 4, 4)), (6.0, (3, 4, 6)), (12.0, (4, 4, 5)), (5.0, (5, 4, 3)), (8.0, (3, 5, 4))],
+    [
+        (9.0, (4, 4, 4)),
+        (6.0, (3, 4, 6)),
+        *(
+            pytest.param(*each, marks=pytest.mark.beyond_sample)
+            for each in ((12.0, (4, 4, 5)), (5.0, (5, 4, 3)), (8.0, (3, 5, 4)))
+        ),
+    ],
 )
 def test_what_stages_recompute_is_what_brute_force_finds(limit: float, times: tuple[int, ...]) -> None:
     """3 ranks, 5 microbatches: no corners of the stages have any order that is shorter than what the search chose."""

@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings, strategies as st
+from hypothesis import given, strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.checkpoint import checkpoint
 
 import zbcompile
 from targets import gpt, llama, unet
+from tests.support.generated import examples
 from tests.support.mesh_targets import layers
 from zbcompile.compiler.compile_example import CompiledExample, compile_example, one_microbatch
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step
@@ -33,7 +34,7 @@ from zbcompile.torch_private import group_without_peers
 POLICIES = ["off", "selective", "full"]
 
 
-@pytest.fixture(scope="module", params=["gpt", "llama"])
+@pytest.fixture(scope="module", params=["gpt", pytest.param("llama", marks=pytest.mark.beyond_sample)])
 def compiled(request: pytest.FixtureRequest) -> CompiledExample:
     example = gpt() if request.param == "gpt" else zbcompile.Example(*llama())
     return compile_example(example, build("zb-v", 2, 4), Choices())
@@ -73,7 +74,8 @@ def test_stages_of_whole_blocks(recompute: Policy) -> None:
     )
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("times", [2, 12])
 def test_prices_of_a_byte_choose_alike_in_blocks_and_in_stages(times: float) -> None:
     """Within 1 % in seconds and in bytes, also of the running pass."""
@@ -156,8 +158,10 @@ SHORT = 12  # operations; in stages of fewer a gradient may share its memory wit
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "peaks"), [("gpt", 0.0), ("llama", 0.02)])
-@settings(max_examples=8)
+@pytest.mark.parametrize(
+    ("name", "peaks"), [("gpt", 0.0), pytest.param("llama", 0.02, marks=pytest.mark.beyond_sample)]
+)
+@examples(6)
 @given(st.data())
 def test_bytes_of_stages_that_are_cut_inside_of_blocks(name: str, peaks: float, data: st.DataObject) -> None:
     """What waits and the peak of F are those of the stages compiled for the same cuts: to the byte, but for the tables
@@ -174,6 +178,7 @@ def test_bytes_of_stages_that_are_cut_inside_of_blocks(name: str, peaks: float, 
         assert graphs.running["B"] * (1 - peaks) <= found.running["B"] <= 1.1 * graphs.running["B"]
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b"])
 def test_messages_go_straight_to_the_stages_that_read_them(name: str) -> None:
@@ -231,6 +236,7 @@ def test_what_a_rank_holds_at_most_where_backwards_are_split(placement: str, rec
     assert_close(*line_prices(compiled), compiled, rel=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "interleaved-1f1b"])
 def test_what_a_replica_holds_at_most(schedule: str) -> None:
@@ -335,6 +341,7 @@ def test_a_part_of_a_model_on_a_mesh() -> None:
     assert sum(estimate.forward) > 2e-4  # of two exchanges
 
 
+@pytest.mark.slow
 def test_equal_layers_on_a_mesh_are_priced_once() -> None:
     """Their parts are operators of other names."""
     with group_without_peers(2):

@@ -63,7 +63,7 @@ def test_what_does_not_fit_is_an_error() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize(("words", "layers", "shards"), [(2048, 2, True), (16, 4, False)])
 def test_auto_shards_where_that_makes_the_step_shorter(words: int, layers: int, shards: bool) -> None:
     """An output layer of many layers' cost cannot be balanced by moving layers; of a small one too little is gained."""

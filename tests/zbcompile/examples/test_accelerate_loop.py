@@ -46,6 +46,7 @@ def plain() -> list[float]:
     return losses
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_the_losses_of_the_plain_loop() -> None:
     expected, found = plain(), train(ranks=2, updates=UPDATES, accumulate=ACCUMULATE)

@@ -45,6 +45,7 @@ def test_the_losses_of_eager() -> None:
     assert train(ranks=2) == eager(model())
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_the_losses_of_eager_in_two_processes() -> None:
     command = warm_torchrun("import lightning, zbcompile.run", "--standalone", "--nproc-per-node=2", str(SCRIPT))

@@ -36,7 +36,8 @@ def check_output(printed: str, schedule: str, ranks: int, source: str) -> None:
     assert source in printed
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.beyond_sample
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "ranks", "more"),

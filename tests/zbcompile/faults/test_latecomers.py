@@ -33,7 +33,7 @@ def name(case: Case) -> str:
     return f"{case.kind} {case.part} {case.group} {case.launcher} {case.late}"
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", [*DAILY, *SLOW], ids=name)
 def test_a_rank_that_is_late(case: Case, pool: Pool, tmp_path: Path) -> None:

@@ -125,7 +125,10 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("model", "options"), [("gpt", []), ("llama", ["--quick"]), ("unet", [])])
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [("gpt", []), pytest.param("llama", ["--quick"], marks=pytest.mark.beyond_sample), ("unet", [])],
+)
 def test_summary(
     model: str, options: list[str], inspect: Callable[..., str], golden: Callable[[str, str], None]
 ) -> None:
@@ -159,6 +162,7 @@ def test_what_cannot_be_compared_stands_below_the_table(tiny: Path, inspect: Cal
     assert note.startswith("dualpipe: ")
 
 
+@pytest.mark.slow
 def test_causes(tiny: Path, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
     """The longest idle intervals with what caused them, and the critical path; with equal times, so for any torch."""
     plan = (f"{tiny}:two", "--ranks", 4, "--microbatches", 4, "--schedule", "1f1b", "--costs", "uniform")
@@ -205,6 +209,7 @@ def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Calla
     assert picture.read_text().count("<svg") == 3
 
 
+@pytest.mark.slow
 def test_what_a_pass_changed(tiny: Path, inspect: Callable[..., str]) -> None:
     """Accumulation turns the products of W into additions in place and touches nothing else."""
     lines = inspect(f"{tiny}:two", "--diff", "1.split", "accumulate").splitlines()
@@ -360,9 +365,13 @@ def target():
 @pytest.mark.parametrize(
     ("base", "limit"),
     [
-        (("--schedule", "zb-h1"), "--vocab"),
+        pytest.param(("--schedule", "zb-h1"), "--vocab", marks=pytest.mark.slow),
         pytest.param(("--schedule", "zb-v", "--fused"), "--", marks=[pytest.mark.slow, pytest.mark.beyond_sample]),
-        pytest.param(("--schedule", "zb-h1", "--vocab", "1", "--hardware", "h100-sxm"), "--", marks=pytest.mark.slow),
+        pytest.param(
+            ("--schedule", "zb-h1", "--vocab", "1", "--hardware", "h100-sxm"),
+            "--",
+            marks=[pytest.mark.slow, pytest.mark.beyond_sample],
+        ),
     ],
     ids=str,
 )
@@ -408,6 +417,7 @@ def test_a_timeline_is_written(tiny: Path, ending: str, inspect: Callable[..., s
     assert "F0.0" in file.read_text() or '"F"' in file.read_text()
 
 
+@pytest.mark.slow
 def test_a_schedule_from_a_file(tiny: Path, inspect: Callable[..., str]) -> None:
     file = tiny.with_name("mine.csv")
     zbcompile.schedules.save(zbcompile.schedules.build("zb-h1", ranks=3, microbatches=6), file)

@@ -101,6 +101,7 @@ def test_one_schedule_named_twice_is_one_number(inspect: Callable[..., Any]) -> 
     assert one == other
 
 
+@pytest.mark.slow
 def test_what_is_alive_while_b_rebuilds_counts() -> None:
     """Full recomputation keeps little, and needs what it rebuilds."""
     whole, rebuilt = layers(), layers("full")
@@ -140,7 +141,7 @@ def test_recomputation_is_advised_by_what_is_alive() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["net", "half"])
+@pytest.mark.parametrize("name", [pytest.param("net", marks=pytest.mark.beyond_sample), "half"])
 def test_fake_models_run_on_a_gpu(name: str, inspect: Callable[..., Any]) -> None:
     """Not on a CPU core, where a step takes a quarter of an hour; of half precision too."""
     prediction = inspect(name, "--schedule", "zb-h1", "--fake")["prediction"]
@@ -199,6 +200,7 @@ def test_parameters_are_elements_on_every_page(inspect: Callable[..., Any]) -> N
     assert sum(rank["parameters"] for rank in found["memory"]) == 4 * elements
 
 
+@pytest.mark.slow
 def test_a_bubble_beside_idle_ranks_says_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The busiest of two unequal ranks has none, and the other one stands still."""
     (tmp_path / "numbers_net.py").write_text(TARGET)

@@ -1,6 +1,5 @@
-"""What users of peft, transformers and Lightning do around training, by two processes that torchrun starts, beside the
-same in eager mode: adapters that take turns, evaluations before the first step, averages, saving, and the model that is
-whole again."""
+"""What users of peft, transformers and Lightning do around training, by two processes, beside the same in eager mode:
+adapters that take turns, evaluations before the first step, averages, saving, and the model that is whole again."""
 
 import copy
 import os
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zbcompile
+from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
 from tests.zbcompile.examples.test_lightning_loop import eager
 
@@ -28,7 +28,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, WIDTH, Pipelined, loader, model
 
-pytestmark = [pytest.mark.slow, pytest.mark.several_processes]
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
 DECAY = 0.9
@@ -194,6 +194,19 @@ def assert_as_eager(fitted: Sequence[tuple[list[float], list[Tensor], dict[str, 
         assert_same_tensors(state, dict(average.module.named_parameters()), "averages")
 
 
+def test_adapters_take_turns(pool: Pool) -> None:
+    pytest.importorskip("peft")
+    pool.run(adapters_take_turns, timeout=240)
+
+
+def test_saving_averages_and_generation(pool: Pool, tmp_path: Path) -> None:
+    pool.run(saved_as_transformers_does, str(tmp_path), timeout=240)
+
+
+def test_lightning_validates_by_averages_and_saves_them(pool: Pool, tmp_path: Path) -> None:
+    assert_as_eager(pool.run(fitted_by_lightning, str(tmp_path), timeout=240))
+
+
 SCRIPT = """
 import sys
 import torch
@@ -207,6 +220,8 @@ torch.distributed.destroy_process_group()
 """
 
 
+@pytest.mark.beyond_sample
+@pytest.mark.several_processes
 def test_all_of_it_in_a_script_that_torchrun_starts(tmp_path: Path) -> None:
     """Processes that share nothing, and no process group before the first pipeline."""
     script = tmp_path / "script.py"

@@ -177,7 +177,8 @@ def two_pipelines(frozen: bool, alike: bool) -> list[Tensor]:
     return losses
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize(("frozen", "alike"), [(True, False), (False, True)])
 def test_two_pipelines_share_layers(frozen: bool, alike: bool, pool: Pool) -> None:
     """Frozen ones wherever they are cut, others if both have them on the same ranks."""

@@ -69,6 +69,7 @@ def test_each_rank_makes_its_own_share_real(pool: Pool) -> None:
     assert set().union(*(set(other[3]) for other in shares)) == set(real)
 
 
+@pytest.mark.slow
 def test_a_state_dict_fills_the_share() -> None:
     """Until then a step and an evaluation are errors; a plain MLP has nothing that no state dict holds."""
     eager, model = MLP(), on_meta(MLP)

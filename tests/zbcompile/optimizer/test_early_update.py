@@ -60,7 +60,7 @@ def test_every_bit_is_that_of_an_update_after_the_step(dtype: torch.dtype, given
     assert_same_tensors(trained(True, dtype, *given), trained(False, dtype, *given), "state dict:")
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "training",

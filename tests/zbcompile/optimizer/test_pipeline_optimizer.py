@@ -175,6 +175,7 @@ def in_half(batch: Any) -> Any:
     return type(batch)(tuple(x.bfloat16() for x in batch.args), {}, batch.target.bfloat16())
 
 
+@pytest.mark.slow
 def test_what_is_frozen_has_no_master_until_it_trains() -> None:
     problem, model, trained = PROBLEMS["mlp"], in_half_precision(torch.bfloat16), in_half_precision(torch.bfloat16)
     options: dict[str, Any] = {"schedule": "zb-h1", "ranks": 2, "microbatches": MICROBATCHES, "exact": True}

@@ -225,7 +225,9 @@ def beside_replicas(schedule: str, scaled: bool) -> list[History]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("schedule", "scaled"), [("zb-v", True), ("zb-h2", False)], ids=str)
+@pytest.mark.parametrize(
+    ("schedule", "scaled"), [("zb-v", True), pytest.param("zb-h2", False, marks=pytest.mark.beyond_sample)], ids=str
+)
 def test_every_bit_is_the_same_beside_replicas(schedule: str, scaled: bool, pool: Pool) -> None:
     """Whole, and divided among replicas; the norms of the ranks before come as messages."""
     for late, *after in pool.run(beside_replicas, schedule, scaled, ranks=4):

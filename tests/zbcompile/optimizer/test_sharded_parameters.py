@@ -30,7 +30,8 @@ SLOW = [
 ]
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
     "training",
     [

@@ -85,7 +85,7 @@ def in_one_process(folder: Path) -> State:
     return found
 
 
-FEW: tuple[Sizes, ...] = ({"tp": 2}, {"pp": 2}, {"pp": 2, "tp": 2})
+FEW: tuple[Sizes, ...] = ({"tp": 2}, {"pp": 2, "tp": 2})
 MORE: tuple[Sizes, ...] = ({"pp": 2, "tp": 2}, {"tp": 2, "dp": 2}, {"tp": 4}, {"pp": 2})
 
 

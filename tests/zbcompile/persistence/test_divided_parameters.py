@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import mse_loss
 
 import zbcompile
+from tests.support.generated import examples
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
@@ -94,14 +95,15 @@ def require_same_at_all(layouts: list[Layout], pool: Pool, folder: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.beyond_sample)])
+@pytest.mark.beyond_sample
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_from_divided_parameters_to_whole_ones_and_back(dtype: str, pool: Pool, tmp_path: Path) -> None:
     ways = [(*PLACES[0], 3), (*PLACES[1], 0), (*PLACES[1], 3), (*PLACES[3], 0), (*PLACES[2], 3)]
     require_same_at_all([(*each, dtype) for each in ways], pool, tmp_path)
 
 
 @pytest.mark.slow
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(examples(3), suppress_health_check=list(HealthCheck))
 @given(
     ways=strategies.lists(
         strategies.tuples(strategies.sampled_from(PLACES), strategies.integers(0, 3)), min_size=2, max_size=4

@@ -72,7 +72,7 @@ def same_folder(model: Any, folder: Path) -> None:
     assert_same_tensors(dict(found.state_dict()), dict(model.state_dict()), "read by transformers:")
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_there_and_back(name: str, tmp_path: Path) -> None:

@@ -48,6 +48,7 @@ def test_two_ranks_write_what_others_read(
     assert_same_tensors(dict(other.state_dict()), theirs, "loaded by safetensors:")
 
 
+@pytest.mark.slow
 def test_files_of_others(small_program: Callable[[str, int], Path], tmp_path: Path) -> None:
     """A tied matrix under its other name; another dtype, converted."""
     theirs = {name: tensor.bfloat16() for name, tensor in PROBLEM.model().state_dict().items()}

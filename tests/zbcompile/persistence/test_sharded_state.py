@@ -30,7 +30,7 @@ def in_one_process(training: Training, folder: Path) -> State:
     return state_of(model, optimizer)
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("training", [Training(), Training("short-mlp", dtype="bfloat16")], ids=str)
 def test_state_moves_between_levels_replicas_schedules_and_a_plain_optimizer(

@@ -31,7 +31,7 @@ ROWS = 8
 
 def auto(**options: object) -> tuple[zbcompile.Pipeline, Batch]:
     (batch,) = PROBLEM.batches(1, ROWS)
-    options = {"ranks": 2, "search_seconds": 0.5, "exact": True, **options}
+    options = {"ranks": 2, "search_seconds": 0.1, "exact": True, **options}
     return zbcompile.pipeline(PROBLEM.model(), schedule="auto", loss=PROBLEM.loss, **options), batch  # type: ignore[call-overload]
 
 
@@ -40,7 +40,7 @@ def decided(counts: tuple[int, ...] = (), **options: Any) -> Choice:
     model = PROBLEM.model()
     example = zbcompile.Example(model, batch.args, loss=PROBLEM.loss, target=batch.target)
     laid_out = lay_out_step(model, one_microbatch(example), PROBLEM.loss)
-    return decide(laid_out, build("zb-v", 2, 8), Choices(**options), counts, None, 0.5, {})[0]
+    return decide(laid_out, build("zb-v", 2, 8), Choices(**options), counts, None, 0.1, {})[0]
 
 
 @pytest.mark.slow
@@ -64,7 +64,7 @@ def test_bits_and_plan(tmp_path: Path) -> None:
 def test_a_choice_is_explained_in_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """And nothing else is advised, though one stage is far heavier than the other: the search has weighed that."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)], nn.Linear(16, 512))
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "search_seconds": 0.5, "exact": True}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "search_seconds": 0.1, "exact": True}
     pipe = zbcompile.pipeline(model, schedule="auto", loss=nn.functional.mse_loss, **options)
     pipe.step(torch.randn(8, 16), target=torch.randn(8, 512))
     assert pipe.program.cuts.overweight
@@ -111,7 +111,7 @@ class SlowOnOneRow(nn.Module):
 @pytest.mark.slow
 def test_the_cuts_belong_to_the_number_of_microbatches_that_was_chosen() -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "search_seconds": 0.5, "exact": True}
+    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "search_seconds": 0.1, "exact": True}
     pipe = zbcompile.pipeline(SlowOnOneRow(), loss=nn.functional.mse_loss, **options)
     torch.manual_seed(0)
     eager, x = SlowOnOneRow(), torch.randn(8, 16)
@@ -147,7 +147,7 @@ def with_few_rows(least: int, rows: int) -> int:
     torch.manual_seed(0)
     eager, model, x = NeedsRows(least), NeedsRows(least), torch.randn(rows, 16)
     model.load_state_dict(eager.state_dict())
-    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "search_seconds": 0.5, "exact": True}
+    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "search_seconds": 0.1, "exact": True}
     pipe = zbcompile.pipeline(model, loss=nn.functional.mse_loss, chunks=1, hardware=SLOW, **options)
     loss, count = pipe.step(x, target=x), pipe.program.schedule.microbatches
     assert torch.equal(loss, eager_step(eager, nn.functional.mse_loss, Batch((x,), {}, x), count, 0))
@@ -265,7 +265,7 @@ def test_a_finalist_without_an_order_is_left_out_on_every_rank(pool: Pool) -> No
 @pytest.mark.slow
 def test_the_next_layout_if_no_order_fits_the_graphs() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "search_seconds": 0.5}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "search_seconds": 0.1}
     best, next_best = (without_an_order_for(fails, model, **options) for fails in (0, 1))
     assert best.split(";")[0] != next_best.split(";")[0]
     assert without_an_order_for(100, model, **options) == "no order fits"

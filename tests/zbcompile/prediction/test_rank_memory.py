@@ -63,7 +63,7 @@ def _counted_and_predicted(example: Example, schedule: str, microbatches: int, r
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=3, suite=3)
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("schedule", ["zb-v", "1f1b", "zb-h2"])
 def test_storages_that_live_in_a_step_are_predicted(pool: Pool, schedule: str) -> None:
     """Under zb-v one rank has both stages of a tied parameter, and keeps a sum for each."""
@@ -102,6 +102,7 @@ def test_what_replicas_divide(zero: int) -> None:
     assert whole.collectives == 4 * size
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(("schedule", "chunks", "less"), [("looped-bfs", 4, True), ("zb-v", None, False)])
 def test_stages_let_go_where_that_is_cheaper(schedule: str, chunks: int | None, less: bool) -> None:
@@ -232,7 +233,7 @@ def held_by_replicas(zero: int, chunks: int = 1, reshard: bool | None = None) ->
     return step, memory.peak - (size if zero < 3 else 0), max(lived["update"]), size
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("zero", "chunks", "reshard", "most"),

@@ -10,13 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from hypothesis import given, settings, strategies
+from hypothesis import given, strategies
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import zbcompile
 from tests.support import shared_captures
 from tests.support.changing import ROWS, STEPS, Net, batch, eager, saved, scaled
+from tests.support.generated import examples
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from zbcompile.passes.torch_private import forward_hook_tables
@@ -52,7 +53,7 @@ def compare(pipe: zbcompile.Pipeline, net: Net, loss: Any, step: int) -> None:
     net.zero_grad()
 
 
-@pytest.mark.mostly_slow(every=12, suite=3)
+@pytest.mark.mostly_slow(every=12, suite=6)
 @pytest.mark.parametrize("name", STEPS)
 def test_a_change_is_seen(name: str) -> None:
     """In the next step; the steps before it, and after it, compute with what was there."""
@@ -117,7 +118,7 @@ def test_evaluations_see_what_trains_if_forward_asks(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.slow
-@settings(max_examples=3, deadline=None)
+@examples(2)
 @given(strategies.lists(strategies.sampled_from(["alpha", "p", "keep", "active", "kind"]), min_size=2, max_size=3))
 def test_any_changes_in_any_order(changes: list[str]) -> None:
     """Values go up and down; each step is eager's."""
@@ -233,6 +234,7 @@ def test_what_forward_changes_and_reads_is_refused(middle: Callable[[Net, Tensor
     assert not hasattr(net, "previous")
 
 
+@pytest.mark.slow
 def test_what_forward_only_keeps_is_put_back() -> None:
     """No fake tensor stays behind, and a flag that forward sets once stays set."""
 
@@ -285,7 +287,7 @@ def registers_another(module: nn.Module, args: Any, output: Tensor) -> None:
     module.register_forward_hook(lambda module, args, output: output * 2)
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("hook", [removes_itself, registers_another])
 def test_a_hook_that_changes_hooks_is_refused(hook: Callable[..., Any]) -> None:
     """In eager mode each microbatch runs with others; every one was like the first. A refusal leaves what there was."""
@@ -392,6 +394,7 @@ def test_a_capture_leaves_containers_that_others_share() -> None:
     compare(pipe, net, F.mse_loss, 1)
 
 
+@pytest.mark.slow
 def test_a_loss_may_read_the_model() -> None:
     net = Net(scaled)
 

@@ -99,7 +99,7 @@ def evaluated(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("own_loss", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
 def test_training_after_an_evaluation_has_eagers_bits(
@@ -142,7 +142,7 @@ def with_sharded_words(schedule: str, vocab: Any) -> tuple[Tensor, bool]:
     return loss, sharded
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "vocab"), [("1f1b", 1), ("auto", "off")])
 def test_a_layout_for_training_replaces_that_of_the_evaluation(schedule: str, vocab: Any, pool: Pool) -> None:

@@ -179,6 +179,7 @@ class Seen(nn.Module):
         return self.layers(x) * self.calls
 
 
+@pytest.mark.slow
 def test_buffers_that_evaluation_changes_change_once() -> None:
     model = Seen()
     pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, ranks=2, loss=F.mse_loss)

@@ -66,6 +66,7 @@ def test_train_mode_is_the_forward_of_the_next_step(pipe: zbcompile.Pipeline) ->
     assert torch.equal(ours, torch.cat(theirs))
 
 
+@pytest.mark.slow
 def test_split_microbatches_of_any_shape(pipe: zbcompile.Pipeline) -> None:
     model = Layers().eval()
     parts = [batch_of(rows) for rows in (3, 1, 3)]
@@ -74,6 +75,7 @@ def test_split_microbatches_of_any_shape(pipe: zbcompile.Pipeline) -> None:
             assert torch.equal(ours, model(part))
 
 
+@pytest.mark.slow
 def test_a_run_is_checked_recorded_and_predicted(pipe: zbcompile.Pipeline) -> None:
     """Nothing waits after a forward, and however many microbatches there are, a rank needs what one of its stages needs
     for one of them: no more than in training."""

@@ -40,7 +40,7 @@ CHANGES: list[tuple[Callable[[Net], object], dict[str, int], str]] = [
 ]
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(("change", "batch", "says"), CHANGES, ids=[says[:40] for *_, says in CHANGES])
 def test_the_notice_says_what_changed(
     change: Callable[[Net], object], batch: dict[str, int], says: str, capsys: pytest.CaptureFixture[str]

@@ -35,6 +35,7 @@ from zbcompile.passes.capture.export import capture
 from zbcompile.program_cache.cache import ProgramCache
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(("schedule", "kinds"), [("zb-h1", KINDS), ("dualpipe-v", KINDS[1:])])
 def test_a_stream_whose_mask_changes(schedule: str, kinds: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +122,7 @@ def test_numbers_that_decide_and_answers_that_do_not(capsys: pytest.CaptureFixtu
         pipe.step(x, mask, target=target)
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [True, False])
 def test_uses_on_several_stages_in_some_microbatches(pool: Pool, exact: bool) -> None:
@@ -166,6 +167,7 @@ class OneRow(nn.Module):
         return self.layer(x) * (2.0 if full else 0.5)
 
 
+@pytest.mark.slow
 def test_a_chunk_of_an_evaluation_that_asks() -> None:
     """Nobody would ask the other chunks: the batch runs as a whole."""
     model = OneRow()

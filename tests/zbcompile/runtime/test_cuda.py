@@ -68,21 +68,21 @@ def assert_near(ours: Tensor | None, theirs: Tensor | None) -> None:
 
 
 @one_gpu
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
 def test_in_one_process(schedule: str) -> None:
     assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0))
 
 
 @one_gpu
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("vocab", [1, 2])
 def test_sharded_vocabulary_in_one_process(vocab: int) -> None:
     assert_steps_as_eager("small-tied", "zb-v", 2, torch.device("cuda", 0), vocab)
 
 
 @one_gpu
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("schedule", ["dualpipe-v", "1f1b-overlap"])
 def test_halves_of_a_pair_on_two_streams(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a backend has compiled the passes. Small layers and several steps: freed memory is used again at once."""
@@ -97,7 +97,7 @@ def rank_of_two(schedule: str, vocab: str | int = "off") -> None:
 
 
 @two_gpus
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize("backend", ["nccl", "nccl, bound"], ids=["lazy", "bound to a device"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v", "dualpipe"])
 def test_two_processes_over_nccl(pool: Pool, schedule: str, backend: str) -> None:

@@ -36,7 +36,7 @@ def assert_near(ours: Found, theirs: Found) -> None:
         assert (gradient - other).abs().max() <= BOUND * other.abs().max(), name
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("problem", "schedule", "reduction", "unsynchronised"),

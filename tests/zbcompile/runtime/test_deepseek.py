@@ -29,15 +29,10 @@ def eager() -> dict[str, torch.Tensor]:
     return {"first": losses[0], "second": losses[1], **gradients_of(model), **dict(model.named_buffers())}
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("schedule", "ranks", "recompute"),
-    [
-        ("zb-h1", 4, "off"),
-        ("zb-v", 2, "full"),
-        pytest.param("dualpipe-v", 2, "full", marks=pytest.mark.beyond_sample),
-    ],
+    ("schedule", "ranks", "recompute"), [("zb-h1", 4, "off"), ("zb-v", 2, "full"), ("dualpipe-v", 2, "full")]
 )
 def test_bitwise(schedule: str, ranks: int, recompute: str, eager: dict[str, torch.Tensor]) -> None:
     """With recomputation as well: no token is counted twice."""
@@ -50,7 +45,7 @@ def test_bitwise(schedule: str, ranks: int, recompute: str, eager: dict[str, tor
     assert [name for name, value in eager.items() if not torch.equal(found[name], value)] == []
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(("schedule", "vocab"), [("zb-h1", 1), ("zb-v", 2)])
 def test_the_output_layer_of_three_losses_is_sharded(

@@ -142,7 +142,7 @@ def assert_as_eager(model: nn.Module, schedule: str, ranks: int, cuts: Sequence[
     assert_same_tensors(dict(model.named_buffers()), dict(eager.named_buffers()), "buffer")
 
 
-@pytest.mark.mostly_slow(every=4)
+@pytest.mark.mostly_slow(every=4, suite=2)
 @pytest.mark.parametrize("make", EDGES)
 def test_edge(make: type[Cut]) -> None:
     torch.manual_seed(0)

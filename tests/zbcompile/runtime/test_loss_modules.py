@@ -113,7 +113,8 @@ class Looking(MLP):
         return super().forward(x) * (1 + LOOKS[self.kind](self))
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(("kind", "copied"), [*((kind, False) for kind in LOOKS), ("children", True)])
 def test_forward_sees_no_loss_that_its_model_does_not_have(kind: str, copied: bool) -> None:
     torch.manual_seed(0)
@@ -161,6 +162,7 @@ class Owner(nn.Module):
         return self.body(x)
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("own", [False, True])
 def test_the_loss_changes_its_buffers(own: bool) -> None:
@@ -237,6 +239,7 @@ def test_a_sequence_that_would_run_the_loss_is_refused() -> None:
         zbcompile.pipeline(nn.Sequential(seeded()), schedule="1f1b", ranks=2, loss=Temperature())
 
 
+@pytest.mark.slow
 def test_a_model_that_returns_its_loss_and_logits() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -64,7 +64,7 @@ def worst(vocab: int, schedule: str, dtype: torch.dtype, bias: bool, ranks: int 
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("vocab", "schedule", "bias"), [(1, "zb-h1", False), (2, "zb-v", True), (1, "dualpipe-v", False)]
 )

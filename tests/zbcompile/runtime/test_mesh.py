@@ -94,10 +94,10 @@ def trained(
 @pytest.mark.parametrize(
     ("kind", "schedule", "names", "ranks"),
     [
-        ("tp plain", "zb-h1", ("tp", "pp"), 4),
+        pytest.param("tp plain", "zb-h1", ("tp", "pp"), 4, marks=pytest.mark.beyond_sample),  # is run on GPUs
         pytest.param("tp functions", "zb-v", ("tp", "pp"), 2, marks=pytest.mark.beyond_sample),
         ("tp sequence", "zb-v", ("tp", "pp"), 2),
-        ("cp gather", "1f1b", ("cp", "pp"), 2),
+        pytest.param("cp gather", "1f1b", ("cp", "pp"), 2, marks=pytest.mark.beyond_sample),
         pytest.param("cp ulysses", "dualpipe-v", ("cp", "pp"), 2, marks=pytest.mark.beyond_sample),
         ("cp ring", "interleaved-zb", ("cp", "pp"), 2),
     ],
@@ -180,7 +180,7 @@ def masks(dimension: str, placement: str) -> Tensor:
     return parameter.grad
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(("dimension", "placement"), [("tp", "replicate"), ("cp", "shard"), ("ep", "shard")])
 def test_what_a_sharded_parameter_makes_draws_apart(dimension: str, placement: str, pool: Pool) -> None:
     one, other = pool.run(masks, dimension, placement, ranks=2)

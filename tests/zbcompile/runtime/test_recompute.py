@@ -34,7 +34,7 @@ def train(problem: str, policy: Recompute) -> tuple[Trained, zbcompile.Pipeline]
     return Trained([loss], [gradients_of(pipe)], {}), pipe
 
 
-@pytest.mark.mostly_slow(every=6)
+@pytest.mark.mostly_slow(every=6, suite=3)
 @pytest.mark.parametrize(
     ("problem", "policy"),
     [
@@ -137,6 +137,7 @@ class Region(nn.Module):
         return self.last(found)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_changes_neither_statistics_nor_masks() -> None:
     """Eager updates the statistics of a region twice, and may draw another mask when it recomputes."""
     x, y = torch.randn(4, 8), torch.randn(4, 8)
@@ -162,6 +163,7 @@ def test_a_wrong_policy_is_refused(policy: Any) -> None:
         zbcompile.pipeline(nn.Linear(2, 2), ranks=1, recompute=policy)
 
 
+@pytest.mark.slow
 def test_stages_of_a_list() -> None:
     """Each recomputes by its own entry; equal work with the same entry is compiled once, one entry is for all."""
     model = nn.Sequential(*(m for _ in range(4) for m in (nn.Linear(16, 16), nn.GELU())))

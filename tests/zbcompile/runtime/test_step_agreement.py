@@ -118,7 +118,7 @@ def called(kind: str) -> tuple[Counter[str], int]:
     return outside, within.total()
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(
     ("kind", "messages"),
     [

@@ -45,7 +45,7 @@ EXACT = (
 )
 
 
-@pytest.mark.mostly_slow(every=12, suite=2)
+@pytest.mark.mostly_slow(every=24, suite=6)
 @pytest.mark.parametrize("case", EXACT, ids=str)
 def test_gradients_have_the_bits_of_eager(case: Case, pool: Pool) -> None:
     """In one process, and the same bits in a process for each rank."""
@@ -61,7 +61,8 @@ DEFAULT = (
 )
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("case", DEFAULT, ids=str)
 def test_what_a_rank_keeps_changes_no_more_than_rounding(case: Case, pool: Pool) -> None:
     alone = pool.alone(pipelined, case)
@@ -83,6 +84,7 @@ def compiled(model: torch.nn.Module, schedule: str, choices: Choices, ranks: int
     return compile_example(Example(model, (x,), target=x, loss=torch.nn.functional.mse_loss), order, choices).program
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved-1f1b", "zb-v"])
 def test_a_u_net_sends_each_value_once(schedule: str) -> None:
@@ -106,7 +108,8 @@ def test_what_a_rank_has_is_not_sent_to_it() -> None:
         assert len(crossing) == len(set(crossing)), name
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("exact", [True, False])
 def test_a_mask_goes_straight_and_its_send_is_over_when_a_gradient_is_back(exact: bool) -> None:
     """No gradient comes from where it went: the one of the next stage tells."""
@@ -174,6 +177,7 @@ def step_of_two_answers(schedule: str, first: int, folder: Path | None = None) -
 TWO_ANSWERS = [(schedule, first) for schedule in ("1f1b", "zb-v") for first in (1, -1)]
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize(("schedule", "first"), TWO_ANSWERS)
 def test_microbatches_of_a_step_may_differ_in_their_ways(schedule: str, first: int) -> None:

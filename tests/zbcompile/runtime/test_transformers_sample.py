@@ -19,7 +19,7 @@ SAMPLE = (
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=3, suite=3)
+@pytest.mark.mostly_slow(every=7)
 @pytest.mark.parametrize(("name", "schedule"), zip(SAMPLE, ("zb-h1", "zb-v") * 10, strict=True))
 def test_bitwise(name: str, schedule: str) -> None:
     (entry,) = (each for each in entries() if each.name == name)

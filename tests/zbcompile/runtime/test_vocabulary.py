@@ -32,14 +32,14 @@ PROCESSES = (
 )
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", IN_PROCESS, ids=str)
 def test_in_one_process(case: VocabularyCase) -> None:
     assert_equal_within(sharded(case), eager(case), 1e-12)
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=3)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
 def test_in_processes(case: VocabularyCase, pool: Pool) -> None:

@@ -41,7 +41,7 @@ def done() -> Done:
     return {}, {}, {}
 
 
-@pytest.mark.mostly_slow(every=2, suite=2)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_in_one_process(case: ModelCase, done: Done) -> None:
@@ -51,6 +51,7 @@ def test_in_one_process(case: ModelCase, done: Done) -> None:
     assert_same(quick_step(case, laid_out, compiled), expected[case.model])
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 @pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
 def test_in_processes(case: ModelCase, pool: Pool) -> None:

@@ -109,6 +109,7 @@ def keywords_of_stages() -> list[float]:
     return [float(loss) for loss in losses]
 
 
+@pytest.mark.slow
 def test_each_rank_passes_the_keywords_of_its_stages(pool: Pool) -> None:
     pipe = scaled(2, ranks=2)
     expected, _ = pipe.step_losses(INPUTS, scale=SCALE, shift=SHIFT, target=INPUTS)
@@ -159,6 +160,7 @@ def weighted(output: Any, target: torch.Tensor, *, table: torch.Tensor, factor: 
     return mse_loss(output, target) * table.sum() * factor
 
 
+@pytest.mark.slow
 def test_loss_kwargs_go_whole_to_every_microbatch() -> None:
     """Also a tensor as long as the batch, of other values in the second step, and those of an evaluation."""
     (batch,) = PROBLEMS[CASE.problem].batches(1, 8)
@@ -186,7 +188,7 @@ def missing_input() -> None:
         schedule.step(torch.zeros(8, 32), target=torch.zeros(8, 32) if passes else None)
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [

@@ -83,7 +83,7 @@ def driven_by_torch(given: TorchCase) -> Trained:
     return Trained([], gradients, dict(pipe.state_dict()))
 
 
-@pytest.mark.mostly_slow(every=9)
+@pytest.mark.mostly_slow(every=9, suite=3)
 @pytest.mark.parametrize("given", CASES, ids=lambda given: f"{given.theirs} {given.problem}")
 def test_gradients_are_eagers(given: TorchCase, pool: Pool) -> None:
     ours, theirs = join(pool.run(driven_by_torch, given)), reference(given.case)
@@ -111,7 +111,7 @@ def driven_from_a_file(path: str) -> tuple[Trained, Any]:
     return Trained([], [gradients_of(pipe)], {}), output
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=2, suite=1)
 @pytest.mark.parametrize("name", ["unbalanced", "weights"])
 def test_a_file_under_torchs_runtime(name: str, pool: Pool, tmp_path: Path) -> None:
     (tmp_path / "order.csv").write_text(FILES[name], encoding="utf-8")

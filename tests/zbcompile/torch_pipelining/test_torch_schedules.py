@@ -60,7 +60,7 @@ def _multi(name: str, ranks: int, microbatches: int, chunks: int) -> Schedule | 
     return _order_of(theirs, ranks)
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(("name", "chunks"), MULTI)
 def test_torch_is_right_and_never_shorter_than_ours(name: str, chunks: int) -> None:
     """Accepted by `check`; at equal times and no more memory ours is as short, in cost and in makespan."""
@@ -85,7 +85,7 @@ def _assert_no_longer(ours: Schedule, theirs: Schedule) -> None:
     assert max(our.peak_memory) <= max(their.peak_memory)
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=3, suite=1)
 @pytest.mark.parametrize(("name", "chunks"), MULTI)
 def test_torch_admits_what_we_admit(name: str, chunks: int) -> None:
     rule = find(name).rule
