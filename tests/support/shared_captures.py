@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.support.stored_captures import program_to_bytes, read_or_make
+from tests.support.stored_captures import index_of, own_gpu, program_to_bytes, read_or_make
 from zbcompile.batches.batch import Microbatch, whole_batch
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out
 from zbcompile.compiler.inference import Frame, compile_forward
@@ -60,6 +60,8 @@ class _Sketch(pickle.Pickler):
         return None
 
     def reducer_override(self, found: Any) -> Any:
+        if isinstance(found, torch.device):
+            return _named, (found.type, index_of(found))
         if not isinstance(found, nn.Module):
             return NotImplemented
         return _named, (type(found), marshal.dumps(type(found).forward.__code__)), found.__dict__
@@ -69,8 +71,8 @@ class _Sketch(pickle.Pickler):
             raise pickle.PicklingError("a tensor of its own kind")
         number = self.numbers.setdefault(id(tensor), len(self.numbers))
         memory = self.memories.setdefault(storage_key(tensor), len(self.memories))
-        kind = memory, type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.requires_grad
-        return number, *map(str, (*kind, tensor.stride(), tensor.storage_offset()))
+        place = tensor.device.type, index_of(tensor.device), tensor.stride(), tensor.storage_offset()
+        return number, *map(str, (memory, type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad, *place))
 
 
 def _named(*_: Any) -> Any:
@@ -113,7 +115,8 @@ def _once(name: str, capture: Callable[..., Any]) -> Callable[..., Any]:
         key = sketch(*given)
         if key is None:
             return capture(*given)
-        made = found.get_or_make(key, lambda: None)
+        here = own_gpu(), key
+        made = found.get_or_make(here, lambda: None)
         if made is not None and _fits(made, given):
             return made
         with _warnings() as seen:
@@ -121,7 +124,7 @@ def _once(name: str, capture: Callable[..., Any]) -> Callable[..., Any]:
                 name.encode() + key, lambda stored: _fits(stored, given), lambda: (capture(*given), not seen)
             )
         if not seen and made.premises.is_portable:
-            found[key] = made
+            found[here] = made
             KEYS[made.module] = name.encode() + key + repr(made.guards and made.guards.given.answers).encode()
         return made
 
@@ -233,7 +236,8 @@ def _forward_once(compile_: Callable[..., Program]) -> Callable[..., Program]:
         key = sketch("forward", model, microbatch.example, decided)
         if key is None:
             return compile_(model, microbatch, wanted, frame, given)
-        made = found.get_or_make(key, lambda: None)
+        here = own_gpu(), key
+        made = found.get_or_make(here, lambda: None)
         if made is None or not _fits(made, ("", *microbatch.example)):
             with _warnings() as seen:
                 made = read_or_make(
@@ -243,7 +247,7 @@ def _forward_once(compile_: Callable[..., Program]) -> Callable[..., Program]:
                     program_to_bytes if dist.is_initialized() else lambda _: None,
                 )
             if not seen and not (made.groups or not made.premises.is_portable):
-                found[key] = made
+                found[here] = made
         return replace(made, model=facts_of(model, made.model.constants))
 
     return compiled

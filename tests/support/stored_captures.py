@@ -2,7 +2,8 @@
 these start.
 
 A process that finds one under way elsewhere waits for it. Reading one back takes a twentieth of making it. What does
-not survive being written (graphs inside the graph, autograd.Functions, tensors of the model) is not stored.
+not survive being written (graphs inside the graph, autograd.Functions, tensors of the model) is not stored. What a rank
+made for its GPU another one reads for its own.
 """
 
 import fcntl
@@ -15,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._graph_pickler import GraphPickler, Options
@@ -26,6 +28,27 @@ from zbcompile.program.program import Program
 
 FOLDER = "ZBCOMPILE_TEST_CAPTURES"  # the environment variable that names it
 EVERYTHING = Options(ops_filter=None, node_metadata_key_filter=None)
+
+
+def own_gpu() -> int | None:
+    """The index of the GPU that this process uses."""
+    return torch.cuda.current_device() if torch.cuda.is_available() else None
+
+
+def index_of(device: torch.device) -> int | str | None:
+    """The word "own" for that GPU, whichever it is."""
+    return "own" if device.type == "cuda" and device.index == own_gpu() else device.index
+
+
+def device_at(kind: str, index: int | str | None) -> torch.device:
+    return torch.device(kind, own_gpu() if index == "own" else index)  # type: ignore[arg-type]
+
+
+class _Pickler(GraphPickler):
+    def reducer_override(self, obj: object) -> Any:
+        if isinstance(obj, torch.device):
+            return device_at, (obj.type, index_of(obj))
+        return super().reducer_override(obj)
 
 
 def read_or_make(
@@ -76,14 +99,16 @@ def program_to_bytes(program: Program) -> bytes | None:
 
 
 def _is_whole(graphs: Iterable[nn.Module], constants: Mapping[str, Tensor]) -> bool:
-    """Whether nothing is inside the graphs, and no two constants are one tensor."""
+    """Whether nothing is inside the graphs, no two constants are one tensor, and none would come back on the GPU of the
+    rank that wrote it."""
     inside = [each for graph in graphs for each in graph.modules() if each is not graph]
-    return not inside and len({storage_key(tensor) for tensor in constants.values()}) == len(constants)
+    apart = len({storage_key(tensor) for tensor in constants.values()}) == len(constants)
+    return not inside and apart and not any(tensor.is_cuda for tensor in constants.values())
 
 
 def _dumped(found: Any) -> bytes | None:
     with suppress(Exception):  # whatever an object raises that does not let itself be pickled
-        return GraphPickler.dumps(found, EVERYTHING)
+        return _Pickler.dumps(found, EVERYTHING)
     return None
 
 
