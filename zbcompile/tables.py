@@ -82,7 +82,7 @@ def written(figure: Figure) -> str:
 
 
 def to_text(tables: Iterable[Table]) -> str:
-    """For a terminal, in lines of at most `WIDTH` characters; tables without anything to show are left out.
+    """Tables for a terminal, in lines of at most `WIDTH` characters; those without anything to show are left out.
 
     >>> print(to_text([Table("stages", "Stages", [(Figure("stage", 0), Figure("sends", 2048, "B"))])]), end="")
     Stages
@@ -138,7 +138,7 @@ def grid(rows: Sequence[Sequence[Figure]]) -> str:
 
 
 def columns_of(rows: Sequence[Sequence[Figure]]) -> dict[str, tuple[str, bool]]:
-    """Of every column its head, with the unit where the values do not show it, and whether it holds words."""
+    """The head of every column, with the unit where values do not show it, and whether the column holds words."""
     found: dict[str, tuple[str, bool]] = {}
     for each in (each for row in rows for each in row):
         head = each.name if each.unit in WRITTEN or not each.unit else f"{each.name} ({each.unit})"
@@ -148,8 +148,8 @@ def columns_of(rows: Sequence[Sequence[Figure]]) -> dict[str, tuple[str, bool]]:
 
 
 def to_data(tables: Sequence[Table]) -> dict[str, Any]:
-    """For JSON: each table under its name as a list of objects (an upright one as an object), and beside them, by
-    table, the `units` of its figures and its `notes`."""
+    """Tables for JSON: each under its name as a list of objects (an upright one as an object), and, by table, the
+    `units` of its figures and its `notes`."""
     data: dict[str, Any] = {}
     units: dict[str, dict[str, str]] = {}
     for table in tables:
@@ -162,7 +162,7 @@ def to_data(tables: Sequence[Table]) -> dict[str, Any]:
 
 
 def to_html(tables: Iterable[Table]) -> str:
-    """For a page: a table each, with its title as the caption."""
+    """Tables for a page, each with its title as the caption."""
     return "\n".join(map(_html, tables))
 
 

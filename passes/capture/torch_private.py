@@ -84,7 +84,7 @@ def whole_regions() -> Iterator[None]:
 
 
 def _delete_unused(module: GraphModule) -> None:
-    """With what is used all that is in it."""
+    """Delete what no node names; what is used keeps all that is in it."""
     used = {str(node.target).partition(".")[0] for node in module.graph.nodes if node.op in ("call_module", "get_attr")}
     for name in module._modules.keys() - used:
         delattr(module, name)

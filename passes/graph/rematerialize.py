@@ -40,7 +40,7 @@ def remake(graph: Graph, node: Node, value: Callable[[Node], Node]) -> Node:
 
 
 def _mask(node: Node) -> Node | None:
-    """For the result of a dropout, the node of its mask, if the graph has one."""
+    """The node of the mask of a dropout's result; None for another node, or if the graph has no mask."""
     if not is_getitem(node) or node.args[1] != 0 or node.args[0].target is not aten.native_dropout.default:  # type: ignore
         return None
     return next((user for user in node.args[0].users if is_getitem(user) and user.args[1] == 1), None)  # type: ignore

@@ -33,7 +33,7 @@ def _attention_backward(gradient: Any, query: Any, key: Any, value: Any, *args: 
 
 
 def _product(one: Any, other: Any, *args: Any, **kwargs: Any) -> int:
-    """Of a matrix and a vector, or of two vectors."""
+    """FLOPs of a matrix times a vector, or of two vectors."""
     return 2 * math.prod(one)
 
 
@@ -100,7 +100,7 @@ def _counter() -> FlopCounterMode:
 
 
 def _flops_of(node: Node, formulas: Mapping[Any, Callable[..., int]]) -> int:
-    """By the formula, one of those registered for custom operators too."""
+    """FLOPs of a node by its formula, also one registered for a custom operator; 0 without one."""
     formula = formulas.get(getattr(node.target, "overloadpacket", node.target))
     if formula is None:
         return 0

@@ -90,7 +90,7 @@ class _Groups:
         return number
 
     def place(self, node: Node, size: int) -> None:
-        """Into the newest kernel among its sources that it can join, together with others that fit; else a new one."""
+        """Put a node into the newest kernel of its sources that it can join, merged with others that fit, or alone."""
         sources = self._sources(node)
         fitting = sorted((g for g in sources if self.size[g] == size and size), reverse=True)
         joined = [g for g in fitting if not any(self.needs[other] >> g & 1 for other in sources if other != g)]

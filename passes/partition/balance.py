@@ -114,7 +114,7 @@ class _StraightCuts:
         self.last = len(edges) - 1
 
     def cuts(self) -> list[int] | None:
-        """Between the earliest and the latest possible position, each cut is the one nearest to an equal share."""
+        """Cuts that fit; each is as near to an equal share as the earliest and latest possible places allow."""
         earliest = self._earliest()
         if earliest is None:
             return None

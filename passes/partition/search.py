@@ -108,7 +108,7 @@ class _CutSearch:
         self.width = {edge: line.boundary_bytes(edge - 1) for edge in places}
 
     def framed(self, edges: list[int]) -> list[int]:
-        """With the beginning and the end of the line."""
+        """The edges with the beginning and the end of the line."""
         return [0, *edges, len(self.line.nodes)]
 
     def thinnest(self, edges: list[int], limit: float) -> list[int]:

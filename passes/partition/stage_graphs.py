@@ -284,7 +284,8 @@ def way_of(maker: int, readers: Mapping[int, int], owners: Sequence[Hashable] | 
 
 
 def _ways(maker: int, readers: Sequence[int], owners: Sequence[Hashable]) -> Iterator[Parents]:
-    """From the maker alone or from the reader before; with either, kept by a rank that has the value already."""
+    """Ways in which all readers get the value from the maker, or each from the reader before; either with or without
+    ranks that keep a value which they have already."""
     choices: list[Callable[[list[int]], int]] = [lambda holders: holders[-1], lambda holders: maker]
     for otherwise in choices:
         for keeps in (True, False):

@@ -287,7 +287,7 @@ def _looks(parent: Any, read: ValueRead, value: Any) -> Iterator[Look]:
 
 
 def _at_key(table: Any, key: Any, value: Any) -> Iterator[Look]:
-    """To see the same value, or still none, at a key of a mapping."""
+    """Looks that find the same value, or still none, at a key of a mapping."""
     if value is None or isinstance(value, Absence):
         yield table.__contains__, key, value is None
     if not isinstance(value, Absence):
@@ -296,7 +296,7 @@ def _at_key(table: Any, key: Any, value: Any) -> Iterator[Look]:
 
 
 def _still(of: Callable[[Any], Any], value: Any) -> Look:
-    """To see that a function of a value gives what it gives now."""
+    """A look that finds that a function of a value gives what it gives now."""
     return functools.partial(_gives, of, of(value)), value, True
 
 

@@ -129,7 +129,7 @@ class FlowRecorder(TorchFunctionMode):
 
 
 def _nodes(gradients: Any) -> list[tuple[int, Node, torch.Tensor]]:
-    """Of a tuple of gradients those that are there, with their places and their nodes."""
+    """The gradients of a tuple that are there, with their places and their nodes."""
     given = gradients if isinstance(gradients, tuple | list) else (gradients,)
     tensors = [(i, each, traced_node(local_part(each))) for i, each in enumerate(given) if each is not None]
     return [(i, found[0], each) for i, each, found in tensors if found is not None]

@@ -125,7 +125,7 @@ def _refuse_mode_dependent(module: GraphModule) -> None:
 
 
 def _drop_results_without_value(module: GraphModule) -> None:
-    """Of the results of CUDA's attention some are None or numbers, which the trace has written where they are used."""
+    """Drop results of CUDA's attention that are None or numbers: the trace has written these where they are used."""
     for node in module.graph.find_nodes(op="call_function", target=operator.getitem):
         if node.meta.get("val") is None and not node.users:
             module.graph.erase_node(node)

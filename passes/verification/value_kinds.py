@@ -160,7 +160,7 @@ def operands_of(node: Node) -> list[Node]:
 
 
 def texts_of(flow: GradientFlow, constants: Mapping[str, torch.Tensor], dimension: str) -> list[str]:
-    """For each node of a stage's graph a short text of how it is computed, from inputs by their names and from what is
+    """A short text for each node of a stage's graph: how it is computed, from inputs by their names and from what is
     exchanged along `dimension`: if no other rank has that text, constants there differ from those of this rank."""
     slots = {node: slot for slot, node in flow.inputs}
     texts: dict[Node, str] = {}

@@ -198,7 +198,7 @@ def _tokens(head: VocabularyHead, mode: FakeTensorMode) -> torch.Tensor:
 
 
 def _accumulating(piece: Piece, choices: Choices) -> Piece:
-    """With each gradient added into its buffer, of which `accumulate_in_place` takes a fake tensor."""
+    """The piece with each gradient added into its buffer, of which `accumulate_in_place` takes a fake tensor."""
     gradients = {slot.name: value for slot, value in _results(piece) if slot.kind == "gradient"}
     buffers = {name: g.new_empty(g.shape, dtype=choices.dtype_of_sum(g.dtype)) for name, g in gradients.items()}
     return accumulate_in_place(piece, buffers) if buffers else piece

@@ -275,7 +275,7 @@ class _RowsOf(NamedTuple):
     far: Far
 
     def of_rank(self, rank: int) -> Rows:
-        """For each operation of the program, on each stage of a rank."""
+        """The rows of a rank: one for each operation of the program on each stage."""
         stages = self.schedule.placement.stages_of(rank)
         rows: Rows = {op: {s: self._row(rank, op, s) for s in stages} for op in self.ops.difference(EXCHANGES)}
         for op in self.ops.intersection(EXCHANGES):  # named by the rank

@@ -143,12 +143,12 @@ class Costs:
 
     @property
     def cast_time(self) -> float:
-        """From the end of the last stage's forward until every shard has its output (C0)."""
+        """The time from the end of the last stage's forward until every shard has its output (C0)."""
         return self.comm if self.cast is None else self.cast
 
     @property
     def stats_time(self) -> float:
-        """From the last S (or, for the second barrier, the last T) until its result is everywhere (C1, C2)."""
+        """The time from the last S (for the second barrier, the last T) until its result is everywhere (C1, C2)."""
         return self.comm if self.stats is None else self.stats
 
     def times(self, op: str) -> tuple[float, ...]:
@@ -164,8 +164,8 @@ class Costs:
         return total
 
     def delay(self, op: str, stage: int = 0) -> float:
-        """From the end of the pass or collective `op` until every vocabulary shard has its result, or as the kinds of
-        scope "stage" say; 0 for those that nothing waits for."""
+        """The time from the end of the pass or collective `op` until every vocabulary shard has its result, or as the
+        kinds of scope "stage" say; 0 for those that nothing waits for."""
         time = getattr(self, KINDS[op].delay) if KINDS[op].delay else 0
         return time[stage] if isinstance(time, tuple) else time
 

@@ -114,7 +114,7 @@ def _timed(order: Sequence[Step], begins: Sequence[float]) -> Iterable[tuple[flo
 
 
 def _peers(schedule: Schedule, rank: int, microbatches: Sequence[int]) -> Peers:
-    """By operation and stage; nothing is sent within a rank."""
+    """The ranks to which a rank sends, by operation and stage; nothing is sent within a rank."""
     peers: Peers = {op: {} for op in COMPUTE}
     for stage in schedule.placement.stages_of(rank):
         made: dict[str, tuple[Peer, ...]] = {}

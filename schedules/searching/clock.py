@@ -184,7 +184,7 @@ class PassTimes:
         self.log = []
 
     def last(self) -> list[float]:
-        """By rank, the end of its last pass with the rank's offset."""
+        """The end of the last pass of each rank, with the rank's offset."""
         return [self.end[word[-1]] + offset for word, offset in zip(self.order.words, self.problem.offset, strict=True)]
 
     def critical(self) -> list[int]:

@@ -155,7 +155,7 @@ def _area(problem: Problem, ways: _Ways, rank: int, passes: Sequence[int]) -> fl
 
 
 def _round_trip(problem: Problem, ways: _Ways, stage: int, microbatch: int) -> float:
-    """From the begin of F of a stage to the end of its B, if nothing is in the way."""
+    """The time from the begin of F of a stage to the end of its B, if nothing is in the way."""
     first, last = (problem.number[Action(op, stage, microbatch)] for op in (F, B))
     begin = {first: 0.0}
     each = len(ways.order) // problem.microbatches  # `order` goes microbatch by microbatch

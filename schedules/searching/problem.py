@@ -48,7 +48,7 @@ class Problem:
 
     @cached_property
     def actions(self) -> tuple[Action, ...]:
-        """By number; letter after letter, microbatches ascending."""
+        """All passes by their numbers: letter after letter, microbatches ascending."""
         stages = [(op, stage) for op in (F, B, W) for stage in range(self.placement.stages)]
         letters = stages + [(op, shard) for op in (S, T) for shard in self.shards]
         return tuple(Action(op, stage, m) for op, stage in letters for m in range(self.microbatches))
@@ -59,7 +59,7 @@ class Problem:
 
     @cached_property
     def rank(self) -> tuple[int, ...]:
-        """By number; only of two model copies does it depend on the microbatch."""
+        """The rank of each pass, by number; only with two model copies does it depend on the microbatch."""
         half = self.microbatches // 2 if self.placement.kind == "dual" else self.microbatches
         return tuple(self.placement.rank(stage, int(m >= half)) for _, stage, m in self.actions)
 

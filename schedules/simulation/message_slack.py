@@ -47,7 +47,7 @@ def messages(timeline: Timeline) -> Iterator[tuple[int, int, Input]]:
 
 
 def _latest_begins(timeline: Timeline) -> list[list[float]]:
-    """By rank and step: when it may begin at the latest if the step shall not take longer."""
+    """The latest begin of each step of each rank with which the whole takes no longer."""
     run, waits = timeline.run, timeline.waits
     ends: list[list[float]] = [[timeline.finish] * len(end) for end in run.end]
     every = ((rank, index) for rank, end in enumerate(run.end) for index in range(len(end)))

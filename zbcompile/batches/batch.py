@@ -56,7 +56,7 @@ class Batch:
         return min(width, self.size - index * width)
 
     def distinct(self, count: int) -> "list[Microbatch]":
-        """Of `count` microbatches the first one, and the last one if that is smaller."""
+        """The first of `count` microbatches, and the last one if that is smaller."""
         ends = (0,) if self.divides_into(count) else (0, count - 1)
         return [self.microbatch(i, count) for i in ends]
 

@@ -135,7 +135,7 @@ def _first_state(job: Job, pipe: Pipeline, optimizer: Optimizer) -> Checkpoint:
 
 
 def _load_weights(path: Path, pipe: Pipeline) -> None:
-    """From safetensors, if there are any, or from a checkpoint, of which only the model is taken."""
+    """Load weights from safetensors, if there are any, or from a checkpoint, of which only the model is taken."""
     if holds_weights(path) or not candidates(path):
         load_weights(path, pipe)
         return

@@ -52,7 +52,7 @@ class Descent:
         return score, layout
 
     def _gain(self, score: Score, layout: Layout, step: int) -> tuple[Score, Layout] | None:
-        """Of the moves by that many places one that gains, if any does."""
+        """A move by `step` places that gains; None if none does."""
         for moved in self._promising(score, self._moves(layout, step)):
             if is_better(found := self.look(moved), score):
                 return found, moved

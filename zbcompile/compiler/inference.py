@@ -169,7 +169,7 @@ def require_words(batch: Batch, program: Program) -> None:
 
 
 def microbatches_like(program: Program, batch: Batch) -> int:
-    """Into how many microbatches like those of `program` the batch divides."""
+    """The number of microbatches like those of `program` into which the batch divides."""
     counts = [n for n in range(1, batch.size + 1) if batch.divides_into(n)] or [1]
     count = next((n for n in counts if call_of(batch.microbatch(0, n)) == program.call), None)
     if count is None:

@@ -78,7 +78,7 @@ def _value_of(node: Node, reader: Node) -> Any:
 
 
 def run_seconds_in_turn(runs: Sequence[Callable[[], None]]) -> list[float]:
-    """Of each run, when all take turns, the mean of the middle half of its times: interruptions do not count."""
+    """Seconds of each run when all take turns: the mean of the middle half of its times, without interruptions."""
     clock = clock_of(gpu.is_available())
     for _ in range(WARM_UP):
         for run in runs:

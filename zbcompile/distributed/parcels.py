@@ -84,7 +84,7 @@ def _sent(
 
 
 def _future(tensor: torch.Tensor, work: dist.Work | None) -> "Future[torch.Tensor]":
-    """Of a tensor that a collective works on in place."""
+    """A future of a tensor that a collective works on in place."""
     if work is None:
         found: Future[torch.Tensor] = Future()
         found.set_result(tensor)

@@ -105,8 +105,8 @@ class ExpertExchange(nn.Module):
         return (self._send_counted if self.by_counts and self.ranks > 1 else self._send)(rows, order, chosen)
 
     def _send(self, rows: Tensor, order: Tensor, chosen: Tensor) -> DispatchedRows:
-        """With a capacity from each rank to each other; `order` sorts rows by expert, `chosen` says how many of this
-        rank are for each expert of each rank."""
+        """Send rows with a capacity from each rank to each other; `order` sorts rows by expert, `chosen` says how many
+        of this rank are for each expert of each rank."""
         count, per_rank = rows.shape[0], chosen.sum(1)
         room = self.capacity(count)
         places = _places(per_rank, count)  # of the sorted rows: their rank, and how many come before them there
@@ -122,7 +122,7 @@ class ExpertExchange(nn.Module):
         return _by_expert(came, counts.view_as(ends), begins, TokenRoute(sent, sent))
 
     def _send_counted(self, rows: Tensor, order: Tensor, chosen: Tensor) -> DispatchedRows:
-        """As many rows as there are, with a capacity of a rank."""
+        """Send as many rows as there are, with a capacity for what arrives on a rank."""
         count, per_rank = rows.shape[0], chosen.sum(1)
         room = self.capacity(count)
         counts = self._exchange(chosen.flatten()).view_as(chosen)
@@ -168,14 +168,14 @@ def _by_expert(came: Tensor, counts: Tensor, begins: Tensor, route: TokenRoute) 
 
 
 class _GroupPlaces(NamedTuple):
-    """Of rows that lie group by group the number of their group, and how many rows of it come before them."""
+    """The group of each row, where rows lie group by group, and how many rows of the group come before it."""
 
     group: Tensor
     before: Tensor
 
 
 def _places(counts: Tensor, rows: int) -> _GroupPlaces:
-    """Of the first `rows`; those behind the last group are in one more."""
+    """The places of the first `rows` rows; those behind the last group are in one more."""
     ends, numbers = counts.cumsum(0), torch.arange(rows, device=counts.device)
     group = torch.searchsorted(ends, numbers, right=True)
     begins = torch.cat([torch.zeros_like(ends[:1]), ends])

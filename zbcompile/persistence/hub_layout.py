@@ -34,7 +34,7 @@ class StoredTensorAsIs:
 
     @property
     def dtypes(self) -> set[str]:
-        """In the words of safetensors, such as "BF16"."""
+        """Its dtype in the words of safetensors, such as "BF16"."""
         return {self.file.get_slice(self.key).get_dtype()}
 
     def read(self, part: tuple[slice, ...]) -> torch.Tensor:

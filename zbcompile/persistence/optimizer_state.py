@@ -145,7 +145,8 @@ def _state_of_parameter(
 
 
 def _leaders(members: Sequence[tuple[int, str]], saved: Mapping[str, Any]) -> dict[int, str]:
-    """By number of a group, the parameter whose saved options it gets: the first that has any; a frozen one may not."""
+    """The parameter whose saved options each group gets, by its number: the first with any; a frozen one may have
+    none."""
     known = {key.rpartition(".")[0] for key in saved}
     last = members[::-1]
     return {**dict(last), **{number: name for number, name in last if f"param_groups.{name}" in known}}

@@ -216,7 +216,7 @@ def _names_in(path: Path) -> Iterator[str]:
 
 
 def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[str, Stored]:
-    """By name of the model's tensors, what each is read from. Every rank looks for all of them, so that all report the
+    """What each of the model's tensors is read from, by name. Every rank looks for all of them, so that all report the
     same error."""
     names: dict[str, list[str]] = {}
     for member in holding.model.members:

@@ -62,8 +62,8 @@ def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
 
 
 def fit_to_batch(schedule: Schedule, options: Options, batch: Batch, announce: bool) -> Schedule:
-    """Without `microbatches=`, a named schedule with a count that divides the batch: the smallest from the
-    usual one on up to four times as many, else the largest below. If there is none, the schedule is not changed."""
+    """The schedule, if it has a name and `microbatches=` is not given, for a count that divides the batch: the smallest
+    from the usual one on up to four times as many, else the largest below; the schedule as it is if there is none."""
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
     usual = schedule.microbatches
@@ -78,7 +78,7 @@ def fit_to_batch(schedule: Schedule, options: Options, batch: Batch, announce: b
 
 
 def fit_to_count(schedule: Schedule, options: Options, count: int) -> Schedule:
-    """Without `microbatches=`, a named schedule for as many microbatches as were passed."""
+    """The schedule, if it has a name and `microbatches=` is not given, for `count` microbatches; else as it is."""
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
     return build(schedule.name, schedule.ranks, count, chunks=None if is_searched(options) else options.chunks)

@@ -131,8 +131,8 @@ def factorisations(
 
 
 def on_mesh(choices: Choices, tensor: int) -> Choices:
-    """With the link between two neighbours of a pipeline, which are `tensor` ranks apart, and for exchanges that among
-    the ranks that share every matrix."""
+    """The choices for a mesh: messages take the link between neighbours of a pipeline, which are `tensor` ranks apart,
+    and exchanges the one between ranks that share every matrix."""
     hardware = choices.hardware
     if hardware is None or tensor == 1:
         return choices
@@ -201,8 +201,8 @@ def _hiding(choice: Choice, search: LayoutSearch) -> Choice:
 
 
 def _exchange(choice: Choice, search: LayoutSearch, replicas: int, ring: Connection | None) -> float:
-    """By how many seconds sums of gradients end after the last pass: each rank's begins behind its own last one. A ring
-    passes each byte on twice. Where parameters are gathered, with what passes wait for that."""
+    """Seconds from the last pass to the end of the sums of gradients: each rank's begins behind its own last one. A
+    ring passes each byte on twice. Where parameters are gathered, with what passes wait for that."""
     if replicas == 1 or ring is None:
         return 0.0
     layout, prices = choice.layout, search.lines[choice.layout.vocab]

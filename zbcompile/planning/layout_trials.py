@@ -140,8 +140,8 @@ class LayoutTrials:
             return Connection(*gathered(ranks, measure_link(group, ranks.device))[0])
 
     def _compiled(self, choice: Choice, of: int) -> list[Program]:
-        """In the order that is best for its graphs, as all ranks measure them at once, and in others that come close;
-        the first rank searches, in its part of the time. Raises ScheduleError, on every rank, if none fits."""
+        """The choice compiled, in the order that is best for its graphs as all ranks measure them, and in others close
+        to it; the first rank searches, in its part of the time. Raises ScheduleError, on every rank, if none fits."""
         layout, ranks = choice.layout, self.ranks
         task = self.microbatch(layout.microbatches), self._step_of(choice), choice.order
         program = self.make(*task, layout.within(self.options.choices), layout.edges)

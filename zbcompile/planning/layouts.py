@@ -242,7 +242,7 @@ class LayoutSearch:
         return tuple(vocab for vocab in self.lines if vocab != 2 or len(self.lines) == 1)
 
     def layout(self, placement: str, recompute: Recompute | None = None, vocab: Barriers = "off") -> Layout:
-        """For the microbatches as they come, before the line is cut."""
+        """A layout for the microbatches as they come, before the line is cut."""
         return Layout(placement, self.ranks, self.microbatches, (), recompute or self.choices.recompute, vocab)
 
     @property
@@ -259,7 +259,7 @@ class LayoutSearch:
             )
 
     def _held(self, prices: LinePrices) -> float:
-        """By all ranks together."""
+        """Bytes that all ranks hold together."""
         return prices.resident((), Placement("linear", 1, 1))[0] + (self.ranks - 1) * prices.shard_bytes
 
     def equal_cuts(self, layout: Layout) -> list[int] | None:
@@ -425,7 +425,7 @@ def _shorter(found: SearchResult, costs: Costs, limits: Sequence[float] | None, 
 
 
 def _fastest(choices: Iterable[Choice], count: int | None = None) -> list[Choice]:
-    """By seconds (what a sharded output layer gains must be worth it), then bytes."""
+    """The choices sorted by seconds (what a sharded output layer gains must be worth it), then bytes."""
 
     def rank(choice: Choice) -> tuple[float, float]:
         return rounded(choice.seconds / (1 if choice.layout.vocab == "off" else WORTH)), max(choice.peak)

@@ -119,7 +119,7 @@ class PricedStep:
         return {}
 
     def _prices(self, laid_out: LaidOut) -> LinePrices:
-        """Of the whole step or of one without its output layer, which have most blocks in common."""
+        """Prices of the whole step, or of one without its output layer; the two have most blocks in common."""
         hardware, measured = self.choices.hardware, self.measured if self.choices.balance == "measured" else None
         link = hardware.within if hardware else self.link
         behind = laid_out.sharding.gradient if laid_out.sharding else None

@@ -115,7 +115,7 @@ def spread_of(rounds: Sequence[Sequence[Mapping[str, list[Any]]]]) -> float:
 
 
 def _seconds(sample: Any) -> float:
-    """Of a sample, which is its seconds or ends with them."""
+    """The seconds of a sample, which is its seconds or ends with them."""
     return float(sample if isinstance(sample, float) else sample[-1])
 
 
@@ -162,7 +162,7 @@ def _shapes() -> Iterator[tuple[int, int, int, int]]:
 
 
 def _product(batch: int, m: int, n: int, k: int, bench: Bench) -> Product:
-    """As a linear layer has it: the second factor is stored transposed."""
+    """A measured product as a linear layer has it: the second factor is stored transposed."""
     one = torch.randn(batch, m, k, device=bench.device)
     other = torch.randn(batch, n, k, device=bench.device).transpose(1, 2)
     given = Kernel(aten.bmm, (one, other)) if batch > 1 else Kernel(aten.mm, (one[0], other[0]))
@@ -201,7 +201,7 @@ def _in_turn(kernel: Kernel, count: int) -> Call:
 
 
 def _copied(argument: Any) -> Any:
-    """With the same strides: the second factor of a linear layer is transposed."""
+    """A copy with the same strides: the second factor of a linear layer is transposed."""
     return argument.clone(memory_format=torch.preserve_format) if isinstance(argument, Tensor) else argument
 
 

@@ -63,7 +63,7 @@ def _costs_like(costs: Costs, predicted: Costs, fused: bool) -> Callable[[Progra
 def _judged(
     trial: Recompilation, program: Program, costs: Costs, before: Timeline, peak_of: PeakOf
 ) -> list[Alternative]:
-    """Of the trial's schedules, which have the same stages, those that no other one beats in both time and memory."""
+    """The schedules of a trial, all with the same stages, that no other one beats in both time and memory."""
     whole, now = peak_of(program), peak_of(None)(before)
 
     def judged(schedule: Schedule) -> Alternative:

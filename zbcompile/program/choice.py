@@ -28,7 +28,7 @@ class Layout:
 
     @property
     def barriers(self) -> int:
-        """Between the last stage's forward and its backward, if the output layer is sharded."""
+        """Barriers between the last stage's forward and its backward, if the output layer is sharded."""
         return self.vocab if isinstance(self.vocab, int) else 1
 
     def within(self, choices: Choices) -> Choices:

@@ -89,7 +89,7 @@ def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timelin
 
 
 def _time_of(step: Step, rank: int, by_name: Mapping[str, RecordedSpan]) -> tuple[float, float]:
-    """Of a pair: from the beginning of its forward to the end of its backward."""
+    """Begin and end of a step; of a pair, from the begin of its forward to the end of its backward."""
     actions = flatten((step,))
     missing = next((action for action in actions if str(action) not in by_name), None)
     if missing is not None:

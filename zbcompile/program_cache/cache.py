@@ -314,7 +314,7 @@ def refuse_answers(found: Lookup, microbatches: Sequence[Tensors]) -> NoReturn:
 
 
 def what_is_new(model: nn.Module, microbatch: Microbatch, key: ProgramKey, known: Collection[ProgramKey]) -> str:
-    """In what `key` differs from the nearest of the `known` keys, for a notice."""
+    """How `key` differs from the nearest of the `known` keys, for a notice."""
     near = min(known, key=lambda other: sum(a != b for a, b in zip(key, other, strict=True)), default=key)
     found = [] if key.signature == near.signature else [f"microbatches of {microbatch.summary()}"]
     found += _of_modules(model, key, near)

@@ -119,7 +119,7 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
 
 
 def _what_differs(ranks: Ranks, sums: Mapping[str, Any]) -> dict[str, str]:
-    """In words, what the first rank and another one have differently, by its name; on all ranks in one order."""
+    """What differs between the first rank and another one, in words, by its name; on all ranks in one order."""
     with ranks.watch.position.waiting("the batch of the others"):
         found = ranks.gather_here(sums)
     names = sorted({name for each in found for name in each})

@@ -148,7 +148,7 @@ class CompiledPipelineStage(PipelineStage):
         return self._run.losses[microbatch]
 
     def _keep_output(self, run: StageRun, microbatch: int) -> None:
-        """In the place that this microbatch's forward has just made: torch asks for the loss right behind it."""
+        """Put the outputs into the place that this microbatch's forward has just made: torch asks for the loss next."""
         made = {name: parts.pop(microbatch) for name, parts in run.outputs.items()}
         output = self._program.output
         if output is not None and self._keeps:
