@@ -15,7 +15,8 @@ their last column, and an exchange begins when the later of its ranks has issued
 
 Hidden is 1 - (time that ranks stand in waits for tokens) / (number of these exchanges x their length), of those of the
 forward and of the backward, which the sign of what travels tells apart. The last two columns are what the lowering
-foresees (`overlap_tp.py --simulate`).
+foresees (`overlap_tp.py --simulate`) if a forward computes before it sends tokens: everything in pairs, nothing of a
+forward alone, and of a backward alone all but the exchange that it begins with.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import register_flop_formula
 
 import zbcompile
-from zbcompile.schedules import Schedule
+from zbcompile.schedules import Schedule, build
 
 ROWS, RANKS = 4, 2  # tokens of a microbatch; ranks along "ep", with one expert each
 PER_RANK = 2  # layers of a pipeline rank
@@ -201,7 +202,9 @@ def row(
     apart = stepper(mesh, opened_order(name, count, mesh["pp"].size()), count, "given", attention, seconds)
     kinds = [(apart, seconds), (stepper(mesh, name, count, "auto", attention, seconds), seconds), (apart, 0.0)]
     alone, paired, free = medians_in_turn(kinds, gate, options.steps, length_and_hidden)
-    foreseen = simulated(name, mesh["pp"].size(), count, share)[-2:]
+    order = build(name, mesh["pp"].size(), count)
+    of_a_stage = 2 * PER_RANK * order.ranks / order.stages  # exchanges of a backward, which begins with one
+    foreseen = simulated(name, order.ranks, count, share, 1 / of_a_stage)[-2:]
     return [name, attention, share, alone[0], paired[0], free[0], *alone[1:], *paired[1:], *foreseen]
 
 

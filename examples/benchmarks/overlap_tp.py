@@ -42,7 +42,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from zbcompile.schedules import Costs, Schedule, build, simulate
-from zbcompile.schedules.ir.actions import Action, flatten
+from zbcompile.schedules.ir.actions import BW, Action, flatten
 from zbcompile.schedules.searching.pairs import waits, with_pairs
 
 ROWS, SUBLAYERS, SHARE = 2, 8, 0.5  # of a microbatch; of the model; of promise.py's times for one sublayer
@@ -156,9 +156,10 @@ def row(mesh: DeviceMesh, gate: Gate, options: argparse.Namespace, name: str, sh
     return [name, share, apart_[0], paired[0], free[0], *apart_[1:], *paired[1:]]
 
 
-def simulated(name: str, ranks: int, microbatches: int, share: float) -> list[Any]:
+def simulated(name: str, ranks: int, microbatches: int, share: float, first: float = 0.0) -> list[Any]:
     """The same row as the lowering foresees it, for two sublayers a rank on any number of ranks. What a pair waits for
-    counts as B's."""
+    counts as B's. `first` is the share of a backward's exchanges that it begins with: alone, it has nothing to compute
+    before."""
     schedule = build(name, ranks, microbatches)
     size, stages = 2 * ranks // schedule.stages, schedule.stages
     forward, backward, weight = (1e3 * SHARE * size * part for part in (FORWARD, BACKWARD, WEIGHT))
@@ -171,7 +172,8 @@ def simulated(name: str, ranks: int, microbatches: int, share: float) -> list[An
     for order in (opened(schedule), with_pairs(schedule, costs)):
         steps = [step for rank in order.orders for step in rank]
         lone = [sum(waits(s, costs) for s in steps if flatten((s,))[0].op == "F" and isinstance(s, Action))]
-        hidden = [100 * (1 - part / whole) for part in (*lone, sum(waits(s, costs) for s in steps) - lone[0])]
+        begun = first * each[0] * sum(isinstance(s, Action) and s.op == BW for s in steps)
+        hidden = [100 * (1 - part / whole) for part in (*lone, sum(waits(s, costs) for s in steps) - lone[0] + begun)]
         found.append((simulate(order, costs).makespan, hidden))
     (apart, before), (paired, after) = found
     return [name, share, apart, paired, simulate(opened(schedule), free).makespan, *before, *after]
