@@ -101,11 +101,10 @@ def _pipelined(schedule: str, model: nn.Module, loss: Loss | None, batch: Batch)
 
 
 def _said(error: Exception) -> tuple[str, str]:
-    """Whose failure an error of ours tells of: one that torch.export raised is its cause."""
+    """Whose failure an error of ours tells of."""
     if isinstance(error, zbcompile.FaultError):
         return "crash", one_line(error)
-    of_torch = "torch.export" in str(error) and isinstance(error.__cause__, Exception)
-    return ("torch.export fails" if of_torch else "refused"), one_line(error)
+    return ("torch.export fails" if "torch.export cannot capture" in str(error) else "refused"), one_line(error)
 
 
 def _difference(found: Step, expected: Step) -> tuple[float, str] | None:
