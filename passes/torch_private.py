@@ -28,7 +28,6 @@ from torch._ops import (
 )
 from torch._subclasses import (
     fake_impls,  # how fake tensors compute shapes, where the meta kernel of an operator does not
-    fake_tensor,  # see `quick_traces`
     functional_tensor,  # what AOTAutograd functionalises with
 )
 from torch._subclasses.fake_tensor import (
@@ -494,9 +493,12 @@ def storage_key(value: torch.Tensor) -> int:
 
 
 @contextlib.contextmanager
-def outside_of_trace() -> Iterator[None]:
-    """In the middle of a trace: operations inside run as always, on real tensors."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes(), torch.no_grad():
+def nowhere_traced() -> Iterator[None]:
+    """In the middle of a trace: operations inside are neither traced nor seen by any mode."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        for _ in range(torch.overrides._len_torch_function_stack()):
+            stack.enter_context(torch.overrides._pop_mode_temporarily())
         yield
 
 
@@ -553,13 +555,11 @@ def functional(run: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def quick_traces() -> Iterator[None]:
-    """Inside, torch's traces leave out what nothing reads: the code of their graphs; `tensor_meta`, which repeats
-    `val`; copies of a node's origin; stack frames outside the model; the stack of the place that made a fake mode."""
+    """Inside, torch's traces leave out what nothing reads: the code of their graphs, copies of a node's origin, stack
+    frames outside the model."""
     shared = SimpleNamespace(copy=copy.copy, deepcopy=lambda sources: sources)
     with (
         _use_lazy_graph_module(True),
-        replaced(proxy_tensor, "_extract_tensor_metadata", lambda _: None),
-        replaced(fake_tensor, "traceback", SimpleNamespace(extract_stack=list, format_list=traceback.format_list)),
         replaced(torch.fx.traceback, "copy", shared),
         replaced(torch.fx.proxy, "CapturedTraceback", SimpleNamespace(extract=lambda: SimpleNamespace(summary=_stack))),
     ):

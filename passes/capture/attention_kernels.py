@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.torch_private import ATTENTION_BY_FORMULA, attention_priority
@@ -51,22 +52,12 @@ def is_same_choice(before: Kernels, now: Kernels, device: torch.device) -> bool:
 
 
 def by_formula(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> torch.Tensor:
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *given: Any, **rest: Any
+) -> Any:
     """Attention as torch's formula computes it, whatever the switches say later."""
     if attn_mask is not None and attn_mask.dtype is torch.bool:  # torch does it before it chooses a kernel
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(attn_mask.logical_not(), -torch.inf)
-    result: torch.Tensor = ATTENTION_BY_FORMULA(
-        query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-    )[0]
-    return result
+    return ATTENTION_BY_FORMULA(query, key, value, attn_mask, *given, **rest)[0]
 
 
 def _usable(kernels: Kernels, device: torch.device) -> Kernels:

@@ -100,7 +100,9 @@ def with_named_groups(captured: Captured) -> Captured:
 def with_values(captured: Captured) -> Canonical:
     """The canonical graph. Raises CaptureError for sparse gradients, and results that cannot be inferred beforehand."""
     captured.module.recompile()
-    _refuse_sparse_gradients(captured.module.graph)
+    for node in captured.module.graph.find_nodes(op="call_function", target=aten.embedding.default):
+        if True in node.args[4:5]:
+            raise Refusal.SPARSE_CALL.error(operation=node.name, line=source_line(node))
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     infer_values(captured.module, captured, mode)
     return Canonical(captured, captured.module, mode)
@@ -185,12 +187,6 @@ def drop_dead_code(graph: Graph) -> None:
     """Remove what no output needs; eager draws random numbers even for unused values, so those stay."""
     graph.eliminate_dead_code(is_impure_node=lambda node: node.op in ("placeholder", "output") or is_random(node))
     drop_unused_inputs(graph)
-
-
-def _refuse_sparse_gradients(graph: Graph) -> None:
-    for node in graph.nodes:
-        if node.target is aten.embedding.default and True in node.args[4:5]:
-            raise Refusal.SPARSE_CALL.error(operation=node.name, line=source_line(node))
 
 
 class _GradientReach(Interpreter):

@@ -49,10 +49,6 @@ def _nonzero(known: _Known, input: Tensor, as_tuple: bool = False) -> Any:
     return rows.unbind(1) if as_tuple else rows
 
 
-def _where(known: _Known, condition: Tensor) -> Any:
-    return _nonzero(known, condition, as_tuple=True)
-
-
 def _item(known: _Known, tensor: Tensor, index: Any) -> Any:
     indices = _without_masks(known, tensor, index)
     return NotImplemented if indices is None else tensor[indices]
@@ -126,7 +122,7 @@ _MAKERS: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.argwhere, Tensor.argwhere), _rows),
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
     **dict.fromkeys((torch.unique_consecutive, Tensor.unique_consecutive), _unique_consecutive),
-    torch.where: _where,
+    torch.where: lambda known, condition: _nonzero(known, condition, as_tuple=True),
     Tensor.__getitem__: _item,
     Tensor.__setitem__: _set_item,
 }

@@ -49,8 +49,8 @@ def required_answer(function: Any) -> bool | None:
     reads = function is torch.Tensor.item
     end = _end_of_question(frame.f_code, frame.f_lasti, reads)
     source = "".join(linecache.getlines(frame.f_code.co_filename, frame.f_globals))
-    found = (answer for each, answer in _questions(source) if _end(each) == end and _is_item(each) is reads)
-    return next(found, None)
+    asked = ((each, answer) for each, answer in _questions(source) if (each.end_lineno, each.end_col_offset) == end)
+    return next((answer for each, answer in asked if _is_item(each) is reads), None)
 
 
 def _end_of_question(code: CodeType, at: int, reads: bool) -> tuple[int | None, int | None] | None:
@@ -89,10 +89,6 @@ def _parts(test: ast.expr, answer: bool) -> Iterator[tuple[ast.expr, bool]]:
             yield from _parts(each, answer)
     elif not isinstance(test, ast.Compare) or len(test.ops) == 1 or answer:
         yield test, answer
-
-
-def _end(node: ast.expr) -> tuple[int | None, int | None]:
-    return node.end_lineno, node.end_col_offset
 
 
 def _is_item(node: ast.expr) -> bool:

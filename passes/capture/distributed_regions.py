@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.capture.opaque_calls import A_TENSOR, Autocast, OpaqueCall, OpaqueCalls, autocast_on, emitted
 from zbcompile.passes.capture.tape import Tape
-from zbcompile.passes.capture.torch_private import instead_of_module_call, is_traced, nowhere_traced
+from zbcompile.passes.capture.torch_private import instead_of_module_call, traced_graph
 from zbcompile.passes.graph.fx import like
-from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, pytree
+from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, nowhere_traced, pytree
 
 PART = "part_of"  # see `zbcompile.model.distributed_tensors`
 
@@ -187,7 +187,7 @@ def modules_as_operators(found: OpaqueCalls, regions: Regions) -> Iterator[None]
     """Inside, calls of these modules are operators, which `found` receives."""
 
     def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
-        if id(module) not in regions or not is_traced():
+        if id(module) not in regions or traced_graph() is None:
             return original(module, *args, **kwargs)
         return _ModuleCall(found, module, regions[id(module)], args, kwargs).as_operator()
 

@@ -3,15 +3,27 @@
 Many models take another path if torch says that it traces. transformers' decoders then build the causal mask and repeat
 keys and values themselves instead of leaving both to the attention kernel: other kernels, other bits, more memory.
 
+A *report* only measures tensors and tells somebody, behind `if not torch.compiler.is_compiling():`. A trace has none of
+the values that it asks for; a model that cannot be captured for that reason is traced once more without its reports.
+Which code is a report is decided by its statements: all that they call is known to change nothing.
+
 Numbers that forward reads out of tensors, for logging say, may be left open. They have no value in a trace, so nothing
 may depend on them: a question that fails must not go unnoticed if forward catches the error, and their type must be
 eager's.
 """
 
+import ast
 import builtins
 import contextlib
+import dis
 import inspect
-from collections.abc import Callable, Iterator
+import linecache
+import math
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache, partial
+from types import FrameType
 from typing import Any
 
 import torch
@@ -30,40 +42,131 @@ from zbcompile.passes.torch_private import (
 _EAGERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
 _TRACERS = ("torch", "zbcompile")  # code that can handle open numbers
 _READ = torch.ops.aten.item.default
+_CONVERSIONS = {"__float__": math.nan, "__int__": 0, "__index__": 0}
+_TELLS = re.compile("print|warn|(debug|info|warning)(_once)?|error|critical|exception|log|write|flush|add_scalars?")
+_MEASURES = re.compile(
+    "abs|all|amax|amin|any|argmax|argmin|bool|clone|count_nonzero|cpu|detach|dict|dim|double|enumerate|exp|float|format|"
+    "getattr|hasattr|int|isfinite|isinf|isinstance|isnan|items?|join|keys|len|list|log|log10|max|mean|median|min|"
+    "named_(buffers|parameters)|no_grad|norm|numel|numpy|parameters|quantile|range|repr|reshape|round|set|size|sorted|"
+    "sqrt|square|std|str|sum|tolist|tuple|type|values|var|vector_norm|zip"
+)
+_LIBRARIES = ("torch", "math", "np", "numpy")
+_STATEMENTS = (ast.Assign, ast.Expr, ast.For, ast.If, ast.Pass, ast.With)
+_OTHER_CODE = (ast.Await, ast.Lambda, ast.NamedExpr, ast.Yield, ast.YieldFrom)
+_REMAINDERS = (6, 19)  # of the instruction BINARY_OP: NB_REMAINDER, NB_INPLACE_REMAINDER
 
 
 @contextlib.contextmanager
-def untraced() -> Iterator[None]:
+def untraced(leaves_out: Callable[[frozenset[str]], bool]) -> Iterator[None]:
     """Inside, `torch.compiler.is_compiling()` and `is_exporting()` return False to all code but torch's own, and no
-    tensor is an instance of `torch._subclasses.FakeTensor`."""
+    tensor is an instance of `torch._subclasses.FakeTensor`. Where a report stands behind the question, `leaves_out`
+    gets the attributes that it sets, and answers."""
     with contextlib.ExitStack() as stack:
-        stack.enter_context(asked_for_fake_tensors(_answer(lambda: FakeTensor, NoTensor)))
+        stack.enter_context(asked_for_fake_tensors(_answer(lambda: FakeTensor, lambda _: NoTensor)))
         for question in ("is_compiling", "is_exporting"):
-            answer = _answer(getattr(torch.compiler, question), False)
+            answer = _answer(getattr(torch.compiler, question), partial(_eagers_answer, leaves_out))
             stack.enter_context(replaced(torch.compiler, question, answer))
         yield
 
 
-def _answer(truth: Callable[[], Any], eagers: Any) -> Callable[..., Any]:
-    return lambda *_: truth() if _asker().partition(".")[0] == "torch" else eagers
+def _answer(truth: Callable[[], Any], eagers: Callable[[FrameType], Any]) -> Callable[..., Any]:
+    return lambda *_: truth() if _asker().partition(".")[0] == "torch" else eagers(sys._getframe(1))
+
+
+def _eagers_answer(leaves_out: Callable[[frozenset[str]], bool], asker: FrameType) -> bool:
+    place = list(asker.f_code.co_positions())[asker.f_lasti // 2]
+    attributes = _reports("".join(linecache.getlines(asker.f_code.co_filename, asker.f_globals))).get(place)
+    return attributes is not None and leaves_out(attributes)
+
+
+@lru_cache(maxsize=16)  # every layer asks again
+def _reports(source: str) -> dict[tuple[int | None, ...], frozenset[str]]:
+    """The attributes that each report of a file sets, by the place of the call that asks: line, last line, columns."""
+    try:
+        functions = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef)]
+    except SyntaxError:  # the file has been edited
+        return {}
+    found = {}
+    for function in functions:  # inner ones come later
+        for call, statements in _behind_questions(function):
+            inside = [node for each in statements for node in ast.walk(each)]
+            names, attributes = _stored(inside, ast.Name), _stored(inside, ast.Attribute)
+            is_report = not any(map(_acts, inside)) and names.isdisjoint(_other_names(function, inside))
+            place = call.lineno, call.end_lineno, call.col_offset, call.end_col_offset
+            found[place] = attributes if is_report else None
+    return {place: attributes for place, attributes in found.items() if attributes is not None}
+
+
+def _behind_questions(function: ast.FunctionDef) -> Iterator[tuple[ast.Call, Sequence[ast.stmt]]]:
+    """Each call that asks in a condition, with the statements that do not run if it returns True: the body of `if not`,
+    or what follows `if ...: return`."""
+    for node in ast.walk(function):
+        if isinstance(node, ast.If) and not node.orelse:
+            yield from ((call, node.body) for call in _settling(node.test, False))
+    for number, node in enumerate(function.body):
+        if isinstance(node, ast.If) and isinstance(node.body[0], ast.Return) and node.body[0].value is None:
+            yield from ((call, function.body[number + 1 :]) for call in _settling(node.test, True))
+
+
+def _settling(test: ast.expr, answer: bool) -> Iterator[ast.Call]:
+    """The calls that ask in a condition, and give it this answer by returning True."""
+    if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+        yield from _settling(test.operand, not answer)
+    elif isinstance(test, ast.BoolOp) and isinstance(test.op, ast.Or) is answer:
+        yield from (call for each in test.values for call in _settling(each, answer))
+    elif isinstance(test, ast.Call) and answer and _last_name(test.func) in ("is_compiling", "is_exporting"):
+        yield test
+
+
+def _acts(node: ast.AST) -> bool:
+    """Whether code does more than measure, tell, and set variables and attributes."""
+    if isinstance(node, ast.Call):
+        return not _is_known(node)
+    stores = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    return stores or isinstance(node, _OTHER_CODE) or (isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS))
+
+
+def _is_known(call: ast.Call) -> bool:
+    """Whether a call changes nothing: one that tells, a builtin, a function of a library, or a method given constants
+    alone (a module of such a name, `self.norm(x)`, gets more)."""
+    name, root = _last_name(call.func), call.func
+    while isinstance(root, ast.Attribute):
+        root = root.value
+    plain = root is call.func or isinstance(root, ast.Constant) or _last_name(root) in _LIBRARIES
+    of_constants = all(isinstance(each, ast.Constant | ast.UnaryOp) for each in call.args)
+    return bool(_TELLS.fullmatch(name) or (_MEASURES.fullmatch(name) and (plain or of_constants)))
+
+
+def _last_name(function: ast.expr) -> str:
+    return str(getattr(function, "attr", getattr(function, "id", "")))
+
+
+def _stored(nodes: Sequence[ast.AST], kind: type) -> frozenset[str]:
+    stored = [each for each in nodes if isinstance(each, kind) and isinstance(each.ctx, ast.Store)]  # type: ignore[attr-defined]
+    return frozenset(map(_last_name, stored))  # type: ignore[arg-type]
+
+
+def _other_names(function: ast.FunctionDef, inside: Sequence[ast.AST]) -> set[str]:
+    """The variables of the rest of a function, and those that it declares to be another's."""
+    rest = [node for node in ast.walk(function) if node not in inside]
+    return {name for node in rest for name in getattr(node, "names", [getattr(node, "id", "")])}
 
 
 @contextlib.contextmanager
 def failed_questions(note: Callable[[], None]) -> Iterator[None]:
     """Inside, call `note` for every question about an open number, even if its error is caught."""
-    places: list[tuple[type, str]] = [(error, "__init__") for error in DATA_DEPENDENT_ERRORS]
-    places.append((torch.SymInt, "__hash__"))
+    places: list[tuple[type, str]] = [(torch.SymInt, "__hash__")]
     with contextlib.ExitStack() as stack:
-        for kind, name in places:
+        for kind, name in (*places, *((error, "__init__") for error in DATA_DEPENDENT_ERRORS)):
             stack.enter_context(told_of_calls(kind, name, note))
         yield
 
 
 @contextlib.contextmanager
 def with_eagers_types() -> Iterator[None]:
-    """Inside, an open number can be written in any format (as its name), and `isinstance` takes it for what it is in
-    eager mode, unless torch asks. The builtin itself must be replaced: `__class__`, by which an object passes for
-    another's, cannot be given to a class that exists."""
+    """Inside, an open number can be written in any format (by its name, with `%` as nan or 0), and `isinstance` takes
+    it for what it is in eager mode, unless torch asks. The builtin itself must be replaced: `__class__`, by which an
+    object passes for another's, cannot be given to a class that exists."""
     truth = builtins.isinstance
 
     def answer(value: Any, kinds: Any) -> bool:
@@ -73,8 +176,20 @@ def with_eagers_types() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for kind in _EAGERS:
             stack.enter_context(replaced_attribute(kind, "__format__", lambda number, _: str(number)))
+            for name in vars(kind).keys() & _CONVERSIONS.keys():
+                stack.enter_context(replaced(kind, name, _in_text(getattr(kind, name), _CONVERSIONS[name])))
         stack.enter_context(replaced(builtins, "isinstance", answer))
         yield
+
+
+def _in_text(convert: Callable[[Any], Any], unknown: float) -> Callable[[Any], Any]:
+    return lambda number: unknown if _is_formatting(sys._getframe(1)) else convert(number)
+
+
+def _is_formatting(frame: FrameType) -> bool:
+    """Whether a frame is at `text % numbers`: no other remainder converts an open number."""
+    code = frame.f_code.co_code
+    return dis.opname[code[frame.f_lasti]] == "BINARY_OP" and code[frame.f_lasti + 1] in _REMAINDERS
 
 
 def _asker() -> str:

@@ -135,15 +135,18 @@ def capture_inference(
     that its modules are in, as for a step. Every module's mode is restored. `given` as for `capture`."""
     raise_first(problems_of(model))
     modes = {module: module.training for module in model.modules()}
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # of nn.TransformerEncoderLayer: one operation, which no cut divides
     watch = EffectsSeen(questions=Questions(given=given))
     if not training:
         model.eval()
     try:
-        with torch.no_grad(), _without_fast_path(), _judged(watch):
+        with torch.no_grad(), _judged(watch):
             return _export(Inference(model, read, watch), watch, (args, kwargs, target))
     finally:
         for module, mode in modes.items():
             module.training = mode
+        torch.backends.mha.set_fastpath_enabled(fast)
 
 
 @contextlib.contextmanager
@@ -165,6 +168,7 @@ def _export(wrapper: Traced, watch: EffectsSeen, batch: Example) -> Captured:
         traced = pytree.tree_map_only(torch.Tensor, adapted, example)
         program = _exported(wrapper, watch, traced)
         captured = _with_roles(program, wrapper.model, example, watch)
+    watch.refuse_unreported(captured.premises)
     _check_answers(captured.guards, watch.questions, example)
     return replace(captured, functions=tuple(watch.calls.values()))
 
@@ -226,7 +230,8 @@ def _is_own_fault(error: BaseException) -> bool:
 
 def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
     """Export as in eager mode. Numbers that forward reads from its inputs are left open, since one that is only logged
-    decides nothing; if the model cannot be captured so, it is traced once more and gets them."""
+    decides nothing, and what only reports something runs; if the model cannot be captured so, it is traced once more,
+    gets the numbers, and its reports are left out."""
     given = watch.questions.given
     watch.questions.gives_numbers = given is not None and given.with_numbers
     while True:
@@ -271,7 +276,7 @@ def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgra
     with without_joined_loss(wrapper.model):
         regions = regions_of(wrapper.model, *example[:2])  # told the truth: without values it cannot decide as eager
     with contextlib.ExitStack() as around:
-        around.enter_context(untraced())
+        around.enter_context(untraced(watch.leaves_out))
         around.enter_context(watch.functions(wrapper, regions))
         for each in (numbered_checkpoints, whole_regions, own_functions, unchecked_distributions):
             around.enter_context(each())
@@ -322,17 +327,6 @@ def _without_torchs_warnings() -> Iterator[None]:
         warnings.filterwarnings("ignore", message=".*assigned during export.*")
         warnings.filterwarnings("ignore", message=".*custom op marked with CompositeImplicitAutograd.*")
         yield
-
-
-@contextlib.contextmanager
-def _without_fast_path() -> Iterator[None]:
-    """Turn off nn.TransformerEncoderLayer's fast path in eval mode: it is one operation, which no cut can divide."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
 
 
 def _keep_source_lines(module: GraphModule) -> None:

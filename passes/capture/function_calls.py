@@ -30,8 +30,7 @@ from zbcompile.passes.capture.tape import Tape
 from zbcompile.passes.capture.torch_private import (
     instead_of_function_apply,
     is_fake_of,
-    is_traced,
-    nowhere_traced,
+    traced_graph,
     waiting_collectives,
 )
 from zbcompile.passes.capture_refusals import Refusal
@@ -42,6 +41,7 @@ from zbcompile.passes.graph.strides import is_dense, laid_out_like
 from zbcompile.passes.torch_private import (
     FakeTensorMode,
     functional_instead,
+    nowhere_traced,
     pytree,
     single_threaded_backward,
     tensor_tables,
@@ -61,8 +61,9 @@ def calls_as_operators(found: OpaqueCalls, model: nn.Module, ignored: Callable[[
     def apply(original: Callable[..., Any], function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is _TrialReplay:
             return original(*args, **kwargs)
-        if not (is_traced() and torch.is_grad_enabled()) or ignored(function):
-            with FunctionBody(lambda tensor: tensor) if is_traced() else contextlib.nullcontext():
+        graph = traced_graph()
+        if graph is None or not torch.is_grad_enabled() or ignored(function):
+            with contextlib.nullcontext() if graph is None else FunctionBody(lambda tensor: tensor):
                 return original(*args, **kwargs)
         if function is CheckpointFunction:
             return _checkpointed(*args)

@@ -11,7 +11,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
-from types import CodeType, FrameType, ModuleType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.python_state.executed_code import is_users_name, line_that_writes
 from zbcompile.passes.python_state.tokens import state_of
-from zbcompile.passes.torch_private import HigherOrderOperator, outside_of_trace, replaced, told_of_calls
+from zbcompile.passes.torch_private import HigherOrderOperator, nowhere_traced, replaced, told_of_calls
 
 
 @contextlib.contextmanager
@@ -31,40 +31,23 @@ def numbers_drawn_outside_torch(
 ) -> Iterator[None]:
     """Around a forward: call `problem` if Python's or numpy's generators advance, or one that is `held`: those that
     forward has found, by path, each with its state at that time."""
-    before, lines = _states({}), dict[str, str]()
+    names = {"Python's random module": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
+    found = {name: (module.random.__self__, module) for name, module in names.items() if module is not None}
+    before, lines = {name: state_of(generator) for name, (generator, _) in found.items()}, dict[str, str]()
     with contextlib.ExitStack() as stack:
-        for name, module, owner in _global_generators():
-            for function in _functions_of(module, owner):
-                tell = lambda name=name: lines.setdefault(name, calling_line())  # noqa: E731
-                stack.enter_context(told_of_calls(module, function, tell))
+        for name, (generator, module) in found.items():
+            tell = lambda name=name: lines.setdefault(name, calling_line())  # noqa: E731
+            for function in [n for n, f in vars(module).items() if getattr(f, "__self__", None) is generator]:
+                if function[0] != "_":
+                    stack.enter_context(told_of_calls(module, function, tell))
         yield
-    before |= {f"the generator {path}": state for path, (_, state) in held().items()}
-    for name, state in _states({path: generator for path, (generator, _) in held().items()}).items():
-        if not _equal(state, before.get(name)):
-            line = f" ({lines[name]})" if lines.get(name) else ""
+    now = {name: state_of(generator) for name, (generator, _) in found.items()}
+    for path, (generator, state) in held().items():
+        before[f"the generator {path}"], now[f"the generator {path}"] = state, state_of(generator)
+    for name, state in now.items():
+        if not _equal(state, before[name]):
+            line = f" ({lines[name]})" if name in lines else ""
             problem(Refusal.OWN_RANDOM.text(generator=name, line=line))
-
-
-def _global_generators() -> Iterator[tuple[str, ModuleType, Any]]:
-    """The global generators of Python and numpy, of those modules that are imported."""
-    yield "Python's random module", random, random.Random
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        yield "numpy.random", numpy.random, numpy.random.RandomState
-
-
-def _functions_of(module: ModuleType, owner: type) -> list[str]:
-    """The public functions of a module that are methods of its global generator."""
-    return [n for n, f in vars(module).items() if n[0] != "_" and isinstance(getattr(f, "__self__", None), owner)]
-
-
-def _states(held: Mapping[str, Any]) -> dict[str, Any]:
-    """The states of the global generators and of those that are held, by a name for messages."""
-    found: dict[str, Any] = {"Python's random module": random.getstate()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        found["numpy.random"] = numpy.random.get_state(legacy=False)
-    return found | {f"the generator {path}": state_of(value) for path, value in held.items()}
 
 
 # What forward may ask of torch and no graph can answer, by the names in its code
@@ -101,7 +84,7 @@ def generator_seeded(problem: Callable[[str], None]) -> Iterator[None]:
 
     def restored(state: torch.Tensor) -> None:
         known = id(state) in states and not _may_have_drawn(states[id(state)][1])
-        with outside_of_trace():
+        with nowhere_traced(), torch.no_grad():
             if not torch.equal(state, read()) or (not known and _is_users_call(inspect.currentframe())):
                 lines.append(("puts back the state of", calling_line()))
             restore(state)

@@ -137,7 +137,7 @@ class PythonReads:
                 self._reach.read(each.value, name)
         for space in [each for each in self._reach.found if each.step == "globals"]:
             for code in list(self.functions.codes.values()):
-                for inner in filter(_is_code, code.co_consts):
+                for inner in (each for each in code.co_consts if isinstance(each, types.CodeType)):
                     self._reach.read_globals(space.value, set(names_in(inner) & space.value.keys()))
 
     def _patch(self, kind: type) -> None:
@@ -161,7 +161,3 @@ class PythonReads:
 def _is_asked_by_user(frame: types.FrameType | None) -> bool:
     """Whether the function of this frame was called by code of a user; torch's modules ask for all attributes, too."""
     return frame is not None and frame.f_back is not None and is_users_name(frame.f_back.f_globals.get("__name__"))
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, types.CodeType)

@@ -26,7 +26,7 @@ from zbcompile.passes.torch_private import (
     OpOverload,
     is_in_place,
     is_part_of_vmap,
-    outside_of_trace,
+    nowhere_traced,
     pytree,
     storage_key,
     traced_node,
@@ -47,7 +47,7 @@ class InputValues:
 
     def of(self, node: Node, root: torch.nn.Module) -> Any:
         """The value of a node of the graph that is being traced; None if it depends on more than inputs."""
-        with outside_of_trace():
+        with nowhere_traced(), torch.no_grad():
             for each in node.graph.nodes:
                 if each not in self.values and each not in self._other:
                     self._visit(each, root)
@@ -95,32 +95,18 @@ def _storages(node: Node) -> Iterator[int]:
 Answer = Any  # a bool or a number
 
 
-def _close(one: torch.Tensor, other: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    return torch.isclose(one, other, *args, **kwargs).all()
-
-
-def _has_other_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return one.shape != other.shape
-
-
-def _number(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(()).clone()
-
-
 _Make = Callable[..., torch.Tensor]
 _T = torch.Tensor
 _EQUAL = (_T.equal, torch.equal)
 DECISIONS: Mapping[Any, _Make] = {  # what is asked of a tensor -> the tensor that has the answer
     **dict.fromkeys((_T.__bool__, _T.is_nonzero, torch.is_nonzero), lambda tensor: tensor.reshape(()) != 0),
     **dict.fromkeys(_EQUAL, lambda one, other: (one == other).all()),
-    **dict.fromkeys((_T.allclose, torch.allclose), _close),
+    **dict.fromkeys((_T.allclose, torch.allclose), lambda *args, **kwargs: torch.isclose(*args, **kwargs).all()),
     _T.__contains__: lambda tensor, element: (tensor == element).any(),
 }
 NUMBERS: Mapping[Any, tuple[_Make, Callable[[Any], Any]]] = {  # a trace reads lists number by number
-    _T.item: (_number, lambda value: value),
-    _T.__int__: (_number, int),
-    _T.__index__: (_number, int),
-    _T.__float__: (_number, float),
+    read: (lambda tensor: tensor.reshape(()).clone(), convert)
+    for read, convert in ((_T.item, lambda value: value), (_T.__int__, int), (_T.__index__, int), (_T.__float__, float))
 }
 QUESTIONS = frozenset((*DECISIONS, *NUMBERS, _T.__complex__))  # answered here or not
 
@@ -178,7 +164,7 @@ class Questions:
         """The answer to a call that asks about inputs; NotImplemented for any other call."""
         if "input" in kwargs:  # torch's name for the first argument
             args, kwargs = (kwargs["input"], *args), {name: each for name, each in kwargs.items() if name != "input"}
-        if function in _EQUAL and _has_other_shape(*args, **kwargs):  # shapes are fixed: that is no question
+        if function in _EQUAL and len({each.shape for each in (*args, *kwargs.values())}) > 1:  # shapes are fixed
             return False
         if function in DECISIONS:
             return self._answer(DECISIONS[function], bool, args, kwargs)
@@ -222,7 +208,7 @@ class Questions:
         if self.given is not None and len(self.answers) < len(self.given.answers):
             answer = self.given.answers[len(self.answers)]
         elif isinstance(value, torch.Tensor):
-            with outside_of_trace():
+            with nowhere_traced(), torch.no_grad():
                 answer = value.tolist()
         else:
             return NotImplemented

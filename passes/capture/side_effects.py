@@ -39,7 +39,7 @@ from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.python_state.executed_code import line_that_writes
-from zbcompile.passes.python_state.premises import attribute, without_joined_loss
+from zbcompile.passes.python_state.premises import Premises, attribute, without_joined_loss
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, backward_hooks, buffer_table, replaced
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
@@ -66,12 +66,14 @@ class EffectsSeen:
     calls: OpaqueCalls = field(default_factory=dict)
     questions: Questions = field(default_factory=Questions)
     reads: PythonReads | None = None
+    _unset: frozenset[str] = frozenset()  # the attributes that reports would set, which were left out
     _roots: Roots | None = None
     _around: contextlib.ExitStack | None = None
 
     def begin(self) -> None:
         """Forget what is known of an earlier trace that failed; its problems explain why, and stay."""
         self.warnings.clear()
+        self._unset = frozenset()
         self.unanswered, self.questions.left_open = "", False
 
     @contextlib.contextmanager
@@ -130,6 +132,21 @@ class EffectsSeen:
     def warning(self, text: str) -> None:
         if text not in self.warnings:
             self.warnings.append(text)
+
+    def leaves_out(self, attributes: frozenset[str]) -> bool:
+        """Whether a report, which sets these attributes, is left out: in a second trace."""
+        if not self.questions.gives_numbers:
+            self.questions.left_open = self.questions.given is None
+            return False
+        self._unset |= attributes
+        self.warning(f"what stands behind {calling_line()} only reports something; a compiled step leaves it out.")
+        return True
+
+    def refuse_unreported(self, premises: Premises) -> None:
+        """Note what forward reads and a report that was left out would have set."""
+        for each in premises.reads:
+            if each.key in self._unset:
+                self.problem(Refusal.PYTHON_CHANGE.text(path=each.path, line="only where it is not traced"))
 
     def note_unanswered(self) -> None:
         """A question failed."""

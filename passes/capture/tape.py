@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbcompile.passes.capture.torch_private import nowhere_traced
 from zbcompile.passes.graph.fx import draws
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES,
@@ -16,6 +15,7 @@ from zbcompile.passes.torch_private import (
     FakeTensor,
     TorchDispatchMode,
     is_in_place,
+    nowhere_traced,
     pytree,
 )
 

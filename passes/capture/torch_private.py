@@ -13,7 +13,7 @@ from torch.autograd.function import _HookMixin  # see `told_of_hooks_on_nodes`
 from torch.fx import Graph, GraphModule, _symbolic_trace  # see `own_functions`
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.symbolic_shapes import ShapeEnv  # see `release_caches`
-from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES_MODULE,
@@ -22,6 +22,7 @@ from zbcompile.passes.torch_private import (
     OpOverload,
     replaced,
     replaced_attribute,
+    told_of_calls,
 )
 
 aten = torch.ops.aten
@@ -194,24 +195,9 @@ def own_functions() -> contextlib.AbstractContextManager[None]:
 
 
 def traced_graph() -> Graph | None:
-    """The graph that gets the operations which are called now, if they are traced."""
+    """The graph that gets the operations which are called now; None if they are not traced."""
     mode = proxy_tensor.get_proxy_mode()
     return None if mode is None else mode.tracer.graph
-
-
-def is_traced() -> bool:
-    """Whether operations that are called now are traced."""
-    return traced_graph() is not None
-
-
-@contextlib.contextmanager
-def nowhere_traced() -> Iterator[None]:
-    """Inside, operations are neither traced nor seen by any mode."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        for _ in range(torch.overrides._len_torch_function_stack()):
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
-        yield
 
 
 def waiting_collectives() -> contextlib.AbstractContextManager[None]:
@@ -271,10 +257,4 @@ def release_shapes(graph: Graph) -> None:
 def told_of_hooks_on_nodes(tell: Callable[[], None]) -> contextlib.AbstractContextManager[None]:
     """Inside, `tell` is called as a hook is registered on a node of autograd (in C++, which asks this method for a
     mapping to keep the hook in)."""
-    original = _HookMixin._register_hook
-
-    def register(backward_hooks: Any, hook: Any) -> Any:
-        tell()
-        return original(backward_hooks, hook)
-
-    return replaced(_HookMixin, "_register_hook", staticmethod(register))
+    return told_of_calls(_HookMixin, "_register_hook", tell)

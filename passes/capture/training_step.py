@@ -99,14 +99,11 @@ class TrainingStep(nn.Module):
             loss = check_loss(loss)
         if not self.keep:
             return loss, self.watch.questions.results
-        kept = self._metrics(metrics) if self.keep == "metrics" else (output, *metrics) if metrics else output
+        if self.keep == "metrics" and not metrics:
+            alone = "there is no loss=" if self.loss is None else "the loss function returned a loss alone"
+            raise Refusal.NO_METRICS.error(missing=alone)
+        kept = metrics[0] if self.keep == "metrics" else (output, *metrics) if metrics else output
         return (loss, detached(kept)), self.watch.questions.results
-
-    def _metrics(self, found: list[Any]) -> Any:
-        if found:
-            return found[0]
-        alone = "there is no loss=" if self.loss is None else "the loss function returned a loss alone"
-        raise Refusal.NO_METRICS.error(missing=alone)
 
 
 def with_metrics(found: Any) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.graph.storage import is_view, tensors_of
-from zbcompile.passes.torch_private import arguments_of, is_in_place, outside_of_trace
+from zbcompile.passes.torch_private import arguments_of, is_in_place, nowhere_traced
 
 aten = torch.ops.aten
 ELEMENTS = 1 << 14  # results compared, at least
@@ -135,7 +135,7 @@ def equal_in_trials(one: Node, other: Node) -> bool:
         return False
     made = tensors_of(one.meta["val"])[0]
     count = min(max(ELEMENTS // max(made.numel(), 1), TRIALS[0]), TRIALS[1])
-    with outside_of_trace(), torch.random.fork_rng():
+    with nowhere_traced(), torch.no_grad(), torch.random.fork_rng():
         return all(_same_bits(one, other, seed) for seed in range(count))
 
 
