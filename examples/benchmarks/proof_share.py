@@ -31,7 +31,7 @@ import zbcompile  # noqa: E402
 from tests.support import timm_models, transformers_models  # noqa: E402
 from tests.support.compared import one_line  # noqa: E402
 from tests.support.oracle import Problem  # noqa: E402
-from tests.support.proofs import Case, Made, proofs_of  # noqa: E402
+from tests.support.proofs import Case, Made, kinds_counted, proofs_of  # noqa: E402
 from tests.support.proven_models import all_cases  # noqa: E402
 from tests.support.zoo import ZOO  # noqa: E402
 
@@ -105,7 +105,7 @@ def prove(case: Case, along: Sequence[str], seconds: int, send: Any) -> None:
     try:
         with torch.backends.mkldnn.flags(enabled=False):  # which an LSTM needs
             found = proofs_of(case, along or (case.dimension,))
-        send([{"along": name, **each.counts, **_said(each)} for name, each in found.items()])
+        send([{"along": name, **kinds_counted(each), **_said(each)} for name, each in found.items()])
     except Exception as error:
         send([{"along": "", "error": one_line(error)}])
 

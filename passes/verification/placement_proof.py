@@ -7,7 +7,6 @@ first step instead.
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
 
 from torch.fx import Node
 
@@ -17,6 +16,7 @@ from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.torch_private import TO_COPY
 from zbcompile.passes.verification.gradient_kinds import GradientKinds, Share
+from zbcompile.passes.verification.hidden_exchanges import REMEDIES, Trips, hidden_faults
 from zbcompile.passes.verification.value_kinds import Kind, PlacementFault, ValueKinds, aten
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 
@@ -49,6 +49,7 @@ class FaultText:
 
 LOSS = "the loss"
 _AT_LINE = "the gradient of {name} is wrong: {line} "
+_BEHIND = "what is computed from {name} is wrong: {line} "
 _SUM = "Let the backward of what enters there sum the gradient over the ranks."
 _ONCE = "Leave out one of the sums; a forward that sums needs a backward that does not, if all ranks have one loss."
 _PARTIAL = (
@@ -59,7 +60,7 @@ _WHOLE = 'If every rank computes all of it, say so: placements={{"{name}": {{"{d
 _EQUAL = "Sum or gather it over the ranks first."
 _BACK = "What the forward exchanges, the backward must exchange back, and nothing else."
 _COUNT = 'Divide by the count of all ranks: all_reduce it first, and use loss_reduction="sum".'
-_REMEDIES = {"sums": _ONCE, "exchanges": _BACK, "takes": _BACK}  # by the first word of what is wrong
+_REMEDIES = {"sums": _ONCE, "exchanges": _BACK, "takes": _BACK, **REMEDIES}  # by the first word of what is wrong
 
 
 @dataclass
@@ -162,10 +163,14 @@ class PlacementProof:
                 self._refuse_fault(index, fault)
         for name, shares in self.shares.items():
             self._judge_gradient(name, shares)
+        trips: dict[str, Trips] = {}
+        for index, values in enumerate(self.values):
+            for fault in hidden_faults(values, trips):
+                self._refuse_fault(index, fault, _BEHIND)
 
-    def _refuse_fault(self, index: int, fault: PlacementFault) -> None:
+    def _refuse_fault(self, index: int, fault: PlacementFault, begin: str = _AT_LINE) -> None:
         remedy = _REMEDIES.get(fault.what.partition(" ")[0], _SUM)
-        self.wrong.append(FaultText(_AT_LINE + fault.what, self._spoiled(index, fault), fault.node, remedy))
+        self.wrong.append(FaultText(begin + fault.what, self._spoiled(index, fault), fault.node, remedy))
 
     def _judge_result(self, values: ValueKinds, slot: Slot, node: Node) -> None:
         name = slot.name or LOSS
@@ -234,24 +239,6 @@ class PlacementProof:
         """The parameters of the stages before, the nearest first."""
         for flow in reversed(self.stages[:index]):
             yield from (slot.name for _, slot in reversed(flow.leaves) if slot.kind == "gradient")
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """How many values there are of each kind: of the forwards' operations, and of the gradients of their values."""
-        found = {"equal": 0, "differing": 0, "partial": 0, "unknown": 0}
-        names = {
-            "zero": "equal",
-            "whole": "equal",
-            "alike": "equal",
-            "own": "differing",
-            "part": "partial",
-            "loose": "differing",
-        }
-        for index, values in enumerate(self.values):
-            forward = (kind for node, kind in values.of.items() if node.op == "call_function")
-            for kind in chain(forward, self.gradients[index].of.values()):
-                found[names.get(kind, kind)] += 1
-        return found
 
 
 def _first_differing(values: ValueKinds, node: Node) -> Node:

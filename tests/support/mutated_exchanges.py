@@ -258,13 +258,6 @@ def mutated_cases() -> dict[str, Case]:
     return {name: case if case.vocab else replace(case, stages=1) for name, case in named.items()}
 
 
-def passes_gradients(flow: GradientFlow, wait: Node) -> bool:
-    """Whether a gradient goes through an exchange, or is what it exchanges. Of other numbers (counts, what an operation
-    with a derivative of its own exchanges inside) any exchange, or none, makes a model whose gradients fit."""
-    operand = _issue(wait).args[0]
-    return wait not in set(forward_nodes(flow)) or not {wait, operand}.isdisjoint(flow.made.values())
-
-
 def mutations_of(flows: list[GradientFlow], dimension: str) -> Iterator[Mutation]:
     for stage, flow in enumerate(flows):
         for place in range(len(exchanges(flow.module.graph, dimension))):
@@ -274,23 +267,21 @@ def mutations_of(flows: list[GradientFlow], dimension: str) -> Iterator[Mutation
 
 @dataclass
 class Tally:
-    """What became of mutations: `missed` are those whose numbers change and that are not found; those of exchanges that
-    no gradient passes (counts, and sums inside of a softmax of shards), which a proof cannot see, are `unseen`."""
+    """What became of mutations: `missed` are those whose numbers change and that are not found."""
 
     tried: int = 0
     changed: int = 0
     found: int = 0
     refused_alike: int = 0
     missed: list[str] = field(default_factory=list)
-    unseen: list[str] = field(default_factory=list)
 
-    def count(self, what: str, changes: bool, refused: bool, gradients: bool) -> None:
+    def count(self, what: str, changes: bool, refused: bool) -> None:
         self.tried += 1
         self.changed += changes
         self.found += changes and refused
         self.refused_alike += refused and not changes
         if changes and not refused:
-            (self.missed if gradients else self.unseen).append(what)
+            self.missed.append(what)
 
 
 def inputs_of(case: Case, rank: int, sharded: Collection[str]) -> dict[str, Tensor]:
@@ -332,9 +323,7 @@ def examine(name: str, case: Case, limit: int, tally: Tally) -> None:
             if len(mutants) == len(ranks):
                 changes = differ(numbers_of(mutants), expected, summed)
                 what = f"{name}: {mutation.what} {mutation.stage} {mutation.place}"
-                flow = ranks[0].flows[mutation.stage]
-                gradients = passes_gradients(flow, exchanges(flow.module.graph, case.dimension)[mutation.place])
-                tally.count(what, changes, bool(prove(case, *mutants).wrong), gradients)
+                tally.count(what, changes, bool(prove(case, *mutants).wrong))
 
 
 def main() -> int:
@@ -353,7 +342,6 @@ def main() -> int:
             flush=True,
         )
     print(f"refused although no number changes: {tally.refused_alike}; missed: {tally.missed or 'none'}")
-    print(f"not seen, of exchanges that no gradient passes: {tally.unseen or 'none'}")
     return 1 if tally.missed else 0
 
 

@@ -4,6 +4,7 @@ one after the other, in a group whose other ranks are not there."""
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch.distributed as dist
@@ -148,3 +149,15 @@ def prove(case: Case, own: Captured, other: Captured) -> PlacementProof:
         common = set(texts_of(theirs, other.constants, case.dimension))
         apart.append({n for n, text in zip(flow.module.graph.nodes, mine, strict=False) if text not in common})
     return PlacementProof(axis_of(case, own.sharded), own.flows, apart, own.groups, own.vocabulary)
+
+
+def kinds_counted(proof: PlacementProof) -> dict[str, int]:
+    """How many values there are of each kind: of the forwards' operations, and of the gradients of their values."""
+    found = {"equal": 0, "differing": 0, "partial": 0, "unknown": 0}
+    names = {"zero": "equal", "whole": "equal", "alike": "equal", "own": "differing", "loose": "differing"}
+    names |= {"part": "partial"}
+    for index, values in enumerate(proof.values):
+        forward = (kind for node, kind in values.of.items() if node.op == "call_function")
+        for kind in chain(forward, proof.gradients[index].of.values()):
+            found[names.get(kind, kind)] += 1
+    return found

@@ -4,19 +4,23 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support import dtensor_models, expert_layers
 from tests.support.faulty_models import FAULTS, VOCABULARY, LeaveTwice, case_of
 from tests.support.oracle import Batch
-from tests.support.parallel_models import LENGTH, WIDTH, Along, ContextParallel, TensorParallel
+from tests.support.parallel_models import LENGTH, WIDTH, Along, ContextParallel, Enter, Leave, TensorParallel
 from tests.support.proofs import RANKS, Case, Made
 
 BY_HAND = ("tp plain", "tp functions", "tp sequence", "cp gather", "cp ulysses", "cp ring")
 DISTRIBUTED = ("plain", "sequence", "loss", "odd")
 EXPERTS = ("padded", "counted")
-OTHERS = ("ep-padded", "ep-counted", "ep-dispatched", "dp-norm", "dp-contrast", "sharded-output")
+OTHERS = (
+    *("ep-padded", "ep-counted", "ep-dispatched", "ep-looked-up", "tp-words", "tp-residual"),
+    *("dp-norm", "dp-contrast", "sharded-output"),
+)
 
 
 def by_hand(kind: str) -> Case:
@@ -127,6 +131,77 @@ def of_words(logits: Tensor, target: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
+class SoftmaxOfWords(torch.autograd.Function):
+    """Cross entropy of logits that are divided over the ranks, as Megatron writes it. Targets of other ranks are -1."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, group: Any) -> Tensor:
+        shifted = logits - collectives.all_reduce(logits.max(-1).values, "max", group).unsqueeze(-1)
+        shares = shifted.exp()
+        total = collectives.all_reduce(shares.sum(-1), "sum", group)
+        own = F.one_hot(target + 1, logits.shape[-1] + 1)[..., 1:]
+        ctx.save_for_backward(shares / total.unsqueeze(-1) - own)
+        return (total.log() - collectives.all_reduce((shifted * own).sum(-1), "sum", group)).mean()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (own,) = ctx.saved_tensors
+        return gradient * own / own[..., 0].numel(), None, None
+
+
+class DividedWords(nn.Module):
+    """A loss on divided logits, of what each rank's own columns have weighed by a softmax of their own."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.along = Along(mesh, "tp")
+        self.columns = nn.Parameter(self.along.part(torch.randn(WIDTH, WIDTH) / 4, 0).clone())
+        self.head = nn.Parameter(self.along.part(torch.randn(VOCABULARY, WIDTH), 0).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = F.linear(Enter.apply(x, self.along.processes), self.columns)
+        shares = (scores - scores.amax(-1, keepdim=True)).exp()
+        mixed = self.along.gather(shares / shares.sum(-1, keepdim=True), -1)
+        logits = F.linear(mixed, self.head)
+        target = torch.arange(x.shape[1]).expand(x.shape[:2]) - self.along.rank * logits.shape[-1]
+        here = torch.where((target >= 0) & (target < logits.shape[-1]), target, -1)
+        return SoftmaxOfWords.apply(logits, here, self.along.group)  # type: ignore[no-any-return]
+
+
+class SummedWithResidual(nn.Module):
+    """What all ranks have enters a sum of parts, with a factor that makes it count once."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.along = Along(mesh, "tp")
+        self.columns = nn.Parameter(self.along.part(torch.randn(WIDTH, WIDTH) / 4, 0).clone())
+        self.rows = nn.Parameter(self.along.part(torch.randn(WIDTH, WIDTH) / 4, 1).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Enter.apply(x, self.along.processes)
+        part = F.linear(F.gelu(F.linear(x, self.columns)), self.rows)
+        return Leave.apply(part + (x / self.along.size), self.along.processes)  # type: ignore[no-any-return]
+
+
+class LookedUp(nn.Module):
+    """Rows of a table that is divided over the ranks: numbers travel to the ranks that have them, and rows back."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.along = Along(mesh, "ep")
+        self.table = nn.Parameter(self.along.part(torch.randn(2 * RANKS, WIDTH), 0).clone())
+        self.mix = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        order = x.sum((0, 2)).argsort()
+        numbers = collectives.all_to_all_single(order % 2, None, None, self.along.group)
+        rows = self.along.exchange(self.table.index_select(0, numbers))
+        return self.mix(x + torch.zeros_like(rows).index_copy(0, order, rows))
+
+
 def plain(kind: Callable[[Any], nn.Module], dimension: str, placements: Any, loss: Any = F.mse_loss) -> Case:
     def make(mesh: Any) -> Made:
         x, y = torch.randn(2, 2, LENGTH, WIDTH).unbind()
@@ -142,6 +217,11 @@ def all_cases() -> Mapping[str, Case]:
     found |= {f"dtensor-{form}-deep": distributed(form, layers=2) for form in ("plain", "sequence")}
     found |= {f"ep-{form}": experts(form) for form in EXPERTS}
     found["ep-dispatched"] = plain(Dispatched, "ep", {"expert": {"ep": "shard"}})
+    found["ep-looked-up"] = plain(LookedUp, "ep", {"table": {"ep": "shard"}})
+    parts = {"columns": {"tp": "shard"}, "head": {"tp": "shard"}}
+    found["tp-words"] = plain(DividedWords, "tp", parts, loss=None)
+    parts = {"columns": {"tp": "shard"}, "rows": {"tp": "shard"}}
+    found["tp-residual"] = plain(SummedWithResidual, "tp", parts)
     found["sharded-output"] = with_sharded_output()
     found["dp-norm"] = plain(NormedOverReplicas, "dp", {})
     found["dp-contrast"] = plain(Contrasted, "dp", {}, loss=None)

@@ -4,19 +4,22 @@ import pytest
 
 from tests.support import dtensor_models
 from tests.support.faulty_models import FAULTS, case_of
-from tests.support.mutated_exchanges import Tally, examine, mutated_cases
-from tests.support.proofs import Case, proof_of
+from tests.support.mutated_exchanges import Mutation, Tally, changed, drop, examine, mutated_cases
+from tests.support.proofs import Case, alone, captured, kinds_counted, proof_of, prove
 from tests.support.proven_models import BY_HAND, DISTRIBUTED, OTHERS, all_cases, by_hand, distributed
 from zbcompile.passes.graph.source_location import source_line
 
-MUTATED = ("tp-plain", "tp-functions", "cp-ulysses", "ep-dispatched", "dp-norm", "sharded-output")
+MUTATED = (
+    *("tp-plain", "tp-functions", "tp-words", "cp-ulysses", "ep-dispatched", "ep-looked-up", "dp-norm"),
+    *("sharded-output",),
+)
 
 
 def require_proven(case: Case) -> None:
     proof = proof_of(case)
     assert proof.wrong == []
     assert proof.unknown == set()
-    counts = proof.counts
+    counts = kinds_counted(proof)
     assert counts["unknown"] < 0.02 * sum(counts.values())
 
 
@@ -68,3 +71,25 @@ def test_a_changed_exchange_is_refused(kind: str, monkeypatch: pytest.MonkeyPatc
     examine(kind, mutated_cases()[kind], limit=100, tally=tally)
     assert tally.changed
     assert tally.missed == []
+
+
+HIDDEN = {  # exchanges that no gradient passes: the number of one in a model's graph, and what is said without it
+    "ep-padded": (1, "picks rows by the places of others"),
+    "ep-looked-up": (0, "picks rows by the places of others"),
+    "dtensor-loss": (6, "adds up exponentials from which each rank has subtracted its own largest value"),
+    "tp-words": (2, "uses a rank's sum of exponentials, less the largest value of all ranks, as the whole"),
+}
+
+
+@pytest.mark.mostly_slow(every=4)
+@pytest.mark.parametrize("kind", HIDDEN)
+def test_an_exchange_that_no_gradient_passes_is_missed(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dtensor_models, "VOCABULARY", dtensor_models.VOCABULARY)
+    case, (place, what) = mutated_cases()[kind], HIDDEN[kind]
+    with alone(0):
+        broken = changed(captured(case), Mutation("drop", 0, place, drop), case.dimension)
+        assert broken is not None
+        wrong = prove(case, broken, broken).wrong
+    assert what in wrong[0].what
+    assert wrong[0].node is not None
+    assert source_line(wrong[0].node)
