@@ -107,6 +107,20 @@ def test_a_call_that_goes_on_after_its_rank_has_given_up_raises(watch: Watch) ->
         watch.fault = Fault(0, "step 3", "it broke")
 
 
+@pytest.mark.parametrize("refused", [False, True])
+def test_a_call_behind_one_inside_of_it_is_still_under_way(watch: Watch, refused: bool) -> None:
+    """Such as a save that takes the weights first: terminated after that, it raises, and does not end in silence."""
+    watch._thread.join(5)
+    watch.fault, watch.stopped = None, threading.Event()
+    with pytest.raises(FaultError, match="rank 0 failed"), watch.region("save"):
+        with contextlib.suppress(ValueError), watch.region("state_dict"):
+            if refused:
+                raise watch.known_to_all(ValueError("a wrong name"))
+        with pytest.raises(TerminationRequest):
+            watch.say_before_end()
+    assert not watch.say_before_end()
+
+
 def test_what_a_call_has_raised_is_said(watch: Watch, capsys: pytest.CaptureFixture[str]) -> None:
     watch.fault = Fault(0, "step 3", "it broke")
     assert not watch.say_before_end()
