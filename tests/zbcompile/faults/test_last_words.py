@@ -112,12 +112,16 @@ def test_a_call_behind_one_inside_of_it_is_still_under_way(watch: Watch, refused
     """Such as a save that takes the weights first: terminated after that, it raises, and does not end in silence."""
     watch._thread.join(5)
     watch.fault, watch.stopped = None, threading.Event()
-    with pytest.raises(FaultError, match="rank 0 failed"), watch.region("save"):
+
+    def save() -> None:
         with contextlib.suppress(ValueError), watch.region("state_dict"):
             if refused:
                 raise watch.known_to_all(ValueError("a wrong name"))
-        with pytest.raises(TerminationRequest):
-            watch.say_before_end()
+        watch.say_before_end()
+
+    with pytest.raises(FaultError, match="rank 0 failed") as raised, watch.region("save"):
+        save()
+    assert isinstance(raised.value.__context__, TerminationRequest)
     assert not watch.say_before_end()
 
 
