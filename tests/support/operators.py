@@ -132,8 +132,9 @@ def run_split(pieces: Split, resident: dict[Slot, Tensor], model: Operators) -> 
     for piece in (pieces.forward, pieces.backward, pieces.weight):
         made = piece.module(*(values[slot] for slot in piece.inputs))
         values |= zip(piece.outputs, made, strict=True)
-    wanted = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-    return {name: values.get(Slot("gradient", name)) for name in wanted}
+    wanted = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
+    found = {name: values.get(Slot("gradient", name)) for name in wanted}
+    return {name: None if each is None else each.to(wanted[name]) for name, each in found.items()}  # as `.grad` gets it
 
 
 @dataclass(frozen=True)
