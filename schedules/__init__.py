@@ -111,10 +111,10 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-def _draw(shown: object) -> str:
+def _picture(shown: object) -> str:
     from zbcompile.schedules.visualization.figure import figure, timeline_of
 
     return figure([timeline_of(shown)])
 
 
-Picturable.draw = _draw
+Picturable.picture = _picture

@@ -255,8 +255,8 @@ def _search(options: argparse.Namespace) -> None:
     step, buffers = found.simulation, check(lower(found.schedule)).receive_buffers or ()
     print(f"\n{grid(rank_table(step, receive_buffers=buffers).rows)}\n\n{to_text([slack_table(step)])}", end="")
     limits = options.memory if isinstance(options.memory, Sequence) else [options.memory] * options.ranks
-    drawn = () if options.memory is None else tuple(map(float, limits))
-    _write(replace(found.simulation, memory_limits=drawn), found.schedule, options)
+    within = () if options.memory is None else tuple(map(float, limits))
+    _write(replace(found.simulation, memory_limits=within), found.schedule, options)
 
 
 def _placement_table(found: SearchResult) -> str:

@@ -20,12 +20,12 @@ from zbcompile.schedules.ir.placement import Placement, require_count
 
 class Picturable:
     """In notebooks it is a picture of its steps; those of a schedule take the times of `Costs`' defaults. The package
-    says how to `draw`, because the room that draws imports this one."""
+    says how in `picture`, because the room of pictures imports this one."""
 
-    draw: ClassVar[Callable[[Any], str]]
+    picture: ClassVar[Callable[[Any], str]]
 
     def _repr_html_(self) -> str:
-        return type(self).draw(self)
+        return type(self).picture(self)
 
 
 class Way(NamedTuple):

@@ -15,7 +15,7 @@ from zbcompile.schedules.visualization.svg import (
     ALSO,
     COMPACT,
     LARGEST,
-    Drawing,
+    StepPicture,
     legend_of,
     natural_scale,
     saving,
@@ -156,7 +156,7 @@ def figure(timelines: Sequence[Timeline], width: int | None = None) -> str:
     scale = natural if width is None else width / longest
     boxes = "".join(f'<label><input type="checkbox" value="{name}"> {text}</label>' for name, text in ALSO.items())
     zoom = '<label>zoom <input type="range" min="0" max="7" step="0.1" value="0"></label>'
-    rows = [line for t in timelines for line in _row(t, round(Drawing.MARGINS + t.finish * scale))]
+    rows = [line for t in timelines for line in _row(t, round(StepPicture.MARGINS + t.finish * scale))]
     told, unit = saving(timelines), timelines[0].costs.time_unit and f" {timelines[0].costs.time_unit}"
     return "\n".join(
         (
@@ -182,10 +182,10 @@ def timeline_of(shown: object) -> Timeline:
 
 
 def _row(timeline: Timeline, width: int) -> Iterator[str]:
-    drawing = Drawing(timeline, width, tuple(ALSO) if len(timeline.spans) <= COMPACT else ("critical",), zooms=True)
+    step = StepPicture(timeline, width, tuple(ALSO) if len(timeline.spans) <= COMPACT else ("critical",), zooms=True)
     yield f'<div class="zb-head"><b>{escape(summary(timeline))}</b></div>'
-    yield f'<div class="zb-row" data-margin="{drawing.RIGHT}" data-ranks="{timeline.schedule.ranks}">'
-    yield from (*drawing.names(), *drawing.plot(), "</div>")
+    yield f'<div class="zb-row" data-margin="{step.RIGHT}" data-ranks="{timeline.schedule.ranks}">'
+    yield from (*step.names(), *step.plot(), "</div>")
 
 
 def _legend(timelines: Sequence[Timeline]) -> Iterator[str]:

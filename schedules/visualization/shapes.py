@@ -22,7 +22,7 @@ def shape(tag: str, kind: str = "", text: str = "", title: str = "", **attribute
 
 
 def window(width: float, height: float, left: float = 0, top: float = 0, more: str = "") -> str:
-    """The beginning of an `svg` element that shows that part of a drawing."""
+    """The beginning of an `svg` element that shows that part of a picture."""
     size = f'width="{width:g}" height="{height:g}" viewBox="{left:g} {top:g} {width:g} {height:g}"'
     return f'<svg {size} class="zb"{more}>'
 

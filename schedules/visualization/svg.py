@@ -20,12 +20,12 @@ LARGEST = 6000  # pixels of the longest time axis, before anybody zooms
 READABLE = 1200  # pixels of an SVG, which shrinks to its window with all of its letters
 GAP = 18  # pixels between two pictures
 COMPACT = 20_000  # number of steps beyond which boxes have no text
-ALSO = {"messages": "messages", "critical": "critical path"}  # what is drawn on demand
+ALSO = {"messages": "messages", "critical": "critical path"}  # what is shown on demand
 
 
 def natural_scale(timeline: Timeline) -> float:
     """Pixels per unit of time at which the steps of a timeline can be read."""
-    return Drawing(timeline, None).scale
+    return StepPicture(timeline, None).scale
 
 
 def saving(timelines: Sequence[Timeline]) -> str:
@@ -52,9 +52,9 @@ def to_svg(timeline: Timeline, width: int | None = None, also: Sequence[str] = (
     >>> to_svg(simulate(build("zb-h1", ranks=2, microbatches=4))).startswith("<svg")
     True
     """
-    drawing = Drawing(timeline, width or min(READABLE, round(Drawing(timeline, None).width)), also)
-    entries = drawing.legend(legend_of([timeline]))
-    return picture(drawing.width, drawing.height, [*patterns(), *entries, *drawing.lines()])
+    step = StepPicture(timeline, width or min(READABLE, round(StepPicture(timeline, None).width)), also)
+    entries = step.legend(legend_of([timeline]))
+    return picture(step.width, step.height, [*patterns(), *entries, *step.lines()])
 
 
 def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
@@ -67,21 +67,21 @@ def compare_svg(timelines: Sequence[Timeline], width: int | None = None) -> str:
     """
     longest = max(t.finish for t in timelines)
     natural = min(max(map(natural_scale, timelines)), READABLE / (longest or 1))
-    scale = natural if width is None else max(1, width - Drawing.MARGINS) / (longest or 1)
-    drawings = [Drawing(t, round(Drawing.MARGINS + t.finish * scale), top=38) for t in timelines]
-    widest, told = max(d.width for d in drawings), saving(timelines)
+    scale = natural if width is None else max(1, width - StepPicture.MARGINS) / (longest or 1)
+    pictures = [StepPicture(t, round(StepPicture.MARGINS + t.finish * scale), top=38) for t in timelines]
+    widest, told = max(d.width for d in pictures), saving(timelines)
     y = 34.0 * bool(told)
     lines = [*patterns()]
     lines += [shape("text", text=told, x=8, y=26, style="font-size: 22px; font-weight: bold")] * bool(told)
-    lines += drawings[0].legend(legend_of(timelines), y + 8)
-    end, y = drawings[0].x(timelines[0].finish), y + 26
-    for drawing in drawings:
-        lines.append(window(drawing.width, drawing.height, more=f' y="{y:g}" overflow="visible"'))
-        lines += drawing.lines()
-        if drawing.x(drawing.timeline.finish) < end:
-            lines.append(shape("path", "saved", d=f"M{end:g},{drawing.top}V{drawing.height - 24:g}", fill="none"))
+    lines += pictures[0].legend(legend_of(timelines), y + 8)
+    end, y = pictures[0].x(timelines[0].finish), y + 26
+    for step in pictures:
+        lines.append(window(step.width, step.height, more=f' y="{y:g}" overflow="visible"'))
+        lines += step.lines()
+        if step.x(step.timeline.finish) < end:
+            lines.append(shape("path", "saved", d=f"M{end:g},{step.top}V{step.height - 24:g}", fill="none"))
         lines.append("</svg>")
-        y += drawing.height + GAP
+        y += step.height + GAP
     return picture(widest, y, lines)
 
 
@@ -96,7 +96,7 @@ def legend_of(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
 
 
 def is_second(timeline: Timeline, action: Action) -> bool:
-    """Whether an action is drawn pale: every other chunk, or the second copy of the model."""
+    """Whether an action is shown pale: every other chunk, or the second copy of the model."""
     schedule = timeline.schedule
     return bool(schedule.copy_of(action.microbatch) or (action.stage // schedule.ranks) % 2)
 
@@ -108,7 +108,7 @@ def swatch(fill: str, x: float = 0, y: float = 0) -> str:
 
 
 @dataclass(frozen=True)
-class Drawing:
+class StepPicture:
     """The parts of a picture; `names` and `plot` are pictures of their own, side by side."""
 
     timeline: Timeline
@@ -206,7 +206,7 @@ class Drawing:
         return self.y(rank) + self.bar / 2
 
     def boxes(self, span: Span) -> Iterator[tuple[Action, float, float, float, float]]:
-        """Actions with x, y, width and height; a pair is drawn as two halves, one above the other."""
+        """Actions with x, y, width and height; a pair is shown as two halves, one above the other."""
         x, width = self.x(span.start), max(0.3, round((span.end - span.start) * self.scale, 2))
         actions = flatten((span.step,))
         height = self.bar / len(actions)

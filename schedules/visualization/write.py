@@ -26,12 +26,12 @@ def write_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
     return _write(Path(path), timelines, (compare_text, compare_svg, compare_html))
 
 
-def _write(path: Path, drawn: Any, by_ending: Sequence[Callable[[Any], str]]) -> Path:
-    drawers = dict(zip(ENDINGS, by_ending, strict=False))
-    if path.suffix not in drawers:
+def _write(path: Path, shown: Any, by_ending: Sequence[Callable[[Any], str]]) -> Path:
+    writers = dict(zip(ENDINGS, by_ending, strict=False))
+    if path.suffix not in writers:
         svg = path.with_suffix(".svg").name
         way = f"for pixels write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a browser"
-        expected = f"expected one of {', '.join(drawers)}"
+        expected = f"expected one of {', '.join(writers)}"
         raise ScheduleError(f"picture {path.name}: the ending selects the format; {expected}; {way}")
-    path.write_text(drawers[path.suffix](drawn) + "\n", encoding="utf-8")
+    path.write_text(writers[path.suffix](shown) + "\n", encoding="utf-8")
     return path
