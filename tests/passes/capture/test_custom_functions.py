@@ -61,7 +61,7 @@ def all_ways() -> tuple[Ways, LaidOut]:
 SCHEDULES = {"1f1b": (12, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-v": (2, 8), "dualpipe-v": (3, 8)}
 
 
-@pytest.mark.mostly_slow(every=3)
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, LaidOut]) -> None:

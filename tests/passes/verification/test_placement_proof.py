@@ -31,7 +31,7 @@ def test_models_parallelised_by_hand_are_proven(kind: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("form", DISTRIBUTED)
 def test_models_of_dtensors_are_proven(form: str) -> None:
     require_proven(distributed(form))

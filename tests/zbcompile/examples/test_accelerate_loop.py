@@ -46,7 +46,6 @@ def plain() -> list[float]:
     return losses
 
 
-@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_the_losses_of_the_plain_loop() -> None:
     expected, found = plain(), train(ranks=2, updates=UPDATES, accumulate=ACCUMULATE)
@@ -63,6 +62,7 @@ def on_a_rank() -> list[float]:
     return found
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.slow
 def test_the_losses_of_the_plain_loop_in_two_processes(pool: Pool) -> None:
     expected = plain()

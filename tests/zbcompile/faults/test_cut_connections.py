@@ -24,7 +24,7 @@ def wait_and_cut() -> bool:
     threading.Thread(target=_wait_for, args=(2, raised), daemon=True).start()
     time.sleep(0.5)
     cut_connections(world, "gloo")
-    return raised.wait(1)
+    return raised.wait(30)
 
 
 def _wait_for(rank: int, raised: threading.Event) -> None:

@@ -127,7 +127,11 @@ def refuse(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "options"),
-    [("gpt", []), pytest.param("llama", ["--quick"], marks=pytest.mark.beyond_sample), ("unet", [])],
+    [
+        ("gpt", []),
+        pytest.param("llama", ["--quick"], marks=pytest.mark.beyond_sample),
+        pytest.param("unet", [], marks=pytest.mark.beyond_sample),
+    ],
 )
 def test_summary(
     model: str, options: list[str], inspect: Callable[..., str], golden: Callable[[str, str], None]

@@ -72,6 +72,7 @@ def same_folder(model: Any, folder: Path) -> None:
     assert_same_tensors(dict(found.state_dict()), dict(model.state_dict()), "read by transformers:")
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)

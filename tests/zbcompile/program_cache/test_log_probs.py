@@ -77,7 +77,8 @@ def test_bits_of_the_unsplit_model(pipe: zbcompile.Pipeline) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.mostly_slow(every=2)
+@pytest.mark.parametrize("count", [3, 1, 8, 2])
 def test_the_size_of_microbatches_does_not_matter(pipe: zbcompile.Pipeline, count: int) -> None:
     """A product of fewer rows may round differently, nothing else."""
     tokens, labels = batch_of(8)
@@ -205,6 +206,7 @@ def test_from_shards_in_processes(pool: Pool) -> None:
     assert max(max(each) for each in pool.run(sharded, "tied", 1, True)) <= 2e-6
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("problem", ["llama", "gemma2"])

@@ -123,6 +123,7 @@ def metrics_on_each_rank(schedule: str) -> tuple[torch.Tensor, dict[str, Any]]:
     return found
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["zb-h1", "dualpipe-v"])
 def test_every_rank_gets_the_metrics(schedule: str, pool: Pool) -> None:

@@ -71,6 +71,7 @@ def most_sends(case: Case) -> int:
         GroupRanks.transport = original  # type: ignore[method-assign]
 
 
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_sent_memory_is_released_within_the_step(schedule: str, pool: Pool) -> None:

@@ -131,7 +131,7 @@ def _sums(gradients: Gradients) -> Iterator[Tensor | None]:
     yield from (gradient for part in parts for uses in part.values() for gradient in uses)
 
 
-@pytest.mark.mostly_slow(every=2)
+@pytest.mark.mostly_slow(every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "schedule", "options"),

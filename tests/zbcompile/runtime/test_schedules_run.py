@@ -98,7 +98,7 @@ def test_in_one_process(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_declared(quickly(case), case)
 
 
-@pytest.mark.mostly_slow(every=20, suite=5)
+@pytest.mark.mostly_slow(every=20, suite=10)
 @pytest.mark.parametrize("case", IN_PROCESSES, ids=str)
 def test_in_processes(case: Case, pool: Pool) -> None:
     """The order that runs in one process runs over messages, with the same bits."""

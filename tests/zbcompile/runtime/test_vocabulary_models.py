@@ -41,7 +41,7 @@ def done() -> Done:
     return {}, {}, {}
 
 
-@pytest.mark.mostly_slow(every=4)
+@pytest.mark.mostly_slow(every=8)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_in_one_process(case: ModelCase, done: Done) -> None:

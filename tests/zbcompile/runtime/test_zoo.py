@@ -84,6 +84,7 @@ def built(problem: str) -> None:
     problem_of(problem).model()
 
 
+@pytest.mark.beyond_sample
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("case", PROCESSES, ids=str)
