@@ -49,6 +49,7 @@ def test_a_fault_is_refused_by_name_and_line(fault: str) -> None:
     assert line in source_line(wrong[0].node)
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=4)
 @pytest.mark.parametrize("fault", {kind: fault for fault, (kind, *_) in FAULTS.items()}.values())
 def test_the_same_models_without_their_faults_are_proven(fault: str) -> None:
@@ -62,6 +63,7 @@ def test_models_of_replicas_experts_and_shards_are_proven(kind: str) -> None:
     require_proven(all_cases()[kind])
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=6)
 @pytest.mark.parametrize("kind", MUTATED)
 def test_a_changed_exchange_is_refused(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,6 +225,7 @@ def test_what_a_rank_holds_at_most(compiled: CompiledExample) -> None:
     assert_close(*line_prices(compiled), compiled, rel=0.05)  # messages are counted until B
 
 
+@pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("recompute", ["off", "full"])
 @pytest.mark.parametrize("placement", ["linear", "v"])

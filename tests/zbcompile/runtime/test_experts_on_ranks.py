@@ -163,6 +163,7 @@ CASES = {
     "four": Run(ep=4, schedule="1f1b", routers=("turns",), norm=True, layer=CountingLayer),
     "dualpipe-v": Run(schedule="dualpipe-v", routers=("even", "one")),
     "functional all-to-alls": Run(schedule="1f1b-overlap", routers=("even", "one"), factor=2.0, layer=LayerOfCounts),
+    "1f1b-overlap": Run(schedule="1f1b-overlap", routers=("even",), factor=2.0),
     "by counts": Run(routers=("balanced", "one", "turns"), unsynchronised=True, layer=CountingLayer),
 }
 RARE = pytest.mark.beyond_sample  # each takes 10 to 60 seconds
@@ -170,7 +171,7 @@ RARE = pytest.mark.beyond_sample  # each takes 10 to 60 seconds
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [pytest.param(name, marks=[RARE] * (name in ("dualpipe-v", "by counts"))) for name in CASES]
+    "case", [pytest.param(name, marks=[RARE] * (name in ("dualpipe-v", "1f1b-overlap", "by counts"))) for name in CASES]
 )
 def test_bits_of_one_process(case: str, pool: Pool) -> None:
     """Of all ranks' tokens together, those of one expert in the order of the ranks. A step in which they do not fit is
