@@ -128,7 +128,7 @@ BUDGET = {
     "zbcompile/backends": 757,
     "zbcompile/batches": 600,
     "zbcompile/cli": 1776,
-    "zbcompile/compiler": 3085,
+    "zbcompile/compiler": 3088,
     "zbcompile/distributed": 1912,
     "zbcompile/faults": 997,
     "zbcompile/inspection": 2376,

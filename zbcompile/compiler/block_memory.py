@@ -12,13 +12,14 @@ Use = tuple[int, Hashable, int]  # of a storage: the operation that reads it, wh
 
 
 class Step(NamedTuple):
-    """An operation of a pass: its place in the block, the storages that it `touches` and those that it makes, and
-    whether B repeats it."""
+    """An operation of a pass: its place in the block, the storages that it `touches` and those that it makes, whether B
+    repeats it, and whether any stage that reads its result computes it for itself (`own`)."""
 
     place: int
     touches: frozenset[Hashable]
     makes: frozenset[Hashable]
     again: bool
+    own: bool = False
 
 
 class Part(NamedTuple):
@@ -34,8 +35,8 @@ class Part(NamedTuple):
 @dataclass(eq=False)
 class BlockMemory:
     """The storages of a block's F and B, by pass: the `steps`, what arrives before them (`waiting` from F, `received`
-    from the block before and `tangents` from the one behind it), and what is returned or read later (`staying`). Of
-    what is received, B frees what it reads only through views that F took.
+    from the block before and `tangents` from the one behind it), and what it returns (`staying`). Of what is received,
+    B frees what it reads only through views that F took.
 
     `kept` are the storages that wait for B, and those that B holds once all is remade that it remakes (`held`),
     `residue` those that wait for W, by the operations that read them.
@@ -65,7 +66,7 @@ class BlockMemory:
 
     def _beside(self, op: str, part: Part) -> list[int | None]:
         begin, end, *_ = part
-        inside = _needed([step for step in self.steps[op] if begin <= step.place < end])
+        inside = _needed(self.steps[op], begin, end)
         outside = [step for step in self.steps[op] if not begin <= step.place < end]
         before = self._made_before(begin)
         arriving, staying = self._arriving(op, part) - before, self._staying(op, part, outside)
@@ -98,7 +99,8 @@ class BlockMemory:
         """What a part that does not begin with the block receives of it."""
         if begin == 0:
             return frozenset()
-        return self.received["F"].union(*(step.makes for step in self.steps["F"] if step.place < begin))
+        before = (step.makes for step in self.steps["F"] if step.place < begin and not step.own)
+        return self.received["F"].union(*before)
 
     def _arriving(self, op: str, part: Part) -> Set[Hashable]:
         if op == "F":
@@ -111,12 +113,14 @@ class BlockMemory:
 
     def _staying(self, op: str, part: Part, outside: Sequence[Step]) -> Set[Hashable]:
         """What is not freed after its last use: what arrives or leaves in a message, and what later passes read."""
-        found = set(self.staying[op])
+        uses = self.kept if op == "F" else self.residue
+        found = self.staying[op] | {which for place, which, _ in uses if part.begin <= place < part.end}
         if part.first and part.begin == 0:
             found |= self.received[op]
         if op == "B" and part.last and part.end == self.length:
             found |= self.tangents
-        return found.union(*(step.touches for step in outside if (step.place >= part.end) == (op == "F")))
+        own = frozenset[Hashable]().union(*(step.makes for step in self.steps[op] if step.own))
+        return found.union(*(step.touches - own for step in outside if (step.place >= part.end) == (op == "F")))
 
     def _alive(
         self, steps: Sequence[Step], arriving: Set[Hashable], staying: Set[Hashable], apart: Set[Hashable]
@@ -136,12 +140,14 @@ class BlockMemory:
         return found
 
 
-def _needed(steps: list[Step]) -> list[Step]:
-    """Without what is repeated for operations that are not among them."""
+def _needed(steps: Sequence[Step], begin: int, end: int) -> list[Step]:
+    """Those from place `begin` to `end`, without what is repeated for operations that are not among them, and what they
+    read of what every stage computes for itself."""
     read: set[Any] = set()
     found = []
     for step in reversed(steps):
-        if not step.again or step.makes & read or not step.makes:
+        inside = begin <= step.place < end
+        if step.makes & read if step.own else inside and (not step.again or step.makes & read or not step.makes):
             read |= step.touches
-            found.append(step)
+            found.append(step._replace(place=max(begin, step.place)))
     return found[::-1]

@@ -157,17 +157,18 @@ def _sent(stage: Stage) -> list[str]:
 
 def _mark(stage: Stage, line: Line, first: int) -> list[tuple[int, bool]]:
     """Number the nodes of a stage's graph, so that what is traced of them says which they are; returns the place of
-    each in the block, and whether it is on the line. What the stage computes for itself is where it is read first."""
+    each in the block, and whether the stage computes it for itself: then it is where it is read first."""
     position = {node.name: at - first for at, node in enumerate(line.nodes)}
     nodes = list(stage.module.graph.nodes)
     places = [position.get(node.name, -1) if node.op == "call_function" else -1 for node in nodes]
-    on_line = [place >= 0 for place in places]
+    own = [place < 0 and node.op == "call_function" for place, node in zip(places, nodes, strict=True)]
     number = {node: i for i, node in enumerate(nodes)}
     for i in reversed(range(len(nodes))):
-        if not on_line[i] and nodes[i].users:
+        if places[i] < 0 and nodes[i].users:
             places[i] = min(places[number[user]] for user in nodes[i].users)
         set_stack_trace(nodes[i], str(i))
-    return [(max(0, place), on) for place, on in zip(places, on_line, strict=True)]
+        own[i] = own[i] and any(user.op != "output" for user in nodes[i].users)
+    return [*zip((max(0, place) for place in places), own, strict=True)]
 
 
 class _Block:
@@ -184,6 +185,7 @@ class _Block:
     ) -> None:
         self.stage, self.program, self.places, self.length = stage, program, places, length
         self.choices, self.fused = choices, fused
+        self.own = set[Node]()
         self.at = {op: self._places_in(piece) for op, piece in program.pieces.items()}
         holders = [n for piece in program.pieces.values() for n in piece.module.graph.find_nodes(op="placeholder")]
         self.resident = storages_behind(n for n in holders if n.meta["slot"].kind not in WAITING)
@@ -225,7 +227,10 @@ class _Block:
             if node.op == "call_function":
                 mark = stack_trace(node)
                 found[node] = self.places[int(mark)][0] if mark.isdecimal() else last
-                last = last if node.meta.get("pass") == "recompute" else found[node]
+                again = node.meta.get("pass") == "recompute"
+                if mark.isdecimal() and self.places[int(mark)][1] and (again or piece.name == "F"):
+                    self.own.add(node)
+                last = last if again else found[node]
         return found
 
     def _kernels(self, op: str) -> Iterator[tuple[list[Node], float]]:
@@ -318,11 +323,12 @@ class _Block:
                 if node.op == "call_function":
                     touches, makes = self._counted([node, *node.all_input_nodes]), own - known
                     again = node.meta.get("pass") == "recompute"
-                    steps[op].append(Step(self.at[op][node], touches, makes, again))
+                    steps[op].append(Step(self.at[op][node], touches, makes, again, node in self.own))
                 elif node.op == "placeholder" and node.meta["slot"] != LOSS:
                     holders[op, node.meta["slot"].kind].append(node)
                 known |= own
-            staying[op] = self._counted(output_values(graph))
+            outputs = zip(pieces[op].outputs, output_values(graph), strict=True)
+            staying[op] = self._counted(node for slot, node in outputs if slot.kind != "saved")
         return BlockMemory(
             self.length,
             sizes,
@@ -330,7 +336,7 @@ class _Block:
             self._counted([*holders["B", "saved"], *holders["B", "activation"]]),
             {op: self._counted(holders[op, "activation"]) for op in "FB"},
             self._counted(holders["B", "tangent"]),
-            {op: staying[op] | {which for _, which, _ in uses} for op, uses in (("F", kept), ("B", residue))},
+            staying,
             kept,
             residue,
             held,
@@ -365,11 +371,6 @@ def exchange_seconds(collective: Collective, choices: Choices, device: str) -> f
         return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes, collective.kind)
     latency, bandwidth = channels[collective.dimension]
     return latency + collective.bytes / bandwidth
-
-
-def within(uses: Iterable[Any], begin: int, end: int) -> int:
-    """Bytes of the distinct storages that are used in a span."""
-    return sum({which: size for place, which, size in uses if begin <= place < end}.values())
 
 
 def _joined(canonical: Canonical, blocks: Sequence[tuple[Stage, Prices]]) -> Prices:

@@ -4,7 +4,7 @@ compiled."""
 import copy
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -19,6 +19,7 @@ from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices, Policy, Recompute, price_of_policy
 from zbcompile.passes.graph.storage import bytes_behind, tensors_of
+from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.memory_estimate import (
@@ -164,7 +165,7 @@ class LinePrices:
                 min(waits, policy) if isinstance(policy, int) else waits,
                 known.residue.within(begin, end),
                 dict(zip((F, B), self._running(begin, end, policy), strict=True)),
-                self._crossing(end),
+                self.line.boundary_bytes(end - 1) if end < len(self.line.nodes) else 0,
                 self._saved(begin, end, policy, sum(each > 0 for each in seconds[1:])),
                 parameters=self.footprint.resident(begin, end),
                 gradients=self.footprint.gradients(begin, end),
@@ -199,11 +200,8 @@ class LinePrices:
     def _corners_from(self, first: Policy) -> tuple[Policy, ...]:
         """Prices of a byte between `first` and everything: those on the convex hull of what waits for B and of what B
         takes."""
-        if first not in self._corners:
-            self._corners[first] = self._hull(first)
-        return self._corners[first]
-
-    def _hull(self, first: Policy) -> tuple[Policy, ...]:
+        if first in self._corners:
+            return self._corners[first]
         hardware = self._hardware
         unit = 1e3 * 2**30 / (hardware.bandwidth * hardware.bandwidth_efficiency)  # milliseconds to move a GiB
         prices = dict.fromkeys(f"{times * unit:.2g}ms/GiB" for times in PRICES)
@@ -219,7 +217,8 @@ class LinePrices:
                 hull.pop()
             if not hull or point[0] < hull[-1][0]:
                 hull.append(point)
-        return tuple(policy for *_, policy in hull)
+        self._corners[first] = tuple(policy for *_, policy in hull)
+        return self._corners[first]
 
     def _received(self, begin: int, policy: Policy) -> tuple[int, int]:
         """What a stage keeps of what it received, where other stages would remake it: or else, of what its first
@@ -247,22 +246,20 @@ class LinePrices:
             crossing = dict.fromkeys(value for edge in edges for value in self.line.live[edge - 1])
             owners = None if self.choices.relay else [*map(placement.ranks_of, range(placement.stages))]
             values: dict[tuple[int, int], list[Node]] = {}
-            how = self._stage_within(edges), len(edges), self.choices.exact, owners
+            places = self._places
+
+            def stage_of(node: Node, default: int) -> int:
+                return bisect_right(edges, places[node]) if node in places else default
+
+            how = stage_of, len(edges), self.choices.exact, owners
             for leg in legs_of(self.canonical, crossing, *how):
                 values.setdefault((leg.source, leg.target), []).append(leg.value)
             self._sent[key] = {ends: bytes_behind(each) for ends, each in values.items()}
         return self._sent[key]
 
-    def _stage_within(self, edges: Sequence[int]) -> Callable[[Node, int], int]:
-        places = self._places
-        return lambda node, default: bisect_right(edges, places[node]) if node in places else default
-
     @cached_property
     def _places(self) -> dict[Node, int]:
         return {node: place for place, node in enumerate(self.line.nodes)}
-
-    def _crossing(self, edge: int) -> int:
-        return self.line.boundary_bytes(edge - 1) if 0 < edge < len(self.line.nodes) else 0
 
     def _seconds(self, begin: int, end: int, policy: Policy) -> tuple[tuple[float, float, float], float]:
         """Seconds of F, B and W, and of B's those in which it recomputes. Blocks before one that receives what is
@@ -300,6 +297,8 @@ class LinePrices:
         wanted = {which: size for which, size in wanted.items() if which not in prices.viewed}
         forward = backward = 0
         gradients = self._gradients(sent)
+        leaving = [tensor for value in sent for tensor in tensors_of(value.meta["val"])]
+        copied = sum(t.nbytes for t in leaving if boundary_like(t, self.choices.exact).stride() != t.stride())
         for first, memory in reversed(prices.memory.items()):
             ends = first <= begin or first == remade_from, end <= first + memory.length
             part = Part(max(0, begin - first), min(end - first, memory.length), *ends)
@@ -316,15 +315,14 @@ class LinePrices:
             beside = zip(memory.beside("F", part), memory.beside("B", part), strict=True)
             for at, (in_forward, in_backward) in enumerate(beside, first + part.begin):
                 if in_forward is not None:
-                    more = sum(size for which, size in values.items() if not kept.uses(which, begin, at + 1))
+                    unread = (size for which, size in values.items() if not kept.uses(which, begin, at + 1))
+                    more = sum(unread) + copied * (at == end - 1)
                     forward = max(forward, grown[at - begin] + in_forward + more)
                 if in_backward is not None:
-                    apart = (
-                        which
-                        for which in wanted.keys() & values.keys()
-                        if not held.uses(which, begin, at + 1) and not residue.uses(which, at + 1, end)
-                    )
-                    more = ahead + behind + sum(wanted[which] for which in apart)
+                    more = ahead + behind
+                    for which, size in values.items():
+                        before, later = held.uses(which, begin, at + 1), residue.uses(which, at + 1, end)
+                        more += wanted.get(which, 0) * (not before and not later) - size * (before and later)
                     backward = max(backward, waits[at - begin] + left[at - begin] + in_backward + more)
         return forward, backward
 

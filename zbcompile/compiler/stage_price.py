@@ -1,10 +1,11 @@
 """The price of a stage: one record, whether it comes from the graphs of the stage or is added up from blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 from zbcompile.compiler.block_prices import exchange_seconds
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.machine.roofline import kernel_seconds, seconds_of
 from zbcompile.passes.split.subgraphs import Piece
@@ -20,8 +21,8 @@ class StagePrice(NamedTuple):
 
     * `seconds` of F, B and W, with their exchanges; `again`: of B's those in which it recomputes; `exchange`: of F's
       and B's those in which they wait for exchanges that a W can hide; `saved` by BW in place of B and W.
-    * Bytes: `kept` for B and then, as `residue`, for W; `running`, by pass, the most alive while it runs; `message` to
-      the stage behind it.
+    * Bytes: `kept` for B and then, as `residue`, for W; `running`, by pass, the most alive while it runs, if messages
+      are from other ranks; `message` to the stage behind it.
     * Bytes held all the time, where they are known before ranks are: `parameters` with gradients, optimizer state and
       buffers; `gradients`.
     """
@@ -81,9 +82,10 @@ def price_of(
     device: str,
     fused: bool = False,
     factors: Mapping[str, float] | None = None,
+    local: Set[Slot] = frozenset(),
 ) -> StagePrice:
     """The price of a compiled stage. `fused`: see `kernel_seconds`; `factors` are how much longer each pass takes than
-    the hardware says."""
+    the hardware says; `local`: what arrives from stages on the same rank."""
     times = {
         op: pass_seconds(piece, hardware, fused, (factors or {}).get(op, 1.0)) for op, piece in stage.pieces.items()
     }
@@ -92,7 +94,7 @@ def price_of(
     (all_f, hides_f), (all_b, hides_b) = (exchange_of(stage, op, choices, device) for op in "FB")
     crossing = stage.crossing
     aside = {"B": crossing.kept - crossing.forward_to_backward}  # what only W reads
-    running = {op: transient_bytes(stage, op, buffered=True) + aside.get(op, 0) for op in stage.pieces}
+    running = {op: transient_bytes(stage, op, True, local=local) + aside.get(op, 0) for op in stage.pieces}
     sizes = crossing.kept, crossing.residue, running, stage.largest_message
     again = recomputed_seconds(stage, hardware)
     return StagePrice((forward + all_f, backward + all_b, weight), again, (hides_f, hides_b), *sizes, saved)

@@ -9,12 +9,13 @@ from typing import Any
 from zbcompile.compiler.stage_price import StagePrice, bytes_of, costs_of, pass_seconds, price_of
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
+from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.machine.hardware import Hardware, hardware_for
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.prediction.measure_passes import measure_passes
 from zbcompile.program.program import Program
 from zbcompile.program.step_record import is_record, record_from
-from zbcompile.schedules import Costs, simulate
+from zbcompile.schedules import Costs, Placement, simulate
 from zbcompile.schedules.ir.actions import SENDS, flatten
 from zbcompile.schedules.ir.costs import Link
 from zbcompile.schedules.ir.kinds import KINDS
@@ -70,10 +71,24 @@ def hardware_of(program: Program) -> Hardware:
 def prices_of(
     program: Program, fused: bool = False, factors: Mapping[str, float] | None = None
 ) -> tuple[StagePrice, ...]:
-    """The price of every stage on the program's hardware; arguments as of `price_of`."""
+    """The price of every stage on the program's hardware, where its schedule places it; arguments as of `price_of`."""
     how = hardware_of(program), program.choices, program.device_type, fused, factors
-    found = {stage.original: price_of(stage, *how) for stage in reversed(program.stages)}
-    return tuple(found[stage.original] for stage in program.stages)
+    local = [_local(stage, program.schedule.placement) for stage in program.stages]
+    found = {stage.original: price_of(stage, *how) for stage in reversed(program.stages) if not local[stage.stage]}
+    return tuple(
+        price_of(stage, *how, own) if own else found[stage.original]
+        for stage, own in zip(program.stages, local, strict=True)
+    )
+
+
+def _local(stage: StageProgram, placement: Placement) -> set[Slot]:
+    """What arrives for a stage from others on its rank."""
+
+    def is_near(hops: int) -> bool:
+        return placement.rank(stage.stage + hops) == placement.rank(stage.stage)
+
+    activations = {Slot("activation", name) for name, spec in stage.receives.items() if is_near(-spec.hops)}
+    return activations | {Slot("tangent", name) for name, spec in stage.gradients_in.items() if is_near(spec.hops)}
 
 
 def predicted_costs(program: Program, fused: bool = False, factors: Mapping[str, float] | None = None) -> Costs:

@@ -38,7 +38,7 @@ def measured(stage: StageProgram, name: str, frame: dict[Slot, torch.Tensor]) ->
 
 
 @pytest.mark.mostly_slow(every=2)
-@pytest.mark.parametrize(("target", "recompute"), [("unet", "hints"), ("gpt", "full")])
+@pytest.mark.parametrize(("target", "recompute"), [("unet", "hints"), ("gpt", "full"), ("gpt", "off")])
 def test_what_is_predicted_is_alive(target: str, recompute: Recompute) -> None:
     """F, B and W of every stage, but for what an operation allocates for itself: batch norm copies its statistics."""
     example = load_example(f"{TARGETS}:{target}")

@@ -154,18 +154,18 @@ def priced_anywhere(name: str) -> tuple[zbcompile.Example, LaidOut, dict[Policy,
 
 
 HARDWARE = zbcompile.Hardware.find("h100-sxm")
-SHORT = 12  # operations; in stages of fewer a gradient may share its memory with others than in a block
+SHORT = 3  # operations, at least, of a stage
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "peaks"), [("gpt", 0.0), pytest.param("llama", 0.02, marks=pytest.mark.beyond_sample)]
+    ("name", "peaks"), [("gpt", 0.0), pytest.param("llama", 0.01, marks=pytest.mark.beyond_sample)]
 )
 @examples(6)
 @given(st.data())
 def test_bytes_of_stages_that_are_cut_inside_of_blocks(name: str, peaks: float, data: st.DataObject) -> None:
-    """What waits and the peak of F are those of the stages compiled for the same cuts: to the byte, but for the tables
-    that stages of a Llama compute for themselves. B is never below: prices hold to its end what W reads by a view."""
+    """What waits and the peaks are those of the stages compiled for the same cuts: to the byte, but for what F of a
+    Llama's stage computes of tables in its first block and prices count in each."""
     example, laid_out, prices, places = priced_anywhere(name)
     first = data.draw(st.sampled_from([at for at in places if SHORT <= at < places[-1] - SHORT]))
     edges = [first, data.draw(st.sampled_from([at for at in places if at >= first + SHORT]))]
@@ -175,7 +175,20 @@ def test_bytes_of_stages_that_are_cut_inside_of_blocks(name: str, peaks: float, 
     for found, graphs in zip(prices[policy].stages(edges), prices_of(program), strict=True):
         assert (found.kept, found.residue) == (graphs.kept, graphs.residue)
         assert found.running["F"] == pytest.approx(graphs.running["F"], rel=peaks, abs=0)
-        assert graphs.running["B"] * (1 - peaks) <= found.running["B"] <= 1.1 * graphs.running["B"]
+        assert found.running["B"] == pytest.approx(graphs.running["B"], rel=peaks, abs=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("edges", "stage"), [((56, 69), 1), ((121, 180), 1), ((151, 164), 1)])
+def test_peaks_of_a_stage_that_is_cut_inside_of_attention(edges: tuple[int, int], stage: int) -> None:
+    """It sends a part of a value, which is copied; its W reads what it received in several places; what only stages
+    behind it leave for W or compute for themselves is not alive in it."""
+    example, laid_out, prices, _ = priced_anywhere("llama")
+    order, step = build("1f1b", 3, 4), (example.model, one_microbatch(example))
+    program = compile_laid_out(*step, laid_out, order, prices["off"].choices, {}, edges=list(edges))
+    found, graphs = prices["off"].stages(edges)[stage], prices_of(program)[stage]
+    assert found.running["B"] == graphs.running["B"]
+    assert graphs.running["F"] <= found.running["F"] <= 1.006 * graphs.running["F"]
 
 
 @pytest.mark.slow
