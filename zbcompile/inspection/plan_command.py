@@ -202,15 +202,14 @@ def _searched(request: PlanRequest, schedule: str, ranks: int, say: Say) -> tupl
         request.zero,
         request.reshard,
     )
-    lines: list[float] = []
-    task = question, ranks, options.search_seconds, say, lines
+    task = question, ranks, options.search_seconds, say
     sizes = [tp for tp in range(2, ranks + 1) if ranks % tp == 0] if "tp" in request.dimensions else []
     why = why_whole(request, whole.model) if sizes else ""
-    rows, impossible = factorisations(_captured(request, whole, say), *task)
+    rows, impossible, best = factorisations(_captured(request, whole, say), *task)
     for tp in () if why else sizes:
         try:
             with part_of(request, whole.model, ranks, tp) as (part, labels):
-                found, reasons = factorisations(_captured(request, part, say, tp, labels), *task)
+                found, reasons, best = factorisations(_captured(request, part, say, tp, labels), *task, best)
         except Exception as error:  # also torch's, of a plan that does not fit the model: the other rows stand
             if request.debug:
                 raise

@@ -93,12 +93,11 @@ def factorisations(
     ranks: int,
     seconds: float,
     announce: Callable[[str], None],
-    lines: list[float],
-) -> tuple[list[PlanRow], list[str]]:
-    """The rows for that many ranks altogether, and why other numbers of pipeline ranks are impossible or left out.
-    `seconds` may be spent on the search altogether. `lines` are seconds for a row of the batch that no line in a
-    division that was searched beats, and get those of these: a larger division whose line must take longer is left out.
-    """
+    best: float = inf,
+) -> tuple[list[PlanRow], list[str], float]:
+    """The rows for that many ranks altogether, why other numbers of pipeline ranks are impossible or left out, and
+    `best`: seconds for a row of the batch that no line in a division that was searched, or before, beats; a larger
+    division whose line must take longer is left out. `seconds` may be spent on the search altogether."""
     places, dimensions = ranks // step.tensor, question.dimensions
     copies = find(question.schedule).placement == "dual"  # of the model, whose parameters live whole
     divided = ReplicaSharding(zero=min(question.zero, 2 if copies else 3), reshard=question.reshard)
@@ -118,7 +117,7 @@ def factorisations(
             costs = {vocab: each.for_replicas(sharding) for vocab, each in priced.costs(size).items()}
             search = _search(step, costs, replace(question, choices=choices), size, own)
             if question.schedule == "auto":
-                lines.append(_require_promise(search, own * replicas, min(lines, default=inf)))
+                best = min(best, _require_promise(search, own * replicas, best))
             for choice in search.run(seconds / len(sizes), announce):
                 choice = _hiding(choice, search)
                 exchange = _exchange(choice, search, replicas, ring)
@@ -127,7 +126,7 @@ def factorisations(
         except (PartitionError, ScheduleError) as error:
             first, *more = str(error).split("; ")[0].splitlines()  # of several reasons one, with what is missing
             impossible.append(f"{beside}pp={size}: {first}{''.join(f': {each.strip()}' for each in more[:1])}")
-    return found, impossible
+    return found, impossible, best
 
 
 def on_mesh(choices: Choices, tensor: int) -> Choices:
