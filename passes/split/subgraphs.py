@@ -142,5 +142,5 @@ class _Extractor:
         if self.name != "F" or slot.kind == "mutation" or not self.assignment.copied(node):
             return self.copies[node]
         clone = self.graph.call_function(torch.ops.aten.clone.default, (self.copies[node],))
-        clone.meta = {**node.meta, "pass": "split"}
+        clone.meta = {**node.meta, "val": node.meta["val"].clone(), "pass": "split"}  # in memory of its own
         return clone
