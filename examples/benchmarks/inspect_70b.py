@@ -1,4 +1,4 @@
-"""Is a 70B Llama on 8 ranks x 2 chunks described in two minutes and 4 GB, without a GPU and without weights?
+"""Is a 70B Llama on 8 ranks x 2 chunks described in two CPU minutes and 4 GB, without a GPU and without weights?
 
 python examples/benchmarks/inspect_70b.py
 python examples/benchmarks/inspect_70b.py --thorough         with the alternatives that must be compiled
@@ -19,10 +19,11 @@ def main() -> int:
     elapsed, used = time.monotonic() - begin, resource.getrusage(resource.RUSAGE_CHILDREN)
     peak = used.ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
     print(done.stdout.splitlines()[0])
-    print(f"elapsed     {elapsed:6.1f} s   of {SECONDS} s")
-    print(f"CPU         {used.ru_utime + used.ru_stime:6.1f} s")
+    worked = used.ru_utime + used.ru_stime  # what counts: a busy machine takes longer by the clock
+    print(f"elapsed     {elapsed:6.1f} s")
+    print(f"CPU         {worked:6.1f} s   of {SECONDS} s")
     print(f"peak memory {peak:6.2f} GB  of {GIGABYTES} GB")
-    return int(elapsed > SECONDS or peak > GIGABYTES)
+    return int(worked > SECONDS or peak > GIGABYTES)
 
 
 if __name__ == "__main__":
