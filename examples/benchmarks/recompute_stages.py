@@ -64,10 +64,10 @@ def rows(name: str, options: argparse.Namespace) -> Iterator[list[object]]:
     for share in options.memory:
         memory = limit(search, share)
         full = found(search, memory, "full", options.seconds)
-        budgets = [each for b in BUDGETS if (each := found(search, memory, b, options.seconds)) is not None]
+        budgets = [some for b in BUDGETS if (some := found(search, memory, b, options.seconds)) is not None]
         each = found(search, memory, "hints", options.seconds)
         prices = replace(search, choices=replace(search.choices, memory=memory)).corners[1:-1]
-        alike = [each for price in prices if (each := found(search, memory, price, options.seconds)) is not None]
+        alike = [some for price in prices if (some := found(search, memory, price, options.seconds)) is not None]
         assert full is not None, "everything recomputed fits into these shares"
         assert each is not None, "so does what may recompute everything"
         one = min(budgets, key=lambda choice: choice.seconds, default=full)
