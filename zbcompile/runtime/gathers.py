@@ -67,7 +67,7 @@ class Gathers:
         """Wait for what is gathered for a stage, and for those that read some of it as well."""
         stages = {stage}.union(*(users for users in self.users.values() if stage in users))
         for each in sorted(stages & self.under_way.keys()):
-            with self.ranks.watch.position.waiting("the gathered parameters"):
+            with self.ranks.watch.apart(what := "the gathered parameters"), self.ranks.watch.position.waiting(what):
                 await_parcels(self.under_way.pop(each))
 
     def end_use(self, stage: int, names: Collection[str]) -> None:

@@ -135,7 +135,7 @@ class Slices:
                         "which would replace what was written. Call pipe.parameters() or pipe.state_dict() first, "
                         "which waits for them."
                     )
-            with self.ranks.watch.position.waiting("the updated parameters"):
+            with self.ranks.watch.apart(what := "the updated parameters"), self.ranks.watch.position.waiting(what):
                 await_parcels(self.arriving.pop(at, ()))
 
     def hold(self) -> None:

@@ -1,5 +1,6 @@
 """Faults: whatever breaks on one rank, every rank ends soon, with one message, and nothing is corrupted."""
 
+import os
 import re
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 
 import zbcompile
 from tests.support.faulty import INJECT, SCENARIOS, Order, Scenario, make, rows
+from tests.support.meshes import mesh_of
 from tests.support.pool import DIED, Outcome, Pool
 
 pytestmark = pytest.mark.waits
@@ -86,3 +88,25 @@ def test_in_one_process_a_failure_names_its_rank(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(zbcompile.FaultError, match=r"rank 0 failed at F0\.1 of step 1: ValueError: broken on order"):
         pipe.step(rows(), target=rows())
     assert all(parameter.grad is None for parameter in pipe.parameters())
+
+
+def replica_that_ends_before_its_update() -> str:
+    """Of two replicas one ends, while the other waits for its part of the updated parameters, outside of any call."""
+    pipe = make(mesh=mesh_of(dp=2, pp=1))
+    optimizer = pipe.optimizer(torch.optim.SGD, lr=0.1, zero=1)
+    pipe.step(rows(), target=rows())
+    if dist.get_rank() == 1:
+        os._exit(1)
+    optimizer.step()
+    with pytest.raises(zbcompile.FaultError) as raised:
+        list(pipe.parameters())
+    assert not pipe._watch.position.waits
+    return str(raised.value)
+
+
+def test_a_lost_replica_is_named_by_those_that_wait_for_its_update(pool: Pool) -> None:
+    first, second = pool.outcomes(replica_that_ends_before_its_update, ranks=2)
+    pool.group = None
+    assert first.value is not None, first.trace
+    assert first.value.startswith("rank 1 failed")
+    assert second.error == DIED
