@@ -123,12 +123,13 @@ def mark_written_bases(graph: Graph) -> None:
 
 
 def _loses_strides(node: Node) -> bool:
+    if written_as(node).rpartition(".")[0] != str(node.target).rpartition(".")[0] + "_":
+        return False  # of other operations, strides may depend on data
     before = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], Node) else None
     after = node.meta.get("val")
     if not isinstance(before, Tensor) or not isinstance(after, Tensor) or before.stride() == after.stride():
         return False
-    in_place = written_as(node).rpartition(".")[0] == str(node.target).rpartition(".")[0] + "_"
-    return in_place and (before.shape, before.dtype) == (after.shape, after.dtype) and is_dense(before)
+    return (before.shape, before.dtype) == (after.shape, after.dtype) and is_dense(before)
 
 
 def _inferred(node: Node) -> Any:

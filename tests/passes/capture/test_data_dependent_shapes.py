@@ -75,13 +75,20 @@ def test_results_are_eagers_and_guards_count() -> None:
 
 @pytest.mark.parametrize(
     "call",
-    [lambda x, mask: x[x > 0], lambda x, mask: x[mask[:2]], lambda x, mask: mask.sum(1).unique_consecutive(dim=0)],
-    ids=["activation", "shape", "dimension"],
+    [
+        lambda x, mask: x[x > 0],
+        lambda x, mask: x[mask[:2]],
+        lambda x, mask: mask.sum(1).unique_consecutive(dim=0),
+        lambda x, mask: 2 * x.unsqueeze(2).repeat(1, 1, 5).tensor_split(x.flatten()[:2].argsort(), 1)[1],
+    ],
+    ids=["activation", "shape", "dimension", "place"],
 )
 def test_others_are_refused_by_line(call: Call) -> None:
     class Total(All):
         def forward(self, x: Tensor, mask: Tensor) -> Any:
             return super().forward(x, mask)[0].sum() * 1.0
 
-    with pytest.raises(CaptureError, match=r"(?s)dependent_shapes\.py:\d+.*(depends on the data|does not match)"):
+    with pytest.raises(
+        CaptureError, match=r"(?s)dependent_shapes\.py:\d+.*(depends on the data|does not match|makes a Python number)"
+    ):
         canonicalise(capture(Total(call), batch(0), {}))
