@@ -103,8 +103,7 @@ def factorisations(
     divided = ReplicaSharding(zero=min(question.zero, 2 if copies else 3), reshard=question.reshard)
     least, most = 1 if "dp" in dimensions else places, places if "pp" in dimensions else 1
     sizes = [size for size in range(least, most + 1) if places % size == 0]
-    found: list[PlanRow] = []
-    impossible: list[str] = []
+    found, impossible = list[PlanRow](), list[str]()
     hardware, choices = question.choices.hardware, on_mesh(question.choices, step.tensor)
     spread = hardware.spread if hardware else None
     priced = PricedStep(step.laid_out, choices, step.measured, fused=question.fused)

@@ -50,6 +50,7 @@ HUGE = 2000  # and from which on there are none
 PATIENCE = 600.0  # seconds that a glance may take; what counts are its moves, on a busy machine too
 FINALISTS = 3  # layouts whose cuts are moved
 MOVING = 0.7  # share of the time that they get
+SEARCHING = 0.5  # share of these seconds that is left for moves with an order for each
 ROUNDS = 2  # from far moves of cuts to near ones
 IMPOSSIBLE = (inf, inf)
 STARTS = 3  # orders for which it is chosen what stages recompute
@@ -334,8 +335,8 @@ class LayoutSearch:
         """The layout with its cuts moved, if they are not given, and with what each stage recomputes, if that is free,
         to where the step gets shortest: of large steps in the order that was found, of others with an order for all
         layouts that are looked at."""
-        until = time.monotonic() + seconds
-        best = self._settled(choice, until) if self.corners else choice
+        until, searching = time.monotonic() + seconds, 0 if _is_large(choice.layout) else SEARCHING
+        best = self._settled(choice, until - searching * seconds) if self.corners else choice
         start, prices = best.layout, self.lines[choice.layout.vocab]
         looked = {choice.layout: choice, start: best}
 
