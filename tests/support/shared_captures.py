@@ -35,6 +35,7 @@ from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CAPTURE_INFERENCE, canonicalise
 from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
+from zbcompile.passes.python_state.premises import without_joined_loss
 from zbcompile.passes.torch_private import global_hooks, is_compiled, storage_key, tensor_hooks
 from zbcompile.program.program import Program
 
@@ -117,14 +118,15 @@ def _once(name: str, capture: Callable[..., Any]) -> Callable[..., Any]:
             return capture(*given)
         here = own_gpu(), key
         made = found.get_or_make(here, lambda: None)
-        if made is not None and _fits(made, given):
+        if made is not None and _fits(made, given) and _stands(made, *given):
             return made
         with _warnings() as seen:
             made = read_or_make(
                 name.encode() + key, lambda stored: _fits(stored, given), lambda: (capture(*given), not seen)
             )
-        if not seen and made.premises.is_portable:
+        if not seen:
             found[here] = made
+        if not seen and made.premises.is_portable:
             KEYS[made.module] = name.encode() + key + repr(made.guards and made.guards.given.answers).encode()
         return made
 
@@ -147,6 +149,14 @@ def _fits(made: Captured | Program, given: tuple[Any, ...]) -> bool:
         return True
     args, kwargs, target = (*given[1:], None)[:3]
     return not made.guards.different(whole_batch(args, kwargs, target).whole.tensors)
+
+
+def _stands(made: Captured | Program, model: nn.Module, *given: Any) -> bool:
+    """Whether objects that only themselves equal are those that were read: in this process those of a library stay."""
+    if made.premises.is_portable:
+        return True
+    with without_joined_loss(model):
+        return not any(made.premises.changes({"model": model, "loss": given[3] if len(given) > 3 else None}))
 
 
 def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -238,7 +248,7 @@ def _forward_once(compile_: Callable[..., Program]) -> Callable[..., Program]:
             return compile_(model, microbatch, wanted, frame, given)
         here = own_gpu(), key
         made = found.get_or_make(here, lambda: None)
-        if made is None or not _fits(made, ("", *microbatch.example)):
+        if made is None or not _fits(made, ("", *microbatch.example)) or not _stands(made, model):
             with _warnings() as seen:
                 made = read_or_make(
                     key,
@@ -246,7 +256,7 @@ def _forward_once(compile_: Callable[..., Program]) -> Callable[..., Program]:
                     lambda: (compile_(model, microbatch, wanted, frame, given), not seen),
                     program_to_bytes if dist.is_initialized() else lambda _: None,
                 )
-            if not seen and not (made.groups or not made.premises.is_portable):
+            if not seen and not made.groups:
                 found[here] = made
         return replace(made, model=facts_of(model, made.model.constants))
 
