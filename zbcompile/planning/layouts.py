@@ -387,8 +387,8 @@ class LayoutSearch:
         best = choice
         starts = [(kept(order), order) for order in (choice.order, *self._named_orders(choice.layout))]
         starts.sort(key=lambda each: score_of(prices, each[0], each[1], memory))
-        for layout, order in starts[:STARTS]:
-            best = best if over() else better(layout, order)
+        for number, (layout, order) in enumerate(starts[:STARTS]):
+            best = best if number and over() else better(layout, order)
         before = inf
         while moving and not over() and best.seconds < before * (1 - GAIN):
             before, how = best.seconds, (memory, limit, prices.levels, over)
