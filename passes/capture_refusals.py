@@ -284,7 +284,7 @@ class Refusal(Enum):
         "tuple that begins with it.",
         "Return the loss from forward, or pass loss=fn(output, target).",
     )
-    LOSS_KIND = "the loss is a {kind};", "expected a scalar tensor."
+    LOSS_KIND = "the loss is a {kind}; expected a scalar tensor", "alone, or (loss, metrics) and return_metrics=True."
     LOSS_SHAPE = (
         "the loss has shape {shape}; expected a scalar.",
         "Reduce it (for example .mean()), or pass loss=fn(output, target) when forward returns an output rather than a "
