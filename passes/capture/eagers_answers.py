@@ -20,7 +20,6 @@ import inspect
 import linecache
 import math
 import re
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from types import FrameType
@@ -69,11 +68,12 @@ def untraced(leaves_out: Callable[[frozenset[str]], bool]) -> Iterator[None]:
         yield
 
 
-def _answer(truth: Callable[[], Any], eagers: Callable[[FrameType], Any]) -> Callable[..., Any]:
-    return lambda *_: truth() if _asker().partition(".")[0] == "torch" else eagers(sys._getframe(1))
+def _answer(truth: Callable[[], Any], eagers: Callable[[FrameType | None], Any]) -> Callable[..., Any]:
+    return lambda *_: truth() if _asker().partition(".")[0] == "torch" else eagers(inspect.currentframe())
 
 
-def _eagers_answer(leaves_out: Callable[[frozenset[str]], bool], asker: FrameType) -> bool:
+def _eagers_answer(leaves_out: Callable[[frozenset[str]], bool], inner: Any) -> bool:
+    asker: FrameType = inner.f_back
     place = list(asker.f_code.co_positions())[asker.f_lasti // 2]
     attributes = _reports("".join(linecache.getlines(asker.f_code.co_filename, asker.f_globals))).get(place)
     return attributes is not None and leaves_out(attributes)
@@ -183,13 +183,13 @@ def with_eagers_types() -> Iterator[None]:
 
 
 def _in_text(convert: Callable[[Any], Any], unknown: float) -> Callable[[Any], Any]:
-    return lambda number: unknown if _is_formatting(sys._getframe(1)) else convert(number)
+    return lambda number: unknown if _is_formatting(inspect.currentframe()) else convert(number)
 
 
-def _is_formatting(frame: FrameType) -> bool:
-    """Whether a frame is at `text % numbers`: no other remainder converts an open number."""
-    code = frame.f_code.co_code
-    return dis.opname[code[frame.f_lasti]] == "BINARY_OP" and code[frame.f_lasti + 1] in _REMAINDERS
+def _is_formatting(inner: Any) -> bool:
+    """Whether the caller of a frame is at `text % numbers`: no other remainder converts an open number."""
+    code, at = inner.f_back.f_code.co_code, inner.f_back.f_lasti
+    return dis.opname[code[at]] == "BINARY_OP" and code[at + 1] in _REMAINDERS
 
 
 def _asker() -> str:
