@@ -122,7 +122,7 @@ def _acts(node: ast.AST) -> bool:
     """Whether code does more than measure, tell, and set variables and attributes."""
     if isinstance(node, ast.Call):
         return not _is_known(node)
-    stores = isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    stores = (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)) or getattr(node, "arg", "") == "out"
     return stores or isinstance(node, _OTHER_CODE) or (isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS))
 
 

@@ -91,6 +91,11 @@ def scales_in_place(model: Layers, y: Tensor) -> None:
         y.div_(y.max().item())
 
 
+def writes_by_out(model: Layers, y: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        print(float(torch.abs(y.detach(), out=y.detach()).max()))
+
+
 def collects(model: Layers, y: Tensor) -> None:
     if not torch.compiler.is_compiling():
         model.history.append(float(y.max()))
@@ -115,7 +120,9 @@ def returns_a_value(model: Layers, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "look", [scales, scales_in_place, collects, runs_a_module, raises, returns_a_value], ids=lambda look: look.__name__
+    "look",
+    [scales, scales_in_place, writes_by_out, collects, runs_a_module, raises, returns_a_value],
+    ids=lambda look: look.__name__,
 )
 def test_what_does_more_is_no_report(look: Callable[[Layers, Tensor], Any]) -> None:
     with pytest.raises(CaptureError, match=r"test_reports\.py:\d+: .* makes a Python number, or a decision"):
