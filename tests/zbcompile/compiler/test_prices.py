@@ -179,14 +179,15 @@ def test_bytes_of_stages_that_are_cut_inside_of_blocks(name: str, peaks: float, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("edges", "stage"), [((56, 69), 1), ((121, 180), 1), ((151, 164), 1)])
-def test_peaks_of_a_stage_that_is_cut_inside_of_attention(edges: tuple[int, int], stage: int) -> None:
+@pytest.mark.parametrize("edges", [(56, 69), (121, 180), (151, 164)])
+def test_peaks_of_a_stage_that_is_cut_inside_of_attention(edges: tuple[int, int]) -> None:
     """It sends a part of a value, which is copied; its W reads what it received in several places; what only stages
-    behind it leave for W or compute for themselves is not alive in it."""
+    behind it leave for W or compute for themselves is not alive in it. F is above by the tables that each block counts:
+    .6 % of these stages."""
     example, laid_out, prices, _ = priced_anywhere("llama")
     order, step = build("1f1b", 3, 4), (example.model, one_microbatch(example))
     program = compile_laid_out(*step, laid_out, order, prices["off"].choices, {}, edges=list(edges))
-    found, graphs = prices["off"].stages(edges)[stage], prices_of(program)[stage]
+    found, graphs = prices["off"].stages(edges)[1], prices_of(program)[1]
     assert found.running["B"] == graphs.running["B"]
     assert graphs.running["F"] <= found.running["F"] <= 1.006 * graphs.running["F"]
 
