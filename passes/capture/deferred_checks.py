@@ -21,7 +21,7 @@ from zbcompile.passes.graph.source_location import is_own
 
 _TRUTHS = ("POP_JUMP", "TO_BOOL")  # instructions that ask what the one before them has computed
 _COMPARISON = "COMPARE_OP"  # since Python 3.13 it asks its own result
-_BETWEEN = ("CACHE", "EXTENDED_ARG", "NOP")
+_BETWEEN = ("EXTENDED_ARG", "NOP")
 
 
 def require_fit(fits: torch.Tensor) -> None:
@@ -55,16 +55,13 @@ def required_answer(function: Any) -> bool | None:
 
 def _end_of_question(code: CodeType, at: int, reads: bool) -> tuple[int | None, int | None] | None:
     """The last line and column of the expression whose truth, or number, is asked by the instruction `at`."""
-    names = [dis.opname[each] for each in code.co_code[::2]]
-    at //= 2
-    if names[at].startswith(_TRUTHS):
-        at -= 1
-        while names[at] in _BETWEEN:
-            at -= 1
-    elif not reads and names[at] != _COMPARISON:
+    before = [each for each in dis.get_instructions(code) if each.offset <= at and each.opname not in _BETWEEN]
+    asks = before.pop()
+    if asks.opname.startswith(_TRUTHS):
+        asks = before.pop()
+    elif not reads and asks.opname != _COMPARISON:
         return None
-    _, line, _, column = list(code.co_positions())[at]
-    return line, column
+    return (asks.positions.end_lineno, asks.positions.end_col_offset) if asks.positions else None
 
 
 @lru_cache(maxsize=4)  # every layer asks again

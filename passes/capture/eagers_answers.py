@@ -18,16 +18,18 @@ import contextlib
 import dis
 import inspect
 import linecache
+import logging
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.fx import Graph, Node
 
+from zbcompile.passes.python_state.tokens import MISSING, Absence, is_users
 from zbcompile.passes.torch_private import (
     DATA_DEPENDENT_ERRORS,
     FakeTensor,
@@ -52,7 +54,6 @@ _MEASURES = re.compile(
 _LIBRARIES = ("torch", "math", "np", "numpy")
 _STATEMENTS = (ast.Assign, ast.Expr, ast.For, ast.If, ast.Pass, ast.With)
 _OTHER_CODE = (ast.Await, ast.Lambda, ast.NamedExpr, ast.Yield, ast.YieldFrom)
-_REMAINDERS = (6, 19)  # of the instruction BINARY_OP: NB_REMAINDER, NB_INPLACE_REMAINDER
 
 
 @contextlib.contextmanager
@@ -75,26 +76,54 @@ def _answer(truth: Callable[[], Any], eagers: Callable[[FrameType | None], Any])
 def _eagers_answer(leaves_out: Callable[[frozenset[str]], bool], inner: Any) -> bool:
     asker: FrameType = inner.f_back
     place = list(asker.f_code.co_positions())[asker.f_lasti // 2]
-    attributes = _reports("".join(linecache.getlines(asker.f_code.co_filename, asker.f_globals))).get(place)
-    return attributes is not None and leaves_out(attributes)
+    report = _reports("".join(linecache.getlines(asker.f_code.co_filename, asker.f_globals))).get(place)
+    return report is not None and not any(_may_act(each, asker) for each in report.calls) and leaves_out(report.sets)
+
+
+def _may_act(function: ast.expr, frame: FrameType) -> bool:
+    """Whether a call in a report may run code of a user, which may do anything, whatever its name is."""
+    *_, owner, found = None, *_values(function, frame)
+    if found is MISSING:  # a method of something computed: it measures, but whom would it tell?
+        return _TELLS.fullmatch(_last_name(function)) is not None
+    return is_users(found) and not isinstance(owner, logging.Logger)
+
+
+def _values(node: ast.expr, frame: FrameType) -> list[Any]:
+    """What a frame has for a name and the attributes of it, one by one; last MISSING for what is computed."""
+    if isinstance(node, ast.Name):
+        spaces = (frame.f_locals, frame.f_globals, frame.f_builtins)
+        return [next((space[node.id] for space in spaces if node.id in space), MISSING)]
+    if not isinstance(node, ast.Attribute):
+        return [MISSING]
+    values = _values(node.value, frame)
+    is_known = not isinstance(values[-1], torch.Tensor | Absence)
+    return [*values, getattr(values[-1], node.attr, MISSING) if is_known else values[-1]]
+
+
+class _Report(NamedTuple):
+    """The attributes that a report sets, and the functions that it calls."""
+
+    sets: frozenset[str]
+    calls: tuple[ast.expr, ...]
 
 
 @lru_cache(maxsize=16)  # every layer asks again
-def _reports(source: str) -> dict[tuple[int | None, ...], frozenset[str]]:
-    """The attributes that each report of a file sets, by the place of the call that asks: line, last line, columns."""
+def _reports(source: str) -> dict[tuple[int | None, ...], _Report]:
+    """The reports of a file by the place of the call that asks: line, last line, columns."""
     try:
         functions = [each for each in ast.walk(ast.parse(source)) if isinstance(each, ast.FunctionDef)]
     except SyntaxError:  # the file has been edited
         return {}
-    found = {}
+    found: dict[tuple[int | None, ...], _Report | None] = {}
     for function in functions:  # inner ones come later
         for call, statements in _behind_questions(function):
             inside = [node for each in statements for node in ast.walk(each)]
             names, attributes = _stored(inside, ast.Name), _stored(inside, ast.Attribute)
             is_report = not any(map(_acts, inside)) and names.isdisjoint(_other_names(function, inside))
+            calls = tuple(node.func for node in inside if isinstance(node, ast.Call))
             place = call.lineno, call.end_lineno, call.col_offset, call.end_col_offset
-            found[place] = attributes if is_report else None
-    return {place: attributes for place, attributes in found.items() if attributes is not None}
+            found[place] = _Report(attributes, calls) if is_report else None
+    return {place: report for place, report in found.items() if report is not None}
 
 
 def _behind_questions(function: ast.FunctionDef) -> Iterator[tuple[ast.Call, Sequence[ast.stmt]]]:
@@ -188,8 +217,8 @@ def _in_text(convert: Callable[[Any], Any], unknown: float) -> Callable[[Any], A
 
 def _is_formatting(inner: Any) -> bool:
     """Whether the caller of a frame is at `text % numbers`: no other remainder converts an open number."""
-    code, at = inner.f_back.f_code.co_code, inner.f_back.f_lasti
-    return dis.opname[code[at]] == "BINARY_OP" and code[at + 1] in _REMAINDERS
+    instructions, at = dis.get_instructions(inner.f_back.f_code), inner.f_back.f_lasti
+    return any(each.offset == at and each.argrepr in ("%", "%=") for each in instructions)
 
 
 def _asker() -> str:

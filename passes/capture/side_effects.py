@@ -40,7 +40,13 @@ from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 from zbcompile.passes.graph.source_location import calling_line
 from zbcompile.passes.python_state.executed_code import line_that_writes
 from zbcompile.passes.python_state.premises import Premises, attribute, without_joined_loss
-from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES_MODULE, backward_hooks, buffer_table, replaced
+from zbcompile.passes.torch_private import (
+    FUNCTIONAL_COLLECTIVES_MODULE,
+    backward_hooks,
+    buffer_table,
+    replaced,
+    tensor_tables,
+)
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
@@ -134,7 +140,10 @@ class EffectsSeen:
             self.warnings.append(text)
 
     def leaves_out(self, attributes: frozenset[str]) -> bool:
-        """Whether a report, which sets these attributes, is left out: in a second trace."""
+        """Whether a report, which sets these attributes, is left out: in a second trace, if it sets no buffer."""
+        assert self._roots is not None
+        if any(name in attributes for _, name, _ in tensor_tables(self._roots.model)):
+            return False
         if not self.questions.gives_numbers:
             self.questions.left_open = self.questions.given is None
             return False

@@ -16,13 +16,31 @@ WIDTH = 4
 LOGGER = logging.getLogger(__name__)
 
 
+class Recorder:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.values: list[float] = []
+
+    def write(self, value: float) -> None:
+        self.values.append(value)
+
+    def mean(self) -> float:
+        self.values.append(0.0)
+        return 0.0
+
+
+RECORDER = Recorder()
+
+
 class Layers(nn.Module):
     """Two layers, and `look` in between, which may report."""
 
     def __init__(self, look: Callable[["Layers", Tensor], Any]) -> None:
         super().__init__()
         self.one, self.other, self.norm = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
-        self.look, self.last, self.history = look, 1.0, list[float]()
+        self.look, self.last, self.history, self.recorder = look, 1.0, list[float](), Recorder()
+        self.register_buffer("peak", torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.one(x)
@@ -119,9 +137,56 @@ def returns_a_value(model: Layers, y: Tensor) -> Tensor:
     return y
 
 
+def tells_an_object_of_the_model(model: Layers, y: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        model.recorder.write(float(y.max()))
+
+
+def asks_an_object_of_the_model(model: Layers, y: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        print(model.recorder.mean(), float(y.max()))
+
+
+def tells_a_variable(model: Layers, y: Tensor) -> None:
+    recorder = model.recorder
+    if not torch.compiler.is_compiling():
+        recorder.write(float(y.max()))
+
+
+def tells_what_it_finds(model: Layers, y: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        for recorder in (model.recorder,):
+            recorder.write(float(y.max()))
+
+
+def log(value: float) -> None:
+    RECORDER.write(value)
+
+
+def calls_a_function_of_its_own(model: Layers, y: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        log(float(y.max()))
+
+
+def names_a_method_like_a_builtin(model: Layers, y: Tensor) -> None:
+    print = model.recorder.write
+    if not torch.compiler.is_compiling():
+        print(float(y.max()))
+
+
+def changes_a_buffer(model: Layers, y: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        model.peak = y.detach().max()
+        print(float(model.peak))
+
+
 @pytest.mark.parametrize(
     "look",
-    [scales, scales_in_place, writes_by_out, collects, runs_a_module, raises, returns_a_value],
+    [
+        *(scales, scales_in_place, writes_by_out, collects, runs_a_module, raises, returns_a_value),
+        *(tells_an_object_of_the_model, asks_an_object_of_the_model, tells_a_variable, tells_what_it_finds),
+        *(calls_a_function_of_its_own, names_a_method_like_a_builtin, changes_a_buffer),
+    ],
     ids=lambda look: look.__name__,
 )
 def test_what_does_more_is_no_report(look: Callable[[Layers, Tensor], Any]) -> None:
