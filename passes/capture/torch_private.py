@@ -4,6 +4,7 @@ import contextlib
 import functools
 import sys
 from collections.abc import Callable, Iterator
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from zbcompile.passes.torch_private import (
     FakeTensorMode,
     OpOverload,
     replaced,
-    replaced_attribute,
     told_of_calls,
 )
 
@@ -107,72 +107,23 @@ def instead_of_function_apply(apply: Callable[..., Any]) -> Iterator[None]:
     """Inside, `apply(original, cls, args, kwargs)` runs for every call of an autograd.Function.
 
     torch.export traces through `forward` and silently loses `backward`. Models keep `MyFunction.apply` in a variable,
-    so what that looks up on the Function is replaced.
+    so the function behind all of these gets other code, and with it `apply` as a default.
     """
-    looks_up, place = _FunctionAttributes(apply), torch.autograd.function.FunctionMeta
-    with replaced_attribute(place, "__getattribute__", lambda cls, name: looks_up(cls, name)):
-        yield
+    function: Any = vars(torch.autograd.Function)["apply"].__func__
+    __class__ = code = function.__code__
+    original = FunctionType(code, function.__globals__, closure=function.__closure__)
 
+    def instead(cls: Any, *args: Any, _apply: Callable[..., Any], **kwargs: Any) -> Any:
+        __class__  # noqa: B018 (`super()` reads it in the original: code of a function keeps its number of such variables)
+        return _apply(cls, args, kwargs)
 
-class _FunctionAttributes:
-    """What the C function behind `Function.apply` gets for the attributes of a Function: `_backward_cls` first, where
-    gradients are still enabled as they are around the call; then without gradients `forward`, which here calls `apply`,
-    and `setup_context` if the Function has one."""
-
-    def __init__(self, apply: Callable[..., Any]) -> None:
-        self._apply = apply
-        self._called: tuple[Any, bool] | None = None  # the Function that is called, and whether with gradients
-        self._answered: Any = None  # the Function whose own forward did not run
-
-    def __call__(self, cls: Any, name: str) -> Any:
-        found = type.__getattribute__(cls, name)
-        if name == "_backward_cls":
-            self._called, self._answered = (cls, torch.is_grad_enabled()), None
-        elif name == "forward" and self._called and self._called[0] is cls:
-            (_, with_gradients), self._called = self._called, None
-            return functools.partial(self._forward, cls, found, with_gradients)
-        elif name == "setup_context" and self._answered is cls:
-            self._answered = None
-            return lambda context, _, output: _mark(context, output)
-        return found
-
-    def _forward(self, cls: Any, forward: Callable[..., Any], with_gradients: bool, *args: Any, **kwargs: Any) -> Any:
-        own_context = cls.setup_context is not torch.autograd.function._SingleLevelFunction.setup_context
-        ran = False
-
-        def original(*_: Any, **__: Any) -> Any:
-            nonlocal ran
-            ran = True
-            with _gradients(False):
-                return forward(*args, **kwargs)
-
-        with _gradients(with_gradients):
-            result = self._apply(original, cls, args if own_context else args[1:], kwargs)
-        if not ran and own_context:
-            self._answered = cls
-        elif not ran:
-            _mark(args[0], result)
-        return result
-
-
-def _mark(context: Any, output: Any) -> None:
-    """Tell autograd which results of a Function have no gradient."""
-    leaves = torch.utils._pytree.tree_leaves(output)
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
-    context.mark_non_differentiable(*tensors)
-
-
-@contextlib.contextmanager
-def _gradients(enabled: bool) -> Iterator[None]:
-    """As torch.set_grad_enabled, but a trace does not see it: torch function modes are off in between."""
-    before = torch.is_grad_enabled()
+    before = function.__kwdefaults__
+    function.__kwdefaults__ = {"_apply": lambda cls, *given: apply(functools.partial(original, cls), cls, *given)}
+    function.__code__ = instead.__code__
     try:
-        with torch._C.DisableTorchFunction():
-            torch._C._set_grad_enabled(enabled)
         yield
     finally:
-        with torch._C.DisableTorchFunction():
-            torch._C._set_grad_enabled(before)
+        function.__code__, function.__kwdefaults__ = code, before
 
 
 def instead_of_module_call(call: Callable[..., Any]) -> contextlib.AbstractContextManager[None]:
