@@ -7,6 +7,7 @@ from one module to the next, the smallest module around them is the operator: so
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zbcompile.passes.capture.opaque_calls import A_TENSOR, Autocast, OpaqueCall, OpaqueCalls, autocast_on, emitted
+from zbcompile.passes.capture.opaque_calls import OpaqueCall, OpaqueCalls, autocast_on, emitted
 from zbcompile.passes.capture.tape import Tape
 from zbcompile.passes.capture.torch_private import instead_of_module_call, traced_graph
 from zbcompile.passes.graph.fx import like
@@ -25,60 +26,59 @@ PART = "part_of"  # see `zbcompile.model.distributed_tensors`
 
 
 @dataclass(frozen=True)
-class _Region:
-    """What an operator computes: a call of `module`, whose tensors `run` is given.
+class PendingCall:
+    """A call that is not in the graph yet: `run` computes it for `tensors`, or others. In the traced model it stands
+    for a DTensor that leaves a module; what reads it runs it first, in an operator of its own. `form` is equal for
+    calls of equal layers; "" if its work may depend on more than its text shows."""
 
-    `leaves` and `structure` are the arguments, with A_TENSOR or PendingCall in the places of tensors; `names` are those
-    of the module's parameters, and `parts` says of which DTensors they are parts. `before` are earlier calls whose
-    DTensors are arguments, each with the number of its tensors. `tail` is what takes the result if that is a DTensor:
-    the loss.
-    """
+    found: OpaqueCalls
+    title: str
+    run: Callable[[list[torch.Tensor]], Any]
+    tensors: list[torch.Tensor]
+    form: str
 
-    module: nn.Module
-    leaves: tuple[Any, ...]
-    structure: Any
-    names: tuple[str, ...]
-    parts: tuple[Any, ...]
-    autocast: Autocast
-    before: tuple[tuple[OpaqueCall, int], ...]
-    tail: Callable[..., Any] | None
-
-    def run(self, tensors: list[torch.Tensor]) -> Any:
-        """The result; `tensors` are those among the arguments, the parameters, and then those of the calls `before`."""
-        count = sum(leaf is A_TENSOR for leaf in self.leaves)
-        given, end = iter(tensors[:count]), count + len(self.names)
-        earlier = self._earlier(tensors[end:])
-        kinds = {A_TENSOR: given, PendingCall: earlier}
-        leaves = [next(kinds[leaf]) if leaf is A_TENSOR or leaf is PendingCall else leaf for leaf in self.leaves]
-        args, kwargs, rest = pytree.tree_unflatten(leaves, self.structure)
-        pairs = zip(self.names, self.parts, tensors[count:end], strict=True)
-        state = {name: tensor if part is None else part.wrap(tensor) for name, part, tensor in pairs}
-        with torch.autocast(*self.autocast):
-            result = torch.func.functional_call(self.module, state, args, kwargs)
-            return result if self.tail is None else pytree.tree_map(_whole, self.tail(result, *rest))
-
-    def _earlier(self, tensors: list[torch.Tensor]) -> Iterator[Any]:
-        """The DTensors that the calls before this one return."""
-        for call, count in self.before:
-            yield call.run(tensors[:count])
-            tensors = tensors[count:]
-
-    def traced(self, tensors: list[torch.Tensor]) -> tuple[OpaqueCall, Any]:
-        """The operator, and what the call returns, with fake tensors."""
+    def emit(self) -> Any:
+        """Put the call into the graph as one operator and return what that returns; if that would be a DTensor, return
+        the call."""
         tape = Tape({})
         with nowhere_traced(), FakeTensorMode(allow_non_fake_inputs=True), tape:
-            result = self.run([like(tensor).requires_grad_(tensor.requires_grad) for tensor in tensors])
+            result = self.run([like(tensor).requires_grad_(tensor.requires_grad) for tensor in self.tensors])
+        if _distributed_in(result):
+            return self
         results = tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
-        title = type(self.module).__name__
-        return OpaqueCall(title, self.run, results, tape.random, form=self._form(results)), result
+        form = self.form and f"{self.form} {results}"
+        return emitted(
+            self.found, OpaqueCall(self.title, self.run, results, tape.random, form=form), self.tensors, result
+        )
 
-    def _form(self, results: tuple[torch.Tensor, ...]) -> str:
-        """A text that is equal for calls of equal layers; empty for a module with submodules, whose work may depend on
-        more than its text shows."""
-        if self.before or self.tail is not None or any(self.module.children()):
-            return ""
-        placements = [part and (part.whole.placements, part.whole.device_mesh) for part in self.parts]
-        return str((self.module, self.leaves, self.structure, self.autocast, placements, results))
+    def finish(self, tail: Callable[..., Any], *rest: Any) -> Any:
+        """`tail(the DTensor, *rest)`, as plain tensors."""
+        return _call(self.found, self.title, lambda *given: pytree.tree_map(_whole, tail(*given)), (self, *rest)).emit()
+
+
+def _call(
+    found: OpaqueCalls, title: str, function: Callable[..., Any], given: tuple[Any, ...], form: str = ""
+) -> PendingCall:
+    """`function(*given)`, with the autocast of now; what is pending among `given` is computed first."""
+    leaves, structure = pytree.tree_flatten(given)
+    per_leaf = [each.tensors if isinstance(each, PendingCall) else [each] for each in leaves]
+    tensors = [each for several in per_leaf for each in several if isinstance(each, torch.Tensor)]
+    readers, autocast = list(map(_reader, leaves)), autocast_on(tensors[0].device.type)
+
+    def run(tensors: list[torch.Tensor]) -> Any:
+        rest = iter(tensors)
+        with torch.autocast(*autocast):
+            return function(*pytree.tree_unflatten([read(rest) for read in readers], structure))
+
+    return PendingCall(found, title, run, tensors, form and f"{form} {autocast}")
+
+
+def _reader(leaf: Any) -> Callable[[Iterator[torch.Tensor]], Any]:
+    """Takes the value of an argument from the tensors that are left."""
+    if isinstance(leaf, PendingCall):
+        run, count = leaf.run, len(leaf.tensors)
+        return lambda rest: run(list(itertools.islice(rest, count)))
+    return next if isinstance(leaf, torch.Tensor) else lambda _: leaf
 
 
 @dataclass
@@ -189,62 +189,24 @@ def modules_as_operators(found: OpaqueCalls, regions: Regions) -> Iterator[None]
     def call(original: Callable[..., Any], module: nn.Module, args: Any, kwargs: Any) -> Any:
         if id(module) not in regions or traced_graph() is None:
             return original(module, *args, **kwargs)
-        return _ModuleCall(found, module, regions[id(module)], args, kwargs).as_operator()
+        return _module_call(found, module, regions[id(module)], args, kwargs).emit()
 
     with instead_of_module_call(call) if regions else contextlib.nullcontext():
         yield
 
 
-@dataclass(frozen=True)
-class _ModuleCall:
+def _module_call(
+    found: OpaqueCalls, module: nn.Module, parts: dict[str, Any], args: Any, kwargs: dict[str, Any]
+) -> PendingCall:
     """A call of a module in the traced model; `parts` says of which DTensors its parameters are parts."""
 
-    found: OpaqueCalls
-    module: nn.Module
-    parts: dict[str, Any]
-    args: Any
-    kwargs: Any
+    def run(args: Any, kwargs: dict[str, Any], held: dict[str, torch.Tensor]) -> Any:
+        state = {name: part.wrap(held[name]) if (part := parts[name]) is not None else held[name] for name in held}
+        return torch.func.functional_call(module, state, args, kwargs)
 
-    def as_operator(self, tail: Callable[..., Any] | None = None, rest: tuple[Any, ...] = ()) -> Any:
-        """Put one operator into the graph for the call, and for `tail(its result, *rest)` if that is given. Returns
-        what the operator returns. If that would be a DTensor, nothing is put into the graph: returns a PendingCall,
-        which becomes a part of the operator that reads it."""
-        leaves, structure = pytree.tree_flatten((self.args, self.kwargs, rest))
-        before = [leaf for leaf in leaves if isinstance(leaf, PendingCall)]
-        held = dict(self.module.named_parameters())
-        own = [*(leaf for leaf in leaves if isinstance(leaf, torch.Tensor)), *held.values()]
-        tensors = [*own, *(tensor for each in before for tensor in each.tensors)]
-        region = _Region(
-            module=self.module,
-            leaves=tuple(_stands_for(leaf) for leaf in leaves),
-            structure=structure,
-            names=tuple(held),
-            parts=tuple(self.parts[name] for name in held),
-            autocast=autocast_on(tensors[0].device.type),
-            before=tuple((each.operator, len(each.tensors)) for each in before),
-            tail=tail,
-        )
-        operator, result = region.traced(tensors)
-        if _distributed_in(result):
-            return PendingCall(self, operator, tensors)
-        return emitted(self.found, operator, tensors, result)
-
-
-@dataclass(frozen=True)
-class PendingCall:
-    """Stands in the traced model for a DTensor that leaves a module. What reads it runs `operator` on `tensors` first,
-    in an operator of its own."""
-
-    source: _ModuleCall
-    operator: OpaqueCall
-    tensors: list[torch.Tensor]
-
-    def finish(self, tail: Callable[..., Any], *rest: Any) -> Any:
-        """`tail(the DTensor, *rest)`, as plain tensors."""
-        return self.source.as_operator(tail, rest)
-
-
-def _stands_for(leaf: Any) -> Any:
-    if isinstance(leaf, PendingCall):
-        return PendingCall
-    return A_TENSOR if isinstance(leaf, torch.Tensor) else leaf
+    given = args, kwargs, dict(module.named_parameters())
+    placements = [part and (part.whole.placements, part.whole.device_mesh) for part in parts.values()]
+    shown = module, pytree.tree_map_only(torch.Tensor, lambda _: torch.Tensor, (args, kwargs)), placements
+    pending = any(isinstance(each, PendingCall) for each in pytree.tree_leaves((args, kwargs)))
+    form = "" if pending or any(module.children()) else str(shown)
+    return _call(found, type(module).__name__, run, given, form)

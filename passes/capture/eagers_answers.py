@@ -27,7 +27,6 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
-from torch.fx import Graph, Node
 
 from zbcompile.passes.python_state.tokens import MISSING, Absence, is_users
 from zbcompile.passes.torch_private import (
@@ -40,9 +39,8 @@ from zbcompile.passes.torch_private import (
     told_of_calls,
 )
 
-_EAGERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}
+OPEN_NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # each with one of eager's type
 _TRACERS = ("torch", "zbcompile")  # code that can handle open numbers
-_READ = torch.ops.aten.item.default
 _CONVERSIONS = {"__float__": math.nan, "__int__": 0, "__index__": 0}
 _TELLS = re.compile("print|warn|(debug|info|warning)(_once)?|error|critical|exception|log|write|flush|add_scalars?")
 _MEASURES = re.compile(
@@ -199,11 +197,11 @@ def with_eagers_types() -> Iterator[None]:
     truth = builtins.isinstance
 
     def answer(value: Any, kinds: Any) -> bool:
-        is_open = type(value) in _EAGERS and _asker().partition(".")[0] not in _TRACERS
-        return truth(_EAGERS[type(value)] if is_open else value, kinds)
+        is_open = type(value) in OPEN_NUMBERS and _asker().partition(".")[0] not in _TRACERS
+        return truth(OPEN_NUMBERS[type(value)] if is_open else value, kinds)
 
     with contextlib.ExitStack() as stack:
-        for kind in _EAGERS:
+        for kind in OPEN_NUMBERS:
             stack.enter_context(replaced_attribute(kind, "__format__", lambda number, _: str(number)))
             for name in vars(kind).keys() & _CONVERSIONS.keys():
                 stack.enter_context(replaced(kind, name, _in_text(getattr(kind, name), _CONVERSIONS[name])))
@@ -228,15 +226,3 @@ def _asker() -> str:
         return str(frame.f_back.f_back.f_globals.get("__name__"))  # type: ignore[union-attr]
     finally:
         del frame  # a frame that holds itself would keep the fake tensors of all frames above it
-
-
-def computes_with_them(graph: Graph) -> bool:
-    """Whether an operation of a traced graph makes a tensor from an open number."""
-    derived: set[Node] = set()
-    for node in graph.nodes:
-        if node.target is not _READ and derived.isdisjoint(node.all_input_nodes):
-            continue
-        if isinstance(node.meta.get("val"), torch.Tensor):
-            return True
-        derived.add(node)
-    return False

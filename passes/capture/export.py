@@ -19,7 +19,7 @@ from torch.fx import Graph, GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
 from zbcompile.passes.capture.distributed_regions import regions_of
-from zbcompile.passes.capture.eagers_answers import computes_with_them, untraced
+from zbcompile.passes.capture.eagers_answers import untraced
 from zbcompile.passes.capture.guards import Guards, separate_guards
 from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.opaque_calls import OpaqueCall
@@ -49,10 +49,6 @@ from zbcompile.passes.torch_private import numbered_checkpoints, pytree, set_sta
 
 Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) of one microbatch
 Traced = TrainingStep | Inference
-# Functions of this project that call torch's or the user's: what a function in C raises has no frame of its own
-_CALLERS = frozenset(
-    ("_result", "forward", "with_arguments", "seen", "noted", "told", "copied", "run", "answer", "ask", "<lambda>")
-)
 _WRITTEN = {
     OutputKind.USER_INPUT_MUTATION: Refusal.INPUT_WRITTEN,
     OutputKind.PARAMETER_MUTATION: Refusal.PARAMETER_WRITTEN,
@@ -221,13 +217,6 @@ def not_exported(model: nn.Module, error: BaseException, shape_from_data: str = 
     return Refusal.NOT_EXPORTED.error(**names, why=explanation(error))
 
 
-def _is_own_fault(error: BaseException) -> bool:
-    """Whether this project raised an error itself, not torch or the model that it calls: a second trace would hide
-    that."""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    return is_own(frame.f_code.co_filename) and frame.f_code.co_name not in _CALLERS
-
-
 def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
     """Export as in eager mode. Numbers that forward reads from its inputs are left open, since one that is only logged
     decides nothing, and what only reports something runs; if the model cannot be captured so, it is traced once more,
@@ -238,16 +227,15 @@ def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) 
         watch.begin()
         try:
             program = _export_once(wrapper, watch, example)
-        except CaptureError:
-            raise
-        except Exception as error:
-            if _is_own_fault(error) or not watch.questions.left_open:
-                raise
-        else:
-            if not watch.unanswered and not (watch.questions.left_open and computes_with_them(program.graph)):
+            if not watch.unanswered:
                 return program
             if not watch.questions.left_open:
                 raise CaptureError(watch.unanswered)
+        except Exception as error:
+            innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+            is_ours = is_own(innermost) and not failing_line(error)  # a fault that a second trace would hide
+            if isinstance(error, CaptureError) or is_ours or not watch.questions.left_open:
+                raise
         watch.questions.gives_numbers = True
 
 

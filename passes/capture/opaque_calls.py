@@ -50,10 +50,6 @@ class OpaqueCall:
     name: str = ""
 
 
-class A_TENSOR:
-    """Stands for a tensor among the arguments of a call."""
-
-
 _numbers = itertools.count()
 _calls: "WeakValueDictionary[str, OpaqueCall]" = WeakValueDictionary()
 OpaqueCalls = dict[Hashable, OpaqueCall]  # those of a capture: they must live as long as its graph

@@ -22,7 +22,7 @@ from zbcompile.passes.capture.attention_kernels import (
     is_same_choice,
 )
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
-from zbcompile.passes.capture.eagers_answers import failed_questions, with_eagers_types
+from zbcompile.passes.capture.eagers_answers import OPEN_NUMBERS, failed_questions, with_eagers_types
 from zbcompile.passes.capture.function_calls import calls_as_operators, refuse_set_data
 from zbcompile.passes.capture.opaque_calls import OpaqueCalls
 from zbcompile.passes.capture.python_effects import (
@@ -44,6 +44,7 @@ from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES_MODULE,
     backward_hooks,
     buffer_table,
+    pytree,
     replaced,
     tensor_tables,
 )
@@ -213,6 +214,8 @@ class _Calls(TorchFunctionMode):
         if func == _DATA:
             return args[0].detach()
         refuse_set_data(func)
+        if self.watch.questions.left_open and _has_open_number((args, kwargs)):
+            self.watch.note_unanswered()
         answer = self.watch.questions.ask(func, args, kwargs or {})
         if answer is NotImplemented:
             answer = self.watch.questions.defer(func, args)
@@ -274,6 +277,12 @@ def _accessed(func: Any) -> str:
     """The attribute of a tensor that is read or assigned, if `func` does that."""
     owner = getattr(func, "__self__", None) if func.__name__ in ("__get__", "__set__", "__delete__") else None
     return getattr(owner, "__name__", "")
+
+
+def _has_open_number(given: Any) -> bool:
+    leaves = pytree.tree_leaves(given)
+    bounds = [bound for each in leaves if isinstance(each, slice) for bound in (each.start, each.stop, each.step)]
+    return any(type(each) in OPEN_NUMBERS for each in (*leaves, *bounds))
 
 
 def _is_torchs(function: type) -> bool:

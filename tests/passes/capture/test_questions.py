@@ -198,7 +198,11 @@ class Reading(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "use", [_compared, _looked_up, lambda number: number, lambda number: torch.arange(number).sum()]
+    "use",
+    [
+        *(_compared, _looked_up, lambda number: number, lambda number: torch.arange(number).sum()),
+        lambda number: torch.arange(20.0)[: number // 2].sum(),
+    ],
 )
 def test_a_number_that_decides_is_asked(use: Callable[[Any], Any]) -> None:
     """Also if forward catches the error that this raises while the number is open, or computes with it."""
