@@ -16,8 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from zbcompile.passes.capture.opaque_calls import OpaqueCall, OpaqueCalls, autocast_on, emitted
-from zbcompile.passes.capture.tape import Tape
+from zbcompile.passes.capture.opaque_calls import OpaqueCall, OpaqueCalls, Tape, autocast_on, emitted
 from zbcompile.passes.capture.torch_private import instead_of_module_call, traced_graph
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, nowhere_traced, pytree

@@ -25,8 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from zbcompile.passes.capture.opaque_calls import OpaqueCall, OpaqueCalls, autocast_on, emitted
-from zbcompile.passes.capture.tape import Tape
+from zbcompile.passes.capture.opaque_calls import OpaqueCall, OpaqueCalls, Tape, autocast_on, emitted
 from zbcompile.passes.capture.torch_private import (
     instead_of_function_apply,
     is_fake_of,
