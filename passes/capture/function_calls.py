@@ -322,3 +322,36 @@ def _fresh(tensor: Tensor) -> Tensor:
     which would begin another history if an exchange writes into it."""
     new = like(tensor).requires_grad_(tensor.requires_grad)
     return new if tensor.is_leaf else new.clone() if is_dense(new) else new.view_as(new)
+
+
+class _Product(torch.autograd.Function):
+    """A product of factors with eager's gradient, for which a trace has another formula: where no factor is zero, the
+    product divided by each; a trace, which cannot look, multiplies the others in both cases."""
+
+    @staticmethod
+    def forward(ctx: Any, factors: Tensor, dim: int | None) -> Tensor:
+        result = factors.prod() if dim is None else factors.prod(dim, keepdim=True)
+        ctx.dim = dim
+        ctx.save_for_backward(factors, result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        (factors, result), (gradient,) = ctx.saved_tensors, gradients
+        with torch.enable_grad():
+            again = factors.detach().requires_grad_()
+            product = again.prod() if ctx.dim is None else again.prod(ctx.dim, keepdim=True)
+            (of_others,) = torch.autograd.grad(product, again, gradient)
+        zeros = (factors == 0).sum()
+        if ctx.dim is None:
+            of_others = torch.where(zeros > 1, 0, of_others)
+        return torch.where(zeros == 0, gradient * (result / factors).conj(), of_others), None
+
+
+def product(
+    input: Tensor, dim: int | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None
+) -> Tensor:
+    """torch.prod, with eager's gradient."""
+    factors = input if input.is_floating_point() or input.is_complex() else input.long()
+    result: Tensor = _Product.apply(factors if dtype is None else factors.to(dtype), dim)  # type: ignore[no-untyped-call]
+    return result if keepdim or dim is None or not input.ndim else result.squeeze(dim)

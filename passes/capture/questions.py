@@ -108,7 +108,6 @@ NUMBERS: Mapping[Any, tuple[_Make, Callable[[Any], Any]]] = {  # a trace reads l
     read: (lambda tensor: tensor.reshape(()).clone(), convert)
     for read, convert in ((_T.item, lambda value: value), (_T.__int__, int), (_T.__index__, int), (_T.__float__, float))
 }
-QUESTIONS = frozenset((*DECISIONS, *NUMBERS, _T.__complex__))  # answered here or not
 
 
 @dataclass(frozen=True)

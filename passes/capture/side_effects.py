@@ -23,7 +23,7 @@ from zbcompile.passes.capture.attention_kernels import (
 )
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
 from zbcompile.passes.capture.eagers_answers import OPEN_NUMBERS, failed_questions, with_eagers_types
-from zbcompile.passes.capture.function_calls import calls_as_operators, refuse_set_data
+from zbcompile.passes.capture.function_calls import calls_as_operators, product, refuse_set_data
 from zbcompile.passes.capture.opaque_calls import OpaqueCalls
 from zbcompile.passes.capture.python_effects import (
     generator_seeded,
@@ -32,7 +32,7 @@ from zbcompile.passes.capture.python_effects import (
     refuse_unanswered,
 )
 from zbcompile.passes.capture.python_reads import PythonReads, Roots
-from zbcompile.passes.capture.questions import QUESTIONS, Questions
+from zbcompile.passes.capture.questions import Questions
 from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.gpu_kernels import kernel_of
@@ -55,6 +55,7 @@ _ASKS = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _STATE = ("grad", "_version")  # of a parameter, which do not exist while a step runs
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _PLAIN_COLLECTIVES = "torch.distributed.distributed_c10d"
+_PRODUCTS = (torch.prod, torch.Tensor.prod)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
@@ -235,6 +236,8 @@ class _Calls(TorchFunctionMode):
             self._refuse(Refusal.REQUIRES_GRAD)
         if calls_attention(func, kwargs or {}):
             func = self._attention(func, args, kwargs or {})
+        if func in _PRODUCTS and _carries_gradient((*args, *(kwargs or {}).values())):
+            func = product
         func = kernel_of(func, args)
         result = self._result(func, args, kwargs or {})
         if func == _ASKS and id(args[0]) in self.parameters and self.watch.reads is not None:
@@ -253,13 +256,8 @@ class _Calls(TorchFunctionMode):
         reads = self.watch.reads
         if reads is None or torch.compiler.is_dynamo_compiling():
             return func(*args, **kwargs)
-        try:
-            with reads.functions.pause():
-                return func(*args, **kwargs)
-        except Exception:
-            if func in QUESTIONS:
-                self.watch.note_unanswered()
-            raise
+        with reads.functions.pause():
+            return func(*args, **kwargs)
 
     def _attention(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What eager makes of a call of attention: inside `sdpa_kernel`, or with a mask that is trained."""

@@ -131,3 +131,37 @@ def test_a_slice_of_everything_groups_gradients_as_in_eager() -> None:
     expected = eager_gradients(compiled)
     found = run_in_order(compiled, ORDERS["delayed"])
     assert [name for name in expected if not torch.equal(found[name], expected[name])] == []  # type: ignore[arg-type]
+
+
+PRODUCTS: tuple[Callable[[Tensor], Tensor], ...] = (
+    lambda x: x.prod(),
+    lambda x: x.prod(-1, keepdim=True),
+    lambda x: torch.prod(input=x, dim=0),
+    lambda x: x.prod(1, True, dtype=torch.float64).float(),
+    lambda x: x.sum().prod() + x.sum().prod(0),
+    lambda x: torch.complex(x, x + 1).prod(1, True).real,
+)
+
+
+class Multiplies(nn.Module):
+    """Products of factors, of which the first `zeros` of each row are zero."""
+
+    def __init__(self, zeros: int) -> None:
+        super().__init__()
+        self.zeros = zeros
+        self.weights = nn.ParameterList(torch.randn(4, 6) for _ in PRODUCTS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = [torch.where(torch.arange(6) < self.zeros, 0, x * weight) for weight in self.weights]
+        parts = [torch.sin(multiply(each)).flatten() for multiply, each in zip(PRODUCTS, factors, strict=True)]
+        return torch.cat(parts)
+
+
+@pytest.mark.parametrize("zeros", range(3))
+def test_the_gradient_of_a_product_has_eagers_bits(zeros: int) -> None:
+    """Eager divides by each factor unless one is zero; a trace cannot look."""
+    torch.manual_seed(zeros)
+    compiled = compile_middle(Multiplies(zeros), torch.randn(4, 6))
+    expected = eager_gradients(compiled)
+    found = run_in_order(compiled, ORDERS["delayed"])
+    assert [name for name in expected if not torch.equal(found[name], expected[name])] == []  # type: ignore[arg-type]

@@ -173,6 +173,39 @@ def test_a_failed_question_that_forward_catches_is_refused_by_line(read: Any) ->
         capture(Asking((_caught(read),)), inputs(0), {})
 
 
+class Catching(nn.Module):
+    """Asks about an activation, and goes on if that fails."""
+
+    def __init__(self, ask: Callable[[Tensor], Any]) -> None:
+        super().__init__()
+        self.layer, self.ask = nn.Linear(WIDTH, 1), ask
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.layer(x)
+        try:
+            return y.sum() * bool(self.ask(y))
+        except Exception:
+            return y.sum()
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        *(
+            lambda y: y.max() > 3,
+            lambda y: y.max().item(),
+            lambda y: complex(y.max()),
+            lambda y: torch.is_nonzero(y.max()),
+        ),
+        *(lambda y: int(y.max()), lambda y: float(y.max()), lambda y: torch.equal(y, y + 1), lambda y: y.equal(y + 1)),
+        *(lambda y: torch.allclose(y, y + 1), lambda y: 3 in y, lambda y: [1, 2][y.max().int()]),
+    ],
+)
+def test_a_question_about_an_activation_is_refused_also_if_its_error_is_caught(ask: Callable[[Tensor], Any]) -> None:
+    with pytest.raises(CaptureError, match=r"test_questions\.py:\d+: "):
+        capture(Catching(ask), (torch.ones(ROWS, WIDTH),), {})
+
+
 def _compared(number: Any) -> Any:
     return 2 if number > 7 else 3
 
