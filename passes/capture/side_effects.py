@@ -44,6 +44,7 @@ from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES_MODULE,
     backward_hooks,
     buffer_table,
+    nowhere_traced,
     pytree,
     replaced,
     tensor_tables,
@@ -109,6 +110,7 @@ class EffectsSeen:
             output_of_forward(self.warning),
             told_of_hooks_on_nodes(partial(self.note_hook_on_node, any(map(backward_hooks, model.modules())))),
             failed_questions(self.note_unanswered),
+            _without_empty_conversions(),
         ]
         with (
             without_joined_loss(model),
@@ -307,6 +309,19 @@ def _inference_as_no_grad() -> Iterator[None]:
 
     with replaced(torch.inference_mode, "__enter__", enter), replaced(torch.inference_mode, "__exit__", leave):
         yield
+
+
+def _without_empty_conversions() -> contextlib.AbstractContextManager[None]:
+    """Let `module.to(dtype)` do nothing where it changes nothing, as in layers that make sure of their router's dtype:
+    torch asks for gradients, and puts every tensor in its own place again."""
+    convert = nn.Module._apply
+
+    def applied(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
+        with nowhere_traced(), torch.no_grad():
+            changes = any(function(tensor) is not tensor for _, _, tensor in tensor_tables(module))
+        return convert(module, function, recurse) if changes else module
+
+    return replaced(nn.Module, "_apply", applied)
 
 
 def _buffers(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:

@@ -201,6 +201,28 @@ def test_a_fault_of_the_recorder_is_no_reason_to_trace_again(monkeypatch: pytest
     assert len(traces) == 1
 
 
+def _converts(net: Net) -> float:
+    net.last = net.last.to(net.first.weight.dtype)
+    net.first.cpu()
+    return 1.0
+
+
+def test_a_conversion_that_changes_nothing_is_none() -> None:
+    """Routers of transformers' mixtures make sure of their dtype; torch asks for `.grad` on the way."""
+    gradients = []
+    for effect in (_converts, lambda net: 1.0):
+        torch.manual_seed(0)
+        net = Net(effect)
+        train(net)
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(map(torch.equal, *gradients))
+
+
+def test_a_conversion_in_forward_is_refused() -> None:
+    with pytest.raises(zbcompile.CaptureError, match=r"test_python_effects\.py:\d+: "):
+        train(Net(lambda net: float(net.last.double().weight.ndim)))
+
+
 @torch.fx.wrap
 def _marked(x: Tensor) -> Tensor:
     return 2 * x
