@@ -82,22 +82,22 @@ def price_of(
     device: str,
     fused: bool = False,
     factors: Mapping[str, float] | None = None,
-    local: Set[Slot] = frozenset(),
 ) -> StagePrice:
-    """The price of a compiled stage. `fused`: see `kernel_seconds`; `factors` are how much longer each pass takes than
-    the hardware says; `local`: what arrives from stages on the same rank."""
-    times = {
-        op: pass_seconds(piece, hardware, fused, (factors or {}).get(op, 1.0)) for op, piece in stage.pieces.items()
-    }
+    """The price of a compiled stage; `fused`: see `kernel_seconds`, `factors`: how much longer passes take."""
+    given = factors or {}
+    times = {op: pass_seconds(piece, hardware, fused, given.get(op, 1.0)) for op, piece in stage.pieces.items()}
     forward, backward, weight = (times.get(op, 0.0) for op in "FBW")
     saved = max(0.0, backward + weight - times["BW"]) if "BW" in times else 0.0
     (all_f, hides_f), (all_b, hides_b) = (exchange_of(stage, op, choices, device) for op in "FB")
-    crossing = stage.crossing
-    aside = {"B": crossing.kept - crossing.forward_to_backward}  # what only W reads
-    running = {op: transient_bytes(stage, op, True, local=local) + aside.get(op, 0) for op in stage.pieces}
-    sizes = crossing.kept, crossing.residue, running, stage.largest_message
-    again = recomputed_seconds(stage, hardware)
-    return StagePrice((forward + all_f, backward + all_b, weight), again, (hides_f, hides_b), *sizes, saved)
+    sizes = stage.crossing.kept, stage.crossing.residue, running_bytes(stage), stage.largest_message
+    seconds, again = (forward + all_f, backward + all_b, weight), recomputed_seconds(stage, hardware)
+    return StagePrice(seconds, again, (hides_f, hides_b), *sizes, saved)
+
+
+def running_bytes(stage: StageProgram, local: Set[Slot] = frozenset()) -> dict[str, int]:
+    """By pass, the most that is alive of a microbatch; `local`: what arrives from stages on the same rank."""
+    aside = {"B": stage.crossing.kept - stage.crossing.forward_to_backward}  # what only W reads
+    return {op: transient_bytes(stage, op, True, local=local) + aside.get(op, 0) for op in stage.pieces}
 
 
 def pass_seconds(piece: Piece, hardware: Hardware, fused: bool = False, factor: float = 1.0) -> float:

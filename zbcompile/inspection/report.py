@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 from zbcompile.amounts import format_change, format_time
 from zbcompile.compiler.compile_example import CompiledExample
+from zbcompile.compiler.stage_price import running_of
 from zbcompile.inspection.closed_form import with_equal_stages
 from zbcompile.inspection.request import Prediction
 from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
@@ -21,7 +22,7 @@ from zbcompile.prediction.advice import (
     what_limits,
 )
 from zbcompile.prediction.communicators import communicators_of
-from zbcompile.prediction.predict import count_messages, hardware_of
+from zbcompile.prediction.predict import count_messages, hardware_of, prices_of
 from zbcompile.prediction.rank_memory import RankMemory, complete_peak, copies_bytes, gathers_of, rank_memories
 from zbcompile.schedules import format_schedule, format_timeline
 from zbcompile.schedules.ir.actions import flatten
@@ -69,8 +70,10 @@ class Summary:
         self.timeline, self.unit = prediction.shown, prediction.unit
         self.sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in self.model.named_parameters()}
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
-        self.memory = rank_memories(self.program, prediction.timeline.costs, tensors, sharding)
-        self.peak = complete_peak(self.program, tensors, sharding)
+        self.prices = prediction.basis.prices or prices_of(self.program)
+        running = running_of(self.prices)
+        self.memory = rank_memories(self.program, prediction.timeline.costs, tensors, sharding, running)
+        self.peak = complete_peak(self.program, tensors, sharding, running)
         self.sharding = sharding
 
     def tables(self) -> Iterator[Table]:
@@ -78,7 +81,7 @@ class Summary:
         yield Table("plan", notes=str(self.program.plan or "").splitlines())
         yield cuts(self.program, self.sizes)
         yield self._balance()
-        yield from stage_tables(self.program)
+        yield from stage_tables(self.program, self.prices)
         yield self._ranks()
         yield self._memory()
         yield self._vocabulary()

@@ -1,7 +1,7 @@
 """The tables of a summary that have a row per stage: where it ends, what it keeps, needs, recomputes and exchanges."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from zbcompile.compiler.paired_schedule import seen
@@ -9,7 +9,6 @@ from zbcompile.compiler.stage_price import StagePrice
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.source_location import Origin, origin_of, shown_path
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.prediction.predict import prices_of
 from zbcompile.program.program import Program
 from zbcompile.tables import Figure, Table
 
@@ -47,9 +46,8 @@ def place_of(stage: StageProgram) -> tuple[str, str]:
     return place if len(place) <= _LONGEST_CUT else f"...{place[3 - _LONGEST_CUT :]}", made[last]
 
 
-def stage_tables(program: Program) -> Iterator[Table]:
+def stage_tables(program: Program, prices: Sequence[StagePrice]) -> Iterator[Table]:
     """Bytes, recomputation, what the split changed, exchanges; those without rows have nothing to show."""
-    prices = prices_of(program)
     tables: dict[str, tuple[str, Callable[[StageProgram, StagePrice], Iterator[list[Figure]]]]] = {
         "bytes": ("Bytes per microbatch kept between the passes, and sent", _bytes),
         "running": (

@@ -82,9 +82,14 @@ def waiting_peak(timeline: Timeline) -> float:
 def alternatives(timeline: Timeline, peak: Peak = waiting_peak) -> tuple[Alternative, ...]:
     """Twice the microbatches, and of the other schedules on the same stages those that nothing beats in both time and
     memory; whether they gain or not. `peak` says what the fullest rank holds."""
-    more = _more_microbatches(timeline, peak)
+    now = peak(timeline)
+
+    def known(then: Timeline) -> float:
+        return now if then is timeline else peak(then)
+
+    more = _more_microbatches(timeline, known)
     others = [
-        judge("on the same stages", f"--schedule {name}", timeline, then, peak)
+        judge("on the same stages", f"--schedule {name}", timeline, then, known)
         for name, then in _others(timeline.schedule, timeline.costs)
     ]
     return tuple(found for found in (more, *front(others)) if found)

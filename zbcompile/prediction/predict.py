@@ -1,12 +1,12 @@
 """The time and memory of a step, predicted from the compiled graphs without running them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from zbcompile.compiler.stage_price import StagePrice, bytes_of, costs_of, pass_seconds, price_of
+from zbcompile.compiler.stage_price import StagePrice, bytes_of, costs_of, pass_seconds, price_of, running_bytes
 from zbcompile.compiler.vocabulary_sharding import with_shard_times
 from zbcompile.errors import PipelineError
 from zbcompile.passes.graph.roles import Slot
@@ -29,12 +29,13 @@ NAMED_COSTS = ("flops", "uniform", "measured")
 @dataclass(frozen=True)
 class Basis:
     """Costs and where they are from: `unit` of the times ("s" or "passes"), `text` for a reader; `spread` of the
-    hardware that they were predicted for, None of others."""
+    hardware that they were predicted for, None of others; the `prices` that they are from, if they are from any."""
 
     costs: Costs
     unit: str
     text: str
     spread: float | None = None
+    prices: tuple[StagePrice, ...] = ()
 
 
 def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
@@ -50,7 +51,8 @@ def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
         channels = program.choices.channels or "nominal"
         exchanges = f"; exchanges outside of the pipeline: {channels}" if program.exchanges else ""
         text = f"from FLOPs and bytes on {hardware}, {messages}{exchanges}"
-        return Basis(predicted_costs(program, fused), "s", text, hardware.spread)
+        prices = prices_of(program, fused)
+        return Basis(predicted_costs(program, fused, prices=prices), "s", text, hardware.spread, prices)
     if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
         forward, backward, weight = (
             tuple(int(op in stage.pieces and not stage.pieces[op].empty) for stage in program.stages) for op in "FBW"
@@ -73,10 +75,11 @@ def prices_of(
 ) -> tuple[StagePrice, ...]:
     """The price of every stage on the program's hardware, where its schedule places it; arguments as of `price_of`."""
     how = hardware_of(program), program.choices, program.device_type, fused, factors
+    distinct = {stage.original: stage for stage in reversed(program.stages)}
+    found = {original: price_of(stage, *how) for original, stage in distinct.items()}
     local = [_local(stage, program.schedule.placement) for stage in program.stages]
-    found = {stage.original: price_of(stage, *how) for stage in reversed(program.stages) if not local[stage.stage]}
     return tuple(
-        price_of(stage, *how, own) if own else found[stage.original]
+        found[stage.original]._replace(running=running_bytes(stage, own)) if own else found[stage.original]
         for stage, own in zip(program.stages, local, strict=True)
     )
 
@@ -91,11 +94,16 @@ def _local(stage: StageProgram, placement: Placement) -> set[Slot]:
     return activations | {Slot("tangent", name) for name, spec in stage.gradients_in.items() if is_near(spec.hops)}
 
 
-def predicted_costs(program: Program, fused: bool = False, factors: Mapping[str, float] | None = None) -> Costs:
+def predicted_costs(
+    program: Program,
+    fused: bool = False,
+    factors: Mapping[str, float] | None = None,
+    prices: Sequence[StagePrice] = (),
+) -> Costs:
     """Seconds of the passes by their operations on the program's hardware, and its links; `factors` are how much longer
-    each pass takes than that (`factors_of`)."""
+    each pass takes than that (`factors_of`), `prices` those of the stages, if they are known already (`prices_of`)."""
     hardware = hardware_of(program)
-    costs = costs_of(prices_of(program, fused, factors), **_links(program, hardware))
+    costs = costs_of(prices or prices_of(program, fused, factors), **_links(program, hardware))
     if program.vocabulary is None:
         return costs
     factors = factors or {}

@@ -116,16 +116,19 @@ def rank_memories(
 
 
 def complete_peak(
-    program: Program, model: Mapping[str, torch.Tensor], sharding: ReplicaSharding = ALONE
+    program: Program,
+    model: Mapping[str, torch.Tensor],
+    sharding: ReplicaSharding = ALONE,
+    running: Mapping[str, Sequence[float]] | None = None,
 ) -> Callable[[Timeline], float]:
     """A function that says for a timeline how many bytes the fullest rank of `program` holds at most under its
-    schedule."""
-    running = cache(lambda: running_of(prices_of(program)))
+    schedule; `running` as of `rank_memories`."""
+    known = cache(lambda: running or running_of(prices_of(program)))
 
     def peak(timeline: Timeline) -> float:
         schedule = replace(timeline.schedule, ways=program.schedule.ways)
         other = program if schedule == program.schedule else replace(program, lowered=lower(schedule))
-        return max(memory.peak for memory in rank_memories(other, timeline.costs, model, sharding, running()))
+        return max(memory.peak for memory in rank_memories(other, timeline.costs, model, sharding, known()))
 
     return peak
 

@@ -36,6 +36,12 @@ def test_alternatives_keep_the_stages() -> None:
                 assert build(alternative.option.split()[1], 4, 8).placement == timeline.schedule.placement
 
 
+def test_the_present_peak_is_asked_for_once() -> None:
+    timeline, asked = _timeline("zb-v", 4, 8), list[Timeline]()
+    alternatives(timeline, lambda each: asked.append(each) or max(each.peak_memory))  # type: ignore[func-returns-value]
+    assert sum(each is timeline for each in asked) == 1 < len(asked)
+
+
 def test_one_rank_has_nothing_to_gain() -> None:
     timeline = _timeline("1f1b", 1, 4)
     assert not any(a.worth for a in alternatives(timeline))

@@ -9,8 +9,10 @@ import torch
 import zbcompile
 from zbcompile.cli.target import load_example
 from zbcompile.compiler.compile_example import compile_example
+from zbcompile.compiler.stage_price import price_of
 from zbcompile.passes.compile_options import Choices
-from zbcompile.prediction.predict import basis_of, predicted_costs
+from zbcompile.prediction import predict
+from zbcompile.prediction.predict import basis_of, predicted_costs, prices_of
 from zbcompile.schedules import build, parse_step, simulate
 from zbcompile.schedules.ir.actions import COMPUTE
 
@@ -59,3 +61,16 @@ def test_an_empty_pass_takes_no_time(source: str) -> None:
     costs = basis_of(program, source).costs
     assert costs.backward[0] == costs.weight[1] == 0
     assert min(*costs.forward, costs.backward[1], costs.weight[0]) > 0
+
+
+def test_equal_stages_are_priced_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where some get their values from a stage on their own rank: of these only the running bytes differ."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(8)))
+    example = zbcompile.Example(model, (torch.ones(2, 8),), loss=torch.nn.MSELoss(), target=torch.ones(2, 8))
+    program = compile_example(example, build("zb-v", 4, 8), Choices()).program
+    priced: list[int] = []
+    monkeypatch.setattr(predict, "price_of", lambda stage, *how: priced.append(stage.stage) or price_of(stage, *how))
+    prices = prices_of(program)
+    assert len(priced) == len({stage.original for stage in program.stages}) < len(program.stages) == 8
+    assert prices[1] == prices[2]
+    assert prices[3] == prices[1]._replace(running=prices[3].running)
