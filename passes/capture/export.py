@@ -1,7 +1,7 @@
 """Capture: an nn.Module and one microbatch become a functional ATen graph whose inputs and outputs have roles.
 
 `torch.export` (non-strict) followed by `run_decompositions({})`: the empty table functionalises, inlines autocast and
-keeps composite operations (linear, attention, cross entropy) whole.
+keeps composite operations (linear, attention, cross entropy) whole; it runs for one of equal operations.
 """
 
 import contextlib
@@ -18,6 +18,7 @@ from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
 from torch.fx import Graph, GraphModule
 
 from zbcompile.passes.capture.autocast import number_autocast_regions
+from zbcompile.passes.capture.decompose import decomposed
 from zbcompile.passes.capture.distributed_regions import regions_of
 from zbcompile.passes.capture.eagers_answers import untraced
 from zbcompile.passes.capture.guards import Guards, separate_guards
@@ -192,9 +193,9 @@ def _exported(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProg
             separate_written(program)
         _keep_source_lines(program.graph_module)
         with _without_torchs_warnings(), quick_decompositions():
-            decomposed = program.run_decompositions({})
+            functional = decomposed(program)
         release_shapes(program.graph)
-        return decomposed
+        return functional
 
 
 @contextlib.contextmanager

@@ -63,6 +63,12 @@ def _detach_what_is_written(region: GraphModule) -> None:
     region.recompile()
 
 
+def changes_nothing(node: Node) -> bool:
+    """Whether an operation is in place, but not a write: the detach of a result that nothing else reads."""
+    source = node.args[0] if node.target is aten.detach_.default else None
+    return isinstance(source, Node) and source.op == "call_function" and len(source.users) == 1
+
+
 def separate_written(program: ExportedProgram) -> None:
     """Give detached tensors that a write makes differentiable memory of their own.
 
@@ -70,8 +76,9 @@ def separate_written(program: ExportedProgram) -> None:
     or none.
     """
     modules = [each for each in program.graph_module.modules() if isinstance(each, GraphModule)]
-    targets = {node.target for each in modules for node in each.graph.nodes if node.op == "call_function"}
-    if not targets & {DETACH, GRAD_MODE_REGION} or not any(map(is_in_place, targets)):
+    nodes = [node for each in modules for node in each.graph.nodes if node.op == "call_function"]
+    writes = any(is_in_place(node.target) and not changes_nothing(node) for node in nodes)
+    if not writes or not {node.target for node in nodes} & {DETACH, GRAD_MODE_REGION}:
         return
     seen = _LiveTensors()
     with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
