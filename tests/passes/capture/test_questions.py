@@ -1,5 +1,6 @@
 """What forward asks about the values of its inputs, and the guards that ask it again."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from zbcompile.passes.capture.eagers_answers import _in_text
 from zbcompile.passes.capture.export import capture
 from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.errors import CaptureError
@@ -280,3 +282,32 @@ def test_a_question_in_a_try_block_is_answered(read: Any) -> None:
     guards = capture(Asking((_caught(read),)), inputs(0), {}).guards
     assert guards is not None
     assert asked(guards, inputs(0)) == [read(inputs(0)[1].sum())]
+
+
+def _converted(number: Any) -> Any:
+    raise ValueError("a number that is open has no value")
+
+
+class Unknown:
+    """A number that only `%` may convert; the instructions that do so differ between versions of Python."""
+
+    __int__, __index__, __float__ = _in_text(_converted, 0), _in_text(_converted, 0), _in_text(_converted, math.nan)
+
+
+def test_a_number_in_a_text_is_told_from_one_that_is_converted() -> None:
+    unknown: Any = Unknown()
+    text = "%.1f, %d"
+    assert [text % (unknown, unknown) for _ in range(50)][-1] == "nan, 0"  # an instruction that runs often is replaced
+    text %= (unknown, unknown)
+    assert f"{text}, %x" % unknown == "nan, 0, 0"
+    conversions = (
+        float,
+        int,
+        range,
+        [1, 2].__getitem__,
+        lambda number: 7 % int(number),
+        lambda number: str(float(number)),
+    )
+    for convert in conversions:
+        with pytest.raises(ValueError, match="has no value"):
+            convert(unknown)
