@@ -21,6 +21,7 @@ import linecache
 import logging
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache, partial
 from types import FrameType
@@ -83,7 +84,8 @@ def _may_act(function: ast.expr, frame: FrameType) -> bool:
     *_, owner, found = None, *_values(function, frame)
     if found is MISSING:  # a method of something computed: it measures, but whom would it tell?
         return _TELLS.fullmatch(_last_name(function)) is not None
-    return is_users(found) and not isinstance(owner, logging.Logger)
+    screens = {id(sys.stdout), id(sys.stderr)}  # notebooks and tests have files of their own in these places
+    return is_users(found) and not (isinstance(owner, logging.Logger) or screens & {id(owner), id(found)})
 
 
 def _values(node: ast.expr, frame: FrameType) -> list[Any]:
@@ -99,7 +101,7 @@ def _values(node: ast.expr, frame: FrameType) -> list[Any]:
 
 
 class _Report(NamedTuple):
-    """The attributes that a report sets, and the functions that it calls."""
+    """The attributes that a report sets, and the functions and objects that it calls."""
 
     sets: frozenset[str]
     calls: tuple[ast.expr, ...]
@@ -118,10 +120,18 @@ def _reports(source: str) -> dict[tuple[int | None, ...], _Report]:
             inside = [node for each in statements for node in ast.walk(each)]
             names, attributes = _stored(inside, ast.Name), _stored(inside, ast.Attribute)
             is_report = not any(map(_acts, inside)) and names.isdisjoint(_other_names(function, inside))
-            calls = tuple(node.func for node in inside if isinstance(node, ast.Call))
+            calls = tuple(each for node in inside for each in _called(node))
             place = call.lineno, call.end_lineno, call.col_offset, call.end_col_offset
             found[place] = _Report(attributes, calls) if is_report else None
     return {place: report for place, report in found.items() if report is not None}
+
+
+def _called(node: ast.AST) -> list[ast.expr]:
+    """What a node calls: a function, one that it hands on (`key=`), or an object by its methods (`file=`, `with`)."""
+    if isinstance(node, ast.withitem):
+        return [node.context_expr]
+    given = [each.value for each in getattr(node, "keywords", ()) if each.arg in ("file", "key")]
+    return [node.func, *given] if isinstance(node, ast.Call) else given
 
 
 def _behind_questions(function: ast.FunctionDef) -> Iterator[tuple[ast.Call, Sequence[ast.stmt]]]:

@@ -1,6 +1,7 @@
 """What only reports behind `if not torch.compiler.is_compiling():` is left out of a capture that it would prevent."""
 
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,16 @@ class Recorder:
 
     def write(self, value: float) -> None:
         self.values.append(value)
+
+    def __call__(self, value: float) -> float:
+        self.values.append(value)
+        return value
+
+    def __enter__(self) -> None:
+        self.values.append(0.0)
+
+    def __exit__(self, *error: Any) -> None:
+        self.values.append(1.0)
 
     def mean(self) -> float:
         self.values.append(0.0)
@@ -59,7 +70,7 @@ def decides(model: Layers, y: Tensor) -> None:
         if largest > 1e4:
             LOGGER.warning("activations reach %.3f", float(largest))
         else:
-            print(f"{largest.item():.1e}", end="")
+            print(f"{largest.item():.1e}", end="", file=sys.stdout)
 
 
 def sets_an_attribute(model: Layers, y: Tensor) -> None:
@@ -174,6 +185,22 @@ def names_a_method_like_a_builtin(model: Layers, y: Tensor) -> None:
         print(float(y.max()))
 
 
+def prints_to_an_object_of_the_model(model: Layers, y: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        print(float(y.max()), file=model.recorder)  # type: ignore[arg-type]
+
+
+def sorts_by_an_object_of_the_model(model: Layers, y: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        print(sorted(y.detach().flatten().tolist(), key=model.recorder))
+
+
+def enters_an_object_of_the_model(model: Layers, y: Tensor) -> None:
+    if not torch.compiler.is_compiling():
+        with model.recorder:
+            print(float(y.max()))
+
+
 def changes_a_buffer(model: Layers, y: Tensor) -> None:
     if not torch.compiler.is_compiling():
         model.peak = y.detach().max()
@@ -186,6 +213,7 @@ def changes_a_buffer(model: Layers, y: Tensor) -> None:
         *(scales, scales_in_place, writes_by_out, collects, runs_a_module, raises, returns_a_value),
         *(tells_an_object_of_the_model, asks_an_object_of_the_model, tells_a_variable, tells_what_it_finds),
         *(calls_a_function_of_its_own, names_a_method_like_a_builtin, changes_a_buffer),
+        *(prints_to_an_object_of_the_model, sorts_by_an_object_of_the_model, enters_an_object_of_the_model),
     ],
     ids=lambda look: look.__name__,
 )
