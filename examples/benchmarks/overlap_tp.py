@@ -43,7 +43,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from zbcompile.schedules import Costs, Schedule, build, simulate
 from zbcompile.schedules.ir.actions import BW, Action, flatten
-from zbcompile.schedules.searching.pairs import waits, with_pairs
+from zbcompile.schedules.searching.pairs import with_pairs
 
 ROWS, SUBLAYERS, SHARE = 2, 8, 0.5  # of a microbatch; of the model; of promise.py's times for one sublayer
 WIDER = 2 * WIDTH
@@ -171,9 +171,9 @@ def simulated(name: str, ranks: int, microbatches: int, share: float, first: flo
     found: list[Any] = []
     for order in (opened(schedule), with_pairs(schedule, costs)):
         steps = [step for rank in order.orders for step in rank]
-        lone = [sum(waits(s, costs) for s in steps if flatten((s,))[0].op == "F" and isinstance(s, Action))]
+        lone = [sum(costs.waits(s) for s in steps if flatten((s,))[0].op == "F" and isinstance(s, Action))]
         begun = first * each[0] * sum(isinstance(s, Action) and s.op == BW for s in steps)
-        hidden = [100 * (1 - part / whole) for part in (*lone, sum(waits(s, costs) for s in steps) - lone[0] + begun)]
+        hidden = [100 * (1 - part / whole) for part in (*lone, sum(map(costs.waits, steps)) - lone[0] + begun)]
         found.append((simulate(order, costs).makespan, hidden))
     (apart, before), (paired, after) = found
     return [name, share, apart, paired, simulate(opened(schedule), free).makespan, *before, *after]

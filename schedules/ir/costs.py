@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from zbcompile.field_check import AMOUNT, NUMBER, TEXT, Field, is_amount, wrong_field, wrong_names
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import BW, COMPUTE, B, F, W
+from zbcompile.schedules.ir.actions import BW, COMPUTE, Action, B, F, Step, W
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.untrusted_text import parse_json
 
@@ -189,6 +189,15 @@ class Costs:
         if op == BW:
             return max(self.backward_exchange[stage] - self.weight[stage], 0)
         return min(times[op][stage], self.time(op, stage)) if op in times else 0
+
+    def waits(self, step: Step) -> float:
+        """How long a rank waits in a step for collectives of the model that nothing hides."""
+        if isinstance(step, Action):
+            return self.exchange(step.op, step.stage)
+        (op, stage, _), (other_op, other, _) = step
+        both = self.time(op, stage) + self.time(other_op, other)
+        hidden = both - self.pair_time(stage, other, other_op, op)
+        return max(self.exchange(op, stage) + self.exchange(other_op, other) - hidden, 0)
 
     def pair_time(self, stage: int, other_stage: int, other_op: str = BW, op: str = F) -> float:
         """Time of a pair: `op` of one stage with `other_op` of another. Each hides what the other one exchanges."""

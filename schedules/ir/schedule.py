@@ -5,6 +5,7 @@ or `0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is our B, its B 
 """
 
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,7 +14,7 @@ from operator import itemgetter
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, Pair, S, Step, W, flatten
+from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, B, Pair, S, Step, W, flatten
 from zbcompile.schedules.ir.kinds import FARTHEST, KINDS
 from zbcompile.schedules.ir.placement import Placement, require_count
 
@@ -110,6 +111,21 @@ class Schedule(Picturable):
             return ()
         found = ({step.stage for step in order if step[0] == S and isinstance(step, Action)} for order in self.orders)
         return tuple(stage for stages in found for stage in sorted(stages))
+
+    def beside(self, op: str, stage: int) -> Counter[str]:
+        """What runs together with the `op` passes of a stage, how often: "own W" in BW, "W1" in a pair, or "nothing".
+
+        >>> from zbcompile.schedules import build
+        >>> build("1f1b-overlap", ranks=1, microbatches=3).beside("F", 0)
+        Counter({'BW0': 2, 'nothing': 1})
+        """
+        found: Counter[str] = Counter()
+        for actions in (flatten((step,)) for order in self.orders for step in order):
+            for action in actions:
+                if action.stage == stage and op in (action.op, KINDS[action.op].event):
+                    others = [f"{other.op}{other.stage}" for other in actions if other != action]
+                    found["own W" if action.op == BW and op == B else "".join(others) or "nothing"] += 1
+        return found
 
     def weight_order(self, stage: int) -> tuple[int, ...]:
         """The microbatches in the order in which the weight gradients of `stage` accumulate, model copy by copy."""

@@ -5,7 +5,6 @@ fills the gaps between issue and wait. `with_pairs` moves Ws next to such passes
 precedes them, or backward to a later one; a B next to its own W becomes BW. A move is made only if neither the
 simulated step nor any rank's memory suffers; the weight gradients of a stage keep their order, and so their bits."""
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -45,33 +44,7 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
 
 def exposed(schedule: Schedule, costs: Costs) -> float:
     """How long all ranks together wait for exchanges inside of their passes."""
-    return sum(waits(step, costs) for step in chain.from_iterable(schedule.orders))
-
-
-def beside(schedule: Schedule, op: str, stage: int) -> Counter[str]:
-    """What runs together with the `op` passes of a stage, and how often: "own W" in BW, "W1" in a pair, or "nothing".
-
-    >>> from zbcompile.schedules import build
-    >>> beside(build("1f1b-overlap", ranks=1, microbatches=3), "F", 0)
-    Counter({'BW0': 2, 'nothing': 1})
-    """
-    found: Counter[str] = Counter()
-    for actions in (flatten((step,)) for order in schedule.orders for step in order):
-        for action in actions:
-            if action.stage == stage and op in (action.op, KINDS[action.op].event):
-                others = [f"{other.op}{other.stage}" for other in actions if other != action]
-                found["own W" if action.op == BW and op == B else "".join(others) or "nothing"] += 1
-    return found
-
-
-def waits(step: Step, costs: Costs) -> float:
-    """How long a rank waits for exchanges inside of a step."""
-    if isinstance(step, Action):
-        return costs.exchange(step.op, step.stage) if step.op in (F, B, BW) else 0
-    (op, stage, _), (other_op, other, _) = step
-    both = costs.time(op, stage) + costs.time(other_op, other)
-    hidden = both - costs.pair_time(stage, other, other_op, op)
-    return max(costs.exchange(op, stage) + costs.exchange(other_op, other) - hidden, 0)
+    return sum(map(costs.waits, chain.from_iterable(schedule.orders)))
 
 
 @dataclass

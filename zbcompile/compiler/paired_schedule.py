@@ -12,14 +12,14 @@ from zbcompile.passes.machine.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.program.program import Program, ways_of
 from zbcompile.schedules import Costs, Lowered, Schedule, lower
-from zbcompile.schedules.searching.pairs import beside, with_pairs
+from zbcompile.schedules.searching.pairs import with_pairs
 
 
 def seen(program: Program, stage: StageProgram) -> tuple[Collective, ...]:
     """The collectives of a stage: seconds of each, and what it hides behind, how often in a step."""
     found = []
     for each in collectives_of(stage):
-        counts = beside(program.schedule, each.name, stage.stage).items() if each.name in ("F", "B") else ()
+        counts = program.schedule.beside(each.name, stage.stage).items() if each.name in ("F", "B") else ()
         behind = ", ".join(f"{what} {count}x" for what, count in counts) if each.hides else "nothing: it waits itself"
         seconds = exchange_seconds(each, program.choices, program.device_type)
         found.append(replace(each, seconds=seconds, behind=behind))

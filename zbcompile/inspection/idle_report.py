@@ -9,7 +9,6 @@ from zbcompile.passes.stage.stage_program import collectives_of
 from zbcompile.program.program import Program
 from zbcompile.schedules import Idle, Leg, Schedule, Timeline, chain, critical_path
 from zbcompile.schedules.ir.actions import Action, Pair, flatten
-from zbcompile.schedules.searching.pairs import waits
 from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
 from zbcompile.tables import Figure, Table
 
@@ -57,7 +56,7 @@ def exchanges(program: Program, timeline: Timeline, rank: int, unit: str) -> Tab
         whole = sum(times[op][stage] for op, stage in passes if op in times)
         if found and whole:
             halves = [Action(*each, 0) for each in passes]
-            exposed = waits(Pair(*halves) if len(halves) == 2 else halves[0], costs)
+            exposed = costs.waits(Pair(*halves) if len(halves) == 2 else halves[0])
             names = ", ".join(f"{n} {kind} along {dimension}" for (kind, dimension), n in found.items())
             rows.append(
                 [
