@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 from zbcompile.schedules.execution.noise import Draw, Noise
 from zbcompile.schedules.searching.clock import Move, Order, PassTimes
-from zbcompile.schedules.searching.problem import Problem, Words
+from zbcompile.schedules.searching.problem import HUGE, Problem, Words
 from zbcompile.schedules.searching.starting_orders import MANY
 
 HOT, COLD = 0.3, 0.005  # temperatures at the start and at the end, in mean passes
 MILD = 0.05  # where to start above MANY passes: there is no time to recover from much disorder
-HUGE, LATE = 20_000, 200  # above HUGE passes only the last LATE of the critical path are moved: little depends on them
+LATE = 200  # above HUGE passes only so many at the end of the critical path are moved: little depends on them
 CRITICAL = 0.85  # share of moves that shift a pass of the critical path
 EVENNESS = 0.01  # how much the mean end of all ranks adds to the objective: it leads across plateaus
 LOOK = 64  # moves between two readings of the clock
@@ -49,10 +49,10 @@ class Annealer:
         self.best = self.value
         self.best_words = [list(word) for word in self.order.words]
 
-    def run(self, progress: Callable[[int], float], target: float, warmth: float = 1.0) -> int:
+    def run(self, progress: Callable[[int], float], target: float) -> int:
         """Make moves until `progress(moves)` reaches 1 or the objective reaches `target`. Returns the number of moves;
         `best_words` has the best order."""
-        hot = warmth * (HOT if len(self.problem.time) <= MANY else MILD)
+        hot = HOT if len(self.problem.time) <= MANY else MILD
         moves, temperature = 0, hot * self.unit
         look = LOOK if len(self.problem.time) <= MANY else 1  # above that a move takes long
         while self.best > target:
@@ -110,10 +110,10 @@ class Annealer:
 
     def _pick(self) -> int:
         draw = self.generator.random
-        if draw() >= CRITICAL and len(self.problem.time) <= HUGE:
-            return int(draw() * len(self.problem.time))
+        passes = len(self.problem.time)
+        if draw() >= CRITICAL and passes <= HUGE:
+            return int(draw() * passes)
         if not self.path:
-            passes = len(self.problem.time)
             clock = self.clocks[int(draw() * len(self.clocks))] if len(self.clocks) > 1 else self.clocks[0]
             path = clock.critical()  # from its end
             self.path = [n for n in (path if passes <= HUGE else path[:LATE]) if n < passes]

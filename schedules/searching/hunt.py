@@ -4,39 +4,27 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import sub
-from typing import NamedTuple
 
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
+from zbcompile.schedules.searching.annealing import Annealer, draws_of
 from zbcompile.schedules.searching.justification import Justifier, turned_around
 from zbcompile.schedules.searching.lower_bound import busiest_rank, lower_bound
-from zbcompile.schedules.searching.problem import Problem, Words
+from zbcompile.schedules.searching.problem import HUGE, Problem, Words
 from zbcompile.schedules.searching.search_budget import Budget, SearchProgress
-from zbcompile.schedules.searching.starting_orders import HEURISTIC, MANY, named_orders, one_by_one, orders_within
+from zbcompile.schedules.searching.starting_orders import HEURISTIC, named_orders, one_by_one, orders_within
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
 LEVELS = 6  # of memory, for a frontier
 ONE_BY_ONE = "one microbatch after the other"
-STARTS = 4  # orders of a placement to turn around
 TURN = 6  # times as long as preparing for turns: the first turn
 
 
-class Effort(NamedTuple):
-    """How the moves of a step of up to `passes` passes are shared out, round after round with more of them."""
-
-    passes: float
-    turns: Sequence[tuple[int, float]]  # placements whose orders are turned around, share of the moves
-    rounds: Sequence[tuple[int, float, float]]  # orders that are annealed, share of the moves, warmth
-
-
-FIRST, GROWTH = 2000, 4  # moves of the first effort, and how many times as many each further one has
-EFFORTS = (
-    Effort(HUGE, ((3, 0.1), (1, 0.25)), ((2, 0.3, 1.0), (1, 0.35, 0.5))),
-    Effort(math.inf, ((2, 0.4), (1, 0.5)), ((1, 0.1, 0.7),)),  # there a move gains next to nothing
-)
+FIRST, GROWTH = 2000, 4  # moves of the first round, and how many times as many each further one has
+TURNED = ((3, 0.1), (1, 0.25))  # placements whose orders are turned around, and for what share of a round's moves
+ANNEALED, HARDLY = 0.65, 0.04  # the share in which the best order is annealed; HARDLY above HUGE passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,28 +106,18 @@ class Hunt:
                 break
             lean = one_by_one(problem)
             self._take(problem, ONE_BY_ONE, lean)
-            large = len(problem.time) > HUGE  # there names take seconds, and few fit into little memory
-            if large:
-                self._turn_around(problem, lean)
-                if self.budget.late:
-                    continue
-            for named in named_orders(problem, self.budget):
+            self._turn_around(problem, lean)  # before the names, which take seconds in large steps
+            for named in () if self.budget.late else named_orders(problem, self.budget):
                 self._take(problem, *named)
-            if not large and not self.budget.late:
-                self._turn_around(problem, lean)
-        largest = max(len(problem.time) for problem in self.problems)
-        effort = next(effort for effort in EFFORTS if largest <= effort.passes)
         moves = FIRST
         while self._open() and not self.budget.over:
             before = self.budget.made
-            for keep, share in effort.turns:
+            for keep, share in TURNED:
                 problems = list(dict.fromkeys(c.problem for c in self._ranked()))[:keep]
                 for problem in problems:
                     self._justify(problem, moves * share / len(problems))
-            for keep, share, warmth in effort.rounds:
-                chosen = self._chosen(keep)
-                for candidate in chosen:
-                    self._improve(candidate, moves * share / len(chosen), warmth)
+            for best in self._ranked()[:1]:
+                self._improve(best, moves * (ANNEALED if len(best.problem.time) <= HUGE else HARDLY))
             if self.budget.made == before:
                 break
             moves *= GROWTH
@@ -213,43 +191,34 @@ class Hunt:
                     self.names[key] = min(value, self.names.get(key, value))
                     self.named.setdefault(problem, []).append((value, named))
 
-    def _chosen(self, count: int) -> list[Candidate]:
-        """The best candidates of open problems, each with another order, half of them the best of their placement."""
-        distinct = self._ranked()
-        leaders = list({c.problem: c for c in reversed(distinct)}.values())
-        leaders.sort(key=lambda c: c.value)
-        return list(dict.fromkeys((*leaders[: count // 2], *distinct)))[:count]
-
     def _ranked(self) -> list[Candidate]:
-        """The candidates of open problems, each with another order, the best first. Without those that a search with
-        less time leaves out: with them, more time would lead elsewhere."""
+        """The candidates of open problems, the best first. Without those that a search with less time leaves out: with
+        them, more time would lead elsewhere."""
         open_ = self._open()
-        always = (c for c in self.pool if c.origin not in HEURISTIC or len(c.problem.time) <= MANY)
-        ranked = sorted((c for c in always if c.problem in open_), key=lambda c: c.value)
-        return list({(c.value, c.problem): c for c in reversed(ranked)}.values())[::-1]
+        return sorted((c for c in self.pool if c.problem in open_ and c.origin not in HEURISTIC), key=lambda c: c.value)
 
     def _justify(self, problem: Problem, moves: float) -> None:
-        starts = [c for c in self._ranked() if c.problem is problem][:STARTS]
-        if not starts or self.budget.over:
+        best = next((c for c in self._ranked() if c.problem is problem), None)
+        if best is None or self.budget.over:
             return
         begun = self.budget.spent
-        justifier = Justifier(problem, [c.words for c in starts], starts[0].value, self.seed + self.budget.made)
+        justifier = Justifier(problem, best.words, best.value, self.seed + self.budget.made)
         done = self.budget.slice(moves, TURN * (self.budget.spent - begun))
         try:
             self.budget.made += justifier.run(self._shown(done), self._target(problem))
         finally:
             if justifier.best_words is not None:
-                origin = starts[0].origin.removesuffix(", turned around")
+                origin = best.origin.removesuffix(", turned around")
                 self._take(problem, f"{origin}, turned around", justifier.best_words)
 
-    def _improve(self, candidate: Candidate, moves: float, warmth: float) -> None:
+    def _improve(self, candidate: Candidate, moves: float) -> None:
         problem = candidate.problem
         if self.budget.over:
             return
         quantile = self.noise.quantile if self.noise else 1
         annealer = Annealer(problem, candidate.words, self.draws[problem], quantile, self.seed + self.budget.made)
         try:
-            self.budget.made += annealer.run(self._shown(self.budget.slice(moves)), self._target(problem), warmth)
+            self.budget.made += annealer.run(self._shown(self.budget.slice(moves)), self._target(problem))
         finally:
             if annealer.best < candidate.value:
                 words = annealer.best_words

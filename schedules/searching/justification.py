@@ -19,7 +19,7 @@ PATIENCE = (0, 0.3, 0.5, 0.8, 1)
 FIRST_PATIENCE = 0.5  # of the first turn
 NOISE = (0, 0.1, 0.5, 1, 2, 4)  # on priorities, in mean passes
 FORGIVEN = 0.1  # how much longer, in mean passes on average, an order to go on from may be
-STALE = 25  # turns without gain until another order is started from
+STALE = 25  # turns without gain until the best order is started from again
 WORTH = 100  # moves that take as long as a pair of turns, whatever the size of the step
 
 
@@ -35,15 +35,15 @@ def turned_around(problem: Problem, words: Words, late: Callable[[], bool] = boo
 
 
 class Justifier:
-    """A search by turns from several orders of a problem; `best_words` is None until it finds one below `best`."""
+    """A search by turns from an order of a problem; `best_words` is None until it finds one below `best`."""
 
-    def __init__(self, problem: Problem, starts: Sequence[Words], best: float, seed: int) -> None:
-        self.problem, self.starts, self.best = problem, starts, best
+    def __init__(self, problem: Problem, start: Words, best: float, seed: int) -> None:
+        self.problem, self.start, self.best = problem, start, best
         self.forward, self.backward = Direction(problem, backward=False), Direction(problem, backward=True)
         self.unit = sum(problem.time) / len(problem.time)
         self.generator = random.Random(seed)
         self.best_words: Words | None = None
-        self._restart(0)
+        self._restart()
 
     def run(self, progress: Callable[[int], float], target: float) -> int:
         """Make turns until `progress(moves)` reaches 1 or the objective reaches `target`. Returns the number of moves
@@ -53,17 +53,13 @@ class Justifier:
             turns += 1
             self._turn()
             if self.stale > STALE:
-                self._restart(self.started + 1)
+                self._restart()
         return turns * WORTH
 
-    def _restart(self, number: int) -> None:
-        """Continue from the next starting order; after the last of them, from the best order found."""
-        self.started, self.stale, self.value = number, 0, math.inf
-        if number < len(self.starts) or self.best_words is None:
-            words = self.starts[number % len(self.starts)]
-        else:
-            words = self.best_words
-        clock = PassTimes(Order(self.problem, words), *draws_of(self.problem, None)[0])
+    def _restart(self) -> None:
+        """Continue from the best order found."""
+        self.stale, self.value = 0, math.inf
+        clock = PassTimes(Order(self.problem, self.best_words or self.start), *draws_of(self.problem, None)[0])
         self.begin, self.end = self._begins(clock.end), clock.end
 
     def _begins(self, end: Sequence[float]) -> list[float]:

@@ -17,6 +17,7 @@ from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import Schedule
 
 ROUNDING = 1 + 1e-9  # sums of sizes count as equal up to rounding
+HUGE = 20_000  # passes above which a search of some seconds has no time to look at single ones
 Words = list[list[int]]  # by rank, the passes in the order in which it runs them
 
 

@@ -30,7 +30,7 @@ from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators.registry import FAMILIES
 from zbcompile.schedules.searching import hunt, starting_orders
-from zbcompile.schedules.searching.annealing import HUGE, Annealer, draws_of
+from zbcompile.schedules.searching.annealing import Annealer, draws_of
 from zbcompile.schedules.searching.clock import Order, PassTimes
 from zbcompile.schedules.searching.dispatcher import BETWEEN_LOOKS, Direction, _Dispatch
 from zbcompile.schedules.searching.justification import Justifier, turned_around
@@ -336,7 +336,7 @@ def test_turning_an_order_around_shortens_it() -> None:
     """What annealing needs many moves for: one microbatch after the other becomes an order close to the bound."""
     costs = uneven(random.Random(4), 8)
     (problem,) = problems_of(costs, 4, 8, 5.0, ["v"], True, 1)
-    justifier = Justifier(problem, [one_by_one(problem)], math.inf, seed=1)
+    justifier = Justifier(problem, one_by_one(problem), math.inf, seed=1)
     justifier.run(lambda moves: moves / 2600, target=0)
     assert justifier.best_words is not None
     assert problem.fits(justifier.best_words)
@@ -444,7 +444,7 @@ def test_a_large_step_is_searched_at_its_end_and_never_longer_than_a_name() -> N
     """More passes than are annealed as a whole: every name is tried, moves stay near the end of the critical path."""
     costs = uneven(random.Random(9), 16)
     found = search(costs, 16, 430, placements=["linear"], moves=10, seconds=600)
-    assert len(found.schedule.orders[0]) * 16 > HUGE
+    assert len(found.schedule.orders[0]) * 16 > hunt.HUGE
     assert found.bound <= found.objective <= min(found.names.values())
     check(found.schedule, costs)
 
