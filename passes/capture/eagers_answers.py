@@ -50,9 +50,15 @@ _MEASURES = re.compile(
     "named_(buffers|parameters)|no_grad|norm|numel|numpy|parameters|quantile|range|repr|reshape|round|set|size|sorted|"
     "sqrt|square|std|str|sum|tolist|tuple|type|values|var|vector_norm|zip"
 )
-_LIBRARIES = ("torch", "math", "np", "numpy")
 _STATEMENTS = (ast.Assign, ast.Expr, ast.For, ast.If, ast.Pass, ast.With)
 _OTHER_CODE = (ast.Await, ast.Lambda, ast.NamedExpr, ast.Yield, ast.YieldFrom)
+
+
+class _Report(NamedTuple):
+    """The attributes that a report sets, and what it calls."""
+
+    sets: frozenset[str]
+    calls: tuple[ast.Call, ...]
 
 
 @contextlib.contextmanager
@@ -79,13 +85,16 @@ def _eagers_answer(leaves_out: Callable[[frozenset[str]], bool], inner: Any) -> 
     return report is not None and not any(_may_act(each, asker) for each in report.calls) and leaves_out(report.sets)
 
 
-def _may_act(function: ast.expr, frame: FrameType) -> bool:
-    """Whether a call in a report may run code of a user, which may do anything, whatever its name is."""
-    *_, owner, found = None, *_values(function, frame)
-    if found is MISSING:  # a method of something computed: it measures, but whom would it tell?
-        return _TELLS.fullmatch(_last_name(function)) is not None
+def _may_act(call: ast.Call, frame: FrameType) -> bool:
+    """Whether a call in a report may run code of a user or a module, which may do anything, whatever its name is. A
+    method of something computed measures, if it is given constants alone."""
+    *_, owner, found = None, *_values(call.func, frame)
+    if found is MISSING:
+        of_constants = all(isinstance(each, ast.Constant | ast.UnaryOp) for each in call.args)
+        return not of_constants or _TELLS.fullmatch(_last_name(call.func)) is not None
     screens = {id(sys.stdout), id(sys.stderr)}  # notebooks and tests have files of their own in these places
-    return is_users(found) and not (isinstance(owner, logging.Logger) or screens & {id(owner), id(found)})
+    is_telling = isinstance(owner, logging.Logger) or screens & {id(owner), id(found)}
+    return isinstance(found, torch.nn.Module) or (is_users(found) and not is_telling)
 
 
 def _values(node: ast.expr, frame: FrameType) -> list[Any]:
@@ -94,17 +103,10 @@ def _values(node: ast.expr, frame: FrameType) -> list[Any]:
         spaces = (frame.f_locals, frame.f_globals, frame.f_builtins)
         return [next((space[node.id] for space in spaces if node.id in space), MISSING)]
     if not isinstance(node, ast.Attribute):
-        return [MISSING]
+        return [node.value if isinstance(node, ast.Constant) else MISSING]
     values = _values(node.value, frame)
     is_known = not isinstance(values[-1], torch.Tensor | Absence)
     return [*values, getattr(values[-1], node.attr, MISSING) if is_known else values[-1]]
-
-
-class _Report(NamedTuple):
-    """The attributes that a report sets, and the functions and objects that it calls."""
-
-    sets: frozenset[str]
-    calls: tuple[ast.expr, ...]
 
 
 @lru_cache(maxsize=16)  # every layer asks again
@@ -126,12 +128,11 @@ def _reports(source: str) -> dict[tuple[int | None, ...], _Report]:
     return {place: report for place, report in found.items() if report is not None}
 
 
-def _called(node: ast.AST) -> list[ast.expr]:
+def _called(node: ast.AST) -> list[ast.Call]:
     """What a node calls: a function, one that it hands on (`key=`), or an object by its methods (`file=`, `with`)."""
-    if isinstance(node, ast.withitem):
-        return [node.context_expr]
-    given = [each.value for each in getattr(node, "keywords", ()) if each.arg in ("file", "key")]
-    return [node.func, *given] if isinstance(node, ast.Call) else given
+    objects = [each.value for each in getattr(node, "keywords", ()) if each.arg in ("file", "key")]
+    objects += [node.context_expr] if isinstance(node, ast.withitem) else []
+    return [*(ast.Call(each, [], []) for each in objects), *([node] if isinstance(node, ast.Call) else [])]
 
 
 def _behind_questions(function: ast.FunctionDef) -> Iterator[tuple[ast.Call, Sequence[ast.stmt]]]:
@@ -158,20 +159,9 @@ def _settling(test: ast.expr, answer: bool) -> Iterator[ast.Call]:
 def _acts(node: ast.AST) -> bool:
     """Whether code does more than measure, tell, and set variables and attributes."""
     if isinstance(node, ast.Call):
-        return not _is_known(node)
+        return not any(names.fullmatch(_last_name(node.func)) for names in (_TELLS, _MEASURES))
     stores = (isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)) or getattr(node, "arg", "") == "out"
     return stores or isinstance(node, _OTHER_CODE) or (isinstance(node, ast.stmt) and not isinstance(node, _STATEMENTS))
-
-
-def _is_known(call: ast.Call) -> bool:
-    """Whether a call changes nothing: one that tells, a builtin, a function of a library, or a method given constants
-    alone (a module of such a name, `self.norm(x)`, gets more)."""
-    name, root = _last_name(call.func), call.func
-    while isinstance(root, ast.Attribute):
-        root = root.value
-    plain = root is call.func or isinstance(root, ast.Constant) or _last_name(root) in _LIBRARIES
-    of_constants = all(isinstance(each, ast.Constant | ast.UnaryOp) for each in call.args)
-    return bool(_TELLS.fullmatch(name) or (_MEASURES.fullmatch(name) and (plain or of_constants)))
 
 
 def _last_name(function: ast.expr) -> str:

@@ -33,7 +33,7 @@ from zbcompile.passes.capture.python_effects import (
 )
 from zbcompile.passes.capture.python_reads import PythonReads, Roots
 from zbcompile.passes.capture.questions import Questions
-from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes
+from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes, without_empty_conversions
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
@@ -44,7 +44,6 @@ from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES_MODULE,
     backward_hooks,
     buffer_table,
-    nowhere_traced,
     pytree,
     replaced,
     tensor_tables,
@@ -110,7 +109,7 @@ class EffectsSeen:
             output_of_forward(self.warning),
             told_of_hooks_on_nodes(partial(self.note_hook_on_node, any(map(backward_hooks, model.modules())))),
             failed_questions(self.note_unanswered),
-            _without_empty_conversions(),
+            without_empty_conversions(),
         ]
         with (
             without_joined_loss(model),
@@ -309,19 +308,6 @@ def _inference_as_no_grad() -> Iterator[None]:
 
     with replaced(torch.inference_mode, "__enter__", enter), replaced(torch.inference_mode, "__exit__", leave):
         yield
-
-
-def _without_empty_conversions() -> contextlib.AbstractContextManager[None]:
-    """Let `module.to(dtype)` do nothing where it changes nothing, as in layers that make sure of their router's dtype:
-    torch asks for gradients, and puts every tensor in its own place again."""
-    convert = nn.Module._apply
-
-    def applied(module: nn.Module, function: Any, recurse: bool = True) -> nn.Module:
-        with nowhere_traced(), torch.no_grad():
-            changes = any(function(tensor) is not tensor for _, _, tensor in tensor_tables(module))
-        return convert(module, function, recurse) if changes else module
-
-    return replaced(nn.Module, "_apply", applied)
 
 
 def _buffers(model: nn.Module) -> dict[tuple[nn.Module, str], torch.Tensor]:

@@ -21,7 +21,9 @@ from zbcompile.passes.torch_private import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
+    nowhere_traced,
     replaced,
+    tensor_tables,
     told_of_calls,
 )
 
@@ -131,6 +133,19 @@ def instead_of_module_call(call: Callable[..., Any]) -> contextlib.AbstractConte
     replaces `__call__` by one that calls the original, and that calls this."""
     original = torch.nn.Module._call_impl
     return replaced(torch.nn.Module, "_call_impl", lambda module, *args, **kwargs: call(original, module, args, kwargs))
+
+
+def without_empty_conversions() -> contextlib.AbstractContextManager[None]:
+    """Let `module.to(dtype)` do nothing where it changes nothing, as in layers that make sure of their router's dtype:
+    torch asks for gradients, and puts every tensor in its own place again."""
+    convert = torch.nn.Module._apply
+
+    def applied(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:
+        with nowhere_traced(), torch.no_grad():
+            changes = any(function(tensor) is not tensor for _, _, tensor in tensor_tables(module))
+        return convert(module, function, recurse) if changes else module
+
+    return replaced(torch.nn.Module, "_apply", applied)
 
 
 def unchecked_distributions() -> contextlib.AbstractContextManager[None]:
