@@ -19,7 +19,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from zbcompile.schedules.ir.actions import Action, B, F, S, T, W
-from zbcompile.schedules.searching.problem import HUGE, ROUNDING, Problem
+from zbcompile.schedules.searching.problem import ROUNDING, Problem
+from zbcompile.schedules.searching.starting_orders import LARGE
 
 PHASES = (F, S, T, B, W)  # of one microbatch, each after those before it
 Edges = list[list[tuple[int, float]]]  # by pass: what it waits for, or what waits for it, and for how long
@@ -66,7 +67,7 @@ class _Ways:
             for e, delay in edges:
                 later[e].append((n, delay))
         none: Edges = [[] for _ in earlier]
-        before, after = _work_around(self.letters, earlier if len(problem.time) <= HUGE else none)
+        before, after = _work_around(self.letters, earlier if len(problem.time) <= LARGE else none)
         offsets = [*map(problem.offset.__getitem__, problem.rank), *(-math.inf,) * more]
         self.head = self._least(self.order, earlier, before, [0] * len(earlier))
         self.tail = self._least(self.order[::-1], later, after, offsets)

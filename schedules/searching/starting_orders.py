@@ -14,7 +14,7 @@ from zbcompile.schedules.searching.search_budget import Budget
 
 HEURISTIC, HEURISTIC_SECONDS = ("zb-1p", "zb-2p"), 1.5e-4  # for each pass
 MANY = 1500  # passes from which on that is too long for a short search,
-LARGE = 10_000  # and from which on it is too long to be done for several limits
+LARGE = 10_000  # and from which on what is done for several limits, or many layouts, has to be quick
 
 
 def named_orders(problem: Problem, budget: Budget | None = None) -> Iterator[tuple[str, Words, Schedule]]:
