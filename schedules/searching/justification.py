@@ -18,6 +18,7 @@ from zbcompile.schedules.searching.problem import Problem, Words
 PATIENCE = (0, 0.3, 0.5, 0.8, 1)
 FIRST_PATIENCE = 0.5  # of the first turn
 NOISE = (0, 0.1, 0.5, 1, 2, 4)  # on priorities, in mean passes
+FEW = 0.1  # the share of passes that get noise, if not all do
 FORGIVEN = 0.1  # how much longer, in mean passes on average, an order to go on from may be
 STALE = 25  # turns without gain until the best order is started from again
 WORTH = 100  # moves that take as long as a pair of turns, whatever the size of the step
@@ -66,16 +67,22 @@ class Justifier:
         return [end - time for end, time in zip(end, self.problem.time, strict=False)]
 
     def _turn(self) -> None:
-        choice, noise = self.generator.choice, self.generator.random
+        choice = self.generator.choice
         reach = choice(NOISE) * self.unit
         forward = choice((False, True))
         priority = self.begin if forward else [-end for end in self.end]
         self.stale += 1
-        found = self._dispatched(forward, [each + reach * noise() for each in priority] if reach else priority)
+        found = self._dispatched(forward, self._disturbed(priority, reach) if reach else priority)
         again = found and self._dispatched(not forward, [-end for end in found.end])
         for each, ahead in ((found, forward), (again, not forward)):
             if each and each.value <= self.value + self.generator.expovariate(1) * FORGIVEN * self.unit:
                 self._go_on_from(each, ahead)
+
+    def _disturbed(self, priority: Sequence[float], reach: float) -> list[float]:
+        few, noise = self.generator.choice((False, True)), self.generator.random
+        if few:
+            return [each + 2 * reach * (noise() - 0.5) if noise() < FEW else each for each in priority]
+        return [each + reach * noise() for each in priority]
 
     def _dispatched(self, forward: bool, priority: Sequence[float]) -> DispatchedOrder | None:
         way = self.forward if forward else self.backward
