@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-Count = Callable[[Tensor], int | None]  # the elements that are not zero; None if that depends on more than inputs
+# A whole number that a function makes of a tensor; None if it depends on more than inputs
+Count = Callable[[Callable[[Tensor], Tensor], Tensor], int | None]
 
 
 class _UnknownNumber(Exception):
@@ -24,8 +25,8 @@ def with_known_size(function: Any, args: Any, kwargs: Mapping[str, Any], count: 
     if make is None or "out" in kwargs or (function is torch.where and len(args) + len(kwargs) > 1):
         return NotImplemented
 
-    def known(tensor: Tensor) -> int:
-        number = count(tensor)
+    def known(tensor: Tensor, number_of: Callable[[Tensor], Tensor] = torch.count_nonzero) -> int:
+        number = count(number_of, tensor)
         if number is None:
             raise _UnknownNumber
         return number
@@ -36,7 +37,7 @@ def with_known_size(function: Any, args: Any, kwargs: Mapping[str, Any], count: 
         return NotImplemented
 
 
-_Known = Callable[[Tensor], int]
+_Known = Callable[..., int]
 
 
 def _rows(known: _Known, input: Tensor) -> Tensor:
@@ -117,11 +118,37 @@ def _unique_consecutive(
     return tuple(results) if len(results) > 1 else results[0]
 
 
+def _repeat_interleave(
+    known: _Known, input: Tensor, repeats: Any = None, dim: int | None = None, *, output_size: int | None = None
+) -> Any:
+    """Repetitions of rows, or of their numbers, whose sum is the number of rows that there are then."""
+    counts = input if repeats is None else repeats
+    if output_size is not None or not isinstance(counts, Tensor):
+        return NotImplemented
+    if repeats is None:
+        return torch.repeat_interleave(counts, output_size=known(counts, torch.sum))
+    rows = input.numel() if dim is None else input.shape[dim]
+    return torch.repeat_interleave(input, repeats, dim, output_size=known(repeats.expand(rows), torch.sum))
+
+
+def _tensor(known: _Known, data: Any, *, requires_grad: bool = False, **options: Any) -> Any:
+    """`torch.tensor` of a list of tensors with one element each, whose values it would read."""
+    given = data if isinstance(data, list | tuple) else ()
+    if (
+        requires_grad
+        or len({each.dtype if isinstance(each, Tensor) and not each.ndim else None for each in given}) != 1
+    ):
+        return NotImplemented
+    return torch.stack(tuple(given)).detach().to(**options) if isinstance(given[0], Tensor) else NotImplemented
+
+
 _MAKERS: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.nonzero, Tensor.nonzero), _nonzero),
     **dict.fromkeys((torch.argwhere, Tensor.argwhere), _rows),
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
     **dict.fromkeys((torch.unique_consecutive, Tensor.unique_consecutive), _unique_consecutive),
+    **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), _repeat_interleave),
+    torch.tensor: _tensor,
     torch.where: lambda known, condition: _nonzero(known, condition, as_tuple=True),
     Tensor.__getitem__: _item,
     Tensor.__setitem__: _set_item,

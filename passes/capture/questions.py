@@ -194,8 +194,8 @@ class Questions:
         self.checks.append(Check(kind, holds, "".join(traceback.format_stack())))
         return answer
 
-    def _count(self, tensor: torch.Tensor) -> int | None:
-        answer = self._answer(torch.count_nonzero, int, (tensor,), {})
+    def _count(self, number_of: _Make, tensor: torch.Tensor) -> int | None:
+        answer = self._answer(number_of, int, (tensor,), {})
         return None if answer is NotImplemented else answer
 
     def _answer(self, make: _Make, convert: Callable[[Any], Any], args: Any, kwargs: Any) -> Any:

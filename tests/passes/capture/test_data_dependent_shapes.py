@@ -40,6 +40,13 @@ CALLS: tuple[Call, ...] = (
     lambda x, mask: torch.where(condition=mask, input=x, other=-x),
     lambda x, mask: torch.unique_consecutive(mask.sum(1)),
     lambda x, mask: mask.unique_consecutive(),
+    lambda x, mask: x.repeat_interleave(mask.sum(1), dim=0),
+    lambda x, mask: torch.repeat_interleave(x, mask.sum(), 1),
+    lambda x, mask: x.repeat_interleave(mask.flatten().long()),
+    lambda x, mask: torch.repeat_interleave(mask.sum(1)),
+    lambda x, mask: x.repeat_interleave(2, dim=0),
+    lambda x, mask: torch.tensor([x.max(), x[0].sum()]),
+    lambda x, mask: torch.tensor([mask.sum(), mask[0].sum()], dtype=torch.float64),
     _set,
 )
 
@@ -79,9 +86,10 @@ def test_results_are_eagers_and_guards_count() -> None:
         lambda x, mask: x[x > 0],
         lambda x, mask: x[mask[:2]],
         lambda x, mask: mask.sum(1).unique_consecutive(dim=0),
+        lambda x, mask: x.repeat_interleave(x.argmax(1), dim=0),
         lambda x, mask: 2 * x.unsqueeze(2).repeat(1, 1, 5).tensor_split(x.flatten()[:2].argsort(), 1)[1],
     ],
-    ids=["activation", "shape", "dimension", "place"],
+    ids=["activation", "shape", "dimension", "repetitions", "place"],
 )
 def test_others_are_refused_by_line(call: Call) -> None:
     class Total(All):
