@@ -241,17 +241,29 @@ def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) 
 
 
 def _export_once(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
-    """Export. What a first forward sets for good (a flag, hooks) stays set, if it then changes nothing."""
+    """Export. What a first forward sets for good (a flag, hooks) stays set, if it then changes nothing; tensors that
+    each forward sets are forgotten, if a trace that finds one there makes the same graph."""
     program = _traced(wrapper, watch, example)
     first = watch.reads
     if first is not None and first.changes.unsettled:
         first.changes.settle()
-        again = _traced(wrapper, watch, example)
+        try:
+            again = _traced(wrapper, watch, example)
+        except Exception:
+            if first.changes.tensors:  # of a shape that does not fit where it is read
+                watch.problem(first.changes.unsettled[0])
+                first.changes.undo()
+            raise
         assert watch.reads is not None
-        if watch.reads.changes.unsettled or _text(again) != _text(program):
+        second, tensors = watch.reads.changes, first.changes.tensors.keys()
+        settles = {*first.changes.unsettled, *second.unsettled} == tensors if tensors else not second.unsettled
+        differs = not settles or _text(again) != _text(program)
+        if differs:
             watch.problem(first.changes.unsettled[0])
-            watch.reads.changes.undo()
-            first.changes.undo()
+        if differs or tensors:
+            second.undo()
+            first.changes.forget_tensors()
+            watch.reads = first
         return again
     return program
 

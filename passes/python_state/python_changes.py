@@ -22,7 +22,8 @@ _UNJUDGED = ("tensor", "library", "module", "globals", "names")
 
 class PythonChanges:
     """The judge of one capture. `problem` and `warning` are told of changes; `codes` are the functions that ran, by
-    identity. `unsettled` says what forward has set and may not change again."""
+    identity. `unsettled` says what forward has set and may not change again, but for `tensors`, attributes that each
+    forward sets anew and only asks whether they are there: by what is said of them, path and name."""
 
     def __init__(
         self, codes: Mapping[int, types.CodeType], problem: Callable[[str], None], warning: Callable[[str], None]
@@ -32,6 +33,7 @@ class PythonChanges:
         self._undo: list[tuple[ReachedValue, Any]] = []
         self._known: list[ReachedValue] = []
         self.unsettled: list[str] = []
+        self.tensors: dict[str, tuple[str, str]] = {}
 
     def restore(self, found: Collection[ReachedValue], known: Collection[ReachedValue]) -> None:
         """Judge what forward has changed of what was `found`, and put back what it wrote into what is `known`."""
@@ -54,8 +56,11 @@ class PythonChanges:
         self._put_back_hooks()
 
     def settle(self) -> None:
-        """Leave what is `unsettled` as forward has set it: torch.export puts attributes of modules back."""
+        """Leave what is `unsettled` as forward has set it: torch.export puts attributes of modules back. For a tensor
+        of the trace it leaves one of another shape, of which nothing but its being there may make the same graph."""
         for found, now in self._undo:
+            if isinstance(now, torch.Tensor):
+                now = torch.empty([size + 1 for size in now.shape], dtype=now.dtype, device=now.device)
             if found.step in ("attribute", "own") and found.parent is not None:
                 _store(found.parent.value, vars_of(found.parent.value), found.key, now)
 
@@ -66,6 +71,12 @@ class PythonChanges:
             if each.parent is not None and each.parent.stored is not None:
                 self._put_back(each.parent)
         self._put_back_hooks()
+
+    def forget_tensors(self) -> None:
+        """Put back `tensors`, which no step sets."""
+        self.undo()
+        for path, name in self.tensors.values():
+            self._warn_of_change(path, name)
 
     def _put_back_hooks(self) -> None:
         for table, before in (pair for each in self._known for pair in each.hooks):
@@ -97,6 +108,12 @@ class PythonChanges:
         lines = (line_that_writes(codes, each) for each in (_HOOKS if found.step == "hooks" else (name,)))
         problem = Refusal.PYTHON_CHANGE.text(path=named.path, line=next(filter(None, lines), ""))
         settles = not (_has_tensor(found.now) or _has_tensor(found.value))
+        if (
+            found.step == "attribute"
+            and isinstance(found.now, torch.Tensor)
+            and all(type(size) is int for size in found.now.shape)
+        ):
+            settles, self.tensors[problem] = True, (named.path, name)
         if parent is not None and (settles or (found.step == "size" and _remembers(parent))):
             self.unsettled.append(problem)
             self._undo.append((found, found.now))

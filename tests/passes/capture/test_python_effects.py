@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 from random import uniform
+from typing import Any
 
 import numpy as np
 import pytest
@@ -199,6 +200,44 @@ def test_a_fault_of_the_recorder_is_no_reason_to_trace_again(monkeypatch: pytest
     with pytest.raises(zbcompile.CaptureError, match="TypeError"):
         train(Reading(lambda net: 0.0))
     assert len(traces) == 1
+
+
+class Remembering(Net):
+    """Leaves what its first layer makes of a batch, and `reads` what the forward before has left."""
+
+    def __init__(self, reads: Callable[[Tensor | None, Tensor], Any]) -> None:
+        super().__init__(lambda net: 0.0)
+        self.reads, self.left = reads, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        factor = self.reads(self.left, y)
+        self.left = y.detach()
+        return y * factor
+
+
+def test_a_tensor_that_each_forward_sets_may_be_asked_whether_it_is_there() -> None:
+    """As vision models of transformers do with what the next token needs."""
+    torch.manual_seed(0)
+    net = Remembering(lambda left, y: 1.0 if left is None or y.ndim == 2 else left)
+    with pytest.warns(UserWarning, match=r"changes model\.left .* for others to read"):
+        train(net)
+    assert net.left is None
+
+
+@pytest.mark.parametrize(
+    "reads",
+    [
+        lambda left, y: 1.0 if left is None else 2.0,
+        lambda left, y: 1.0 if left is None else left,
+        lambda left, y: 1.0 if left is None or left.shape == y.shape else 2.0,
+        lambda left, y: 1.0 if left is None else left.sum() * 0,
+    ],
+    ids=["presence", "value", "shape", "product"],
+)
+def test_a_tensor_of_the_forward_before_is_refused(reads: Callable[[Tensor | None, Tensor], Any]) -> None:
+    with pytest.raises(zbcompile.CaptureError, match=r"changes model\.left .* and reads it"):
+        train(Remembering(reads))
 
 
 def _converts(net: Net) -> float:
