@@ -131,6 +131,14 @@ def _repeat_interleave(
     return torch.repeat_interleave(input, repeats, dim, output_size=known(repeats.expand(rows), torch.sum))
 
 
+def _arange(known: _Known, *bounds: Any, **options: Any) -> Any:
+    """`torch.arange` with whole numbers in tensors, whose values it would read."""
+    given = [each for each in bounds if isinstance(each, Tensor)]
+    if not given or any(each.is_floating_point() for each in given):
+        return NotImplemented
+    return torch.arange(*(known(each, torch.sum) if isinstance(each, Tensor) else each for each in bounds), **options)
+
+
 def _tensor(known: _Known, data: Any, *, requires_grad: bool = False, **options: Any) -> Any:
     """`torch.tensor` of a list of tensors with one element each, whose values it would read."""
     given = data if isinstance(data, list | tuple) else ()
@@ -148,6 +156,7 @@ _MAKERS: Mapping[Any, Callable[..., Any]] = {
     **dict.fromkeys((torch.masked_select, Tensor.masked_select), _masked_select),
     **dict.fromkeys((torch.unique_consecutive, Tensor.unique_consecutive), _unique_consecutive),
     **dict.fromkeys((torch.repeat_interleave, Tensor.repeat_interleave), _repeat_interleave),
+    torch.arange: _arange,
     torch.tensor: _tensor,
     torch.where: lambda known, condition: _nonzero(known, condition, as_tuple=True),
     Tensor.__getitem__: _item,

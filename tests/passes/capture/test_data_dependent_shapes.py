@@ -45,6 +45,8 @@ CALLS: tuple[Call, ...] = (
     lambda x, mask: x.repeat_interleave(mask.flatten().long()),
     lambda x, mask: torch.repeat_interleave(mask.sum(1)),
     lambda x, mask: x.repeat_interleave(2, dim=0),
+    lambda x, mask: torch.arange(mask.sum()),
+    lambda x, mask: torch.arange(mask[0].sum(), mask.sum(), 2, dtype=torch.float32),
     lambda x, mask: torch.tensor([x.max(), x[0].sum()]),
     lambda x, mask: torch.tensor([mask.sum(), mask[0].sum()], dtype=torch.float64),
     _set,
