@@ -185,6 +185,11 @@ class LinePrices:
                 return over.mixed(under, (over.kept - aim) / (over.kept - under.kept))
         return prices[0] if aim >= prices[0].kept else prices[-1]
 
+    @property
+    def blocks(self) -> list[int]:
+        """Where blocks begin, as numbers of nodes before."""
+        return sorted(self._known("off").prices.blocks)
+
     @cached_property
     def corners(self) -> tuple[Policy, ...]:
         """The policies of recomputing among which stages choose, from nothing but what was hinted at to everything."""
@@ -208,10 +213,7 @@ class LinePrices:
         ends: list[Policy] = [first, *(name for name in prices if price_of_policy(name)), "full"]
         hull: list[tuple[float, float, Policy]] = []
         for policy in ends:
-            found = [
-                self.stage(*span, policy)
-                for span in pairwise([*self._known("off").prices.blocks, len(self.line.nodes)])
-            ]
+            found = [self.stage(*span, policy) for span in pairwise([*self.blocks, len(self.line.nodes)])]
             point = sum(each.kept for each in found), sum(sum(each.seconds) for each in found), policy
             while len(hull) > 1 and _is_above(hull[-1], hull[-2], point):
                 hull.pop()
