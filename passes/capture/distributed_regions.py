@@ -7,7 +7,11 @@ from one module to the next, the smallest module around them is the operator: so
 """
 
 import contextlib
+import functools
+import hashlib
 import itertools
+import sys
+import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +23,8 @@ from torch.overrides import TorchFunctionMode
 from zbcompile.passes.capture.opaque_calls import OpaqueCall, OpaqueCalls, Tape, autocast_on, emitted
 from zbcompile.passes.capture.torch_private import instead_of_module_call, traced_graph
 from zbcompile.passes.graph.fx import like
+from zbcompile.passes.graph.storage import content_of
+from zbcompile.passes.python_state.tokens import PLAIN, token
 from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, nowhere_traced, pytree
 
 PART = "part_of"  # see `zbcompile.model.distributed_tensors`
@@ -28,13 +34,14 @@ PART = "part_of"  # see `zbcompile.model.distributed_tensors`
 class PendingCall:
     """A call that is not in the graph yet: `run` computes it for `tensors`, or others. In the traced model it stands
     for a DTensor that leaves a module; what reads it runs it first, in an operator of its own. `form` is equal for
-    calls of equal layers; "" if its work may depend on more than its text shows."""
+    calls of layers that look equal, `text` for those that compute alike; "" if that may depend on more."""
 
     found: OpaqueCalls
     title: str
     run: Callable[[list[torch.Tensor]], Any]
     tensors: list[torch.Tensor]
     form: str
+    text: str = ""
 
     def emit(self) -> Any:
         """Put the call into the graph as one operator and return what that returns; if that would be a DTensor, return
@@ -46,9 +53,8 @@ class PendingCall:
             return self
         results = tuple(leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor))
         form = self.form and f"{self.form} {results}"
-        return emitted(
-            self.found, OpaqueCall(self.title, self.run, results, tape.random, form=form), self.tensors, result
-        )
+        call = OpaqueCall(self.title, self.run, results, tape.random, form=form)
+        return emitted(self.found, call, self.tensors, result, self.text)
 
     def finish(self, tail: Callable[..., Any], *rest: Any) -> Any:
         """`tail(the DTensor, *rest)`, as plain tensors."""
@@ -56,7 +62,7 @@ class PendingCall:
 
 
 def _call(
-    found: OpaqueCalls, title: str, function: Callable[..., Any], given: tuple[Any, ...], form: str = ""
+    found: OpaqueCalls, title: str, function: Callable[..., Any], given: tuple[Any, ...], form: str = "", text: str = ""
 ) -> PendingCall:
     """`function(*given)`, with the autocast of now; what is pending among `given` is computed first."""
     leaves, structure = pytree.tree_flatten(given)
@@ -69,7 +75,11 @@ def _call(
         with torch.autocast(*autocast):
             return function(*pytree.tree_unflatten([read(rest) for read in readers], structure))
 
-    return PendingCall(found, title, run, tensors, form and f"{form} {autocast}")
+    if text:
+        values = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
+        text = _text((text, values, str(structure), str(autocast), str(kinds)))
+    return PendingCall(found, title, run, tensors, form and f"{form} {autocast}", text)
 
 
 def _reader(leaf: Any) -> Callable[[Iterator[torch.Tensor]], Any]:
@@ -208,4 +218,45 @@ def _module_call(
     shown = module, pytree.tree_map_only(torch.Tensor, lambda _: torch.Tensor, (args, kwargs)), placements
     pending = any(isinstance(each, PendingCall) for each in pytree.tree_leaves((args, kwargs)))
     form = "" if pending or any(module.children()) else str(shown)
-    return _call(found, type(module).__name__, run, given, form)
+    wholes = [part and f"{part.whole.shape} {part.whole.stride()}" for part in parts.values()]
+    text = "" if pending else _text((str(placements), wholes, module))
+    return _call(found, type(module).__name__, run, given, form, text)
+
+
+class _NoTextError(Exception):
+    """A value is known by its identity alone."""
+
+
+def _text(value: Any) -> str:
+    """A text of all that a layer computes with besides its parameters; "" if something has none."""
+    try:
+        return repr(_described(value))
+    except _NoTextError:
+        return ""
+
+
+def _described(value: Any) -> Any:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    if isinstance(value, nn.Module):
+        if getattr(sys.modules.get(type(value).__module__), type(value).__qualname__, None) is not type(value):
+            raise _NoTextError  # another class may have its name
+        state = {name: each for name, each in vars(value).items() if "state_dict" not in name and name != "_parameters"}
+        return kind, _described(state)
+    if isinstance(value, functools.partial):
+        return kind, _described((value.func, value.args, value.keywords))
+    if isinstance(value, types.FunctionType):
+        around = [cell.cell_contents for cell in value.__closure__ or ()]
+        return token(value).digest, _described((value.__module__, around, value.__defaults__, value.__kwdefaults__))
+    if isinstance(value, dict):  # hooks are under numbers that count all hooks of a process
+        return [(key if isinstance(key, str) else "", _described(each)) for key, each in value.items()]
+    if isinstance(value, list | tuple | set):
+        return kind, [_described(each) for each in value]
+    if type(value) is torch.Tensor and not value.is_meta:  # a buffer, which counts as constant
+        return kind, str((value.shape, value.dtype, value.device)), hashlib.sha256(content_of(value)).hexdigest()
+    if hasattr(value, "mesh_dim_names") or hasattr(value, "is_shard"):  # a DeviceMesh, a Placement
+        return kind, repr(value)
+    if kind.startswith("torch.distributed.tensor."):  # a parallel style
+        return kind, _described(vars(value))
+    if type(value) not in PLAIN:
+        raise _NoTextError
+    return kind, repr(value)

@@ -77,9 +77,10 @@ _OPERATOR = composite_operator("function(Tensor[] tensors, str call) -> Tensor[]
 _RANDOM = composite_operator("random_function(Tensor[] tensors, str call) -> Tensor[]", _kernel, draws=True)
 
 
-def emitted(found: OpaqueCalls, call: OpaqueCall, tensors: list[Tensor], result: Any) -> Any:
-    """The results of the operator, put together as `result`, that of the call itself. Equal calls have equal names."""
-    call = found.setdefault(call.text or id(call), call)
+def emitted(found: OpaqueCalls, call: OpaqueCall, tensors: list[Tensor], result: Any, same: str = "") -> Any:
+    """The results of the operator, put together as `result`, that of the call itself. Equal calls have equal names:
+    those of equal texts, or of one `same` in this capture."""
+    call = found.setdefault(call.text or same or id(call), call)
     call.name = call.name or f"{call.title}#{next(_numbers)}"
     _calls[call.name] = call
     results = iter((_RANDOM if call.draws else _OPERATOR)(tensors, call.name))

@@ -7,20 +7,28 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
+from zbcompile import Example
+from zbcompile.compiler.compile_example import one_microbatch
+from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
+from zbcompile.model.distributed_tensors import Parts
+from zbcompile.passes.compile_options import Choices
+from zbcompile.schedules import build
+from zbcompile.torch_private import group_without_peers
 
 BOUND = 1e-6  # of the largest entry of each gradient, fp32
 MICROBATCHES = 2
 
 
-def qwen() -> Any:
+def qwen(layers: int = 1) -> Any:
     """Norms of single heads, a tied head, an odd vocabulary."""
     transformers = pytest.importorskip("transformers")
     config = transformers.Qwen3Config(
-        **{"vocab_size": 17, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": 1, "head_dim": 4},
+        **{"vocab_size": 17, "hidden_size": 16, "intermediate_size": 12, "num_hidden_layers": layers, "head_dim": 4},
         **{"num_attention_heads": 4, "num_key_value_heads": 2, "tie_word_embeddings": True, "use_cache": False},
     )
     torch.manual_seed(0)
@@ -101,3 +109,28 @@ def test_a_plan_for_experts_is_refused_whole() -> None:
         zbcompile.apply_tensor_parallel_plan(model, None)
     refused = {pattern for pattern in model.tp_plan if pattern in str(raised.value)}
     assert refused == {pattern for pattern in model.tp_plan if "experts" in pattern}
+
+
+def originals(change: Callable[[Any], object]) -> list[int]:
+    """For each of four stages, one a layer, the stage whose graphs it has, on the first of two ranks."""
+    with group_without_peers(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model, labels = zbcompile.apply_tensor_parallel_plan(qwen(layers=4), mesh), {mesh.get_group().group_name: "tp"}
+        Parts(model, labels)
+        change(model.model.layers)
+        microbatch = one_microbatch(Example(model, (), {"input_ids": batch(), "labels": batch()}))
+        laid_out = lay_out_step(model, microbatch, None, dimensions=labels)
+        cuts = Choices(balance=tuple(f"model.layers.{first}" for first in (1, 2, 3)))
+        program = compile_laid_out(model, microbatch, laid_out, build("1f1b", 4, 4), cuts, {})
+    return [stage.original for stage in program.stages]
+
+
+def test_equal_stages_of_parts_have_one_graph() -> None:
+    """Unless a layer has something of its own that its text does not show: an attribute, a hook."""
+    assert originals(lambda layers: None) == [0, 2, 2, 3]
+    assert originals(lambda layers: setattr(layers[1].mlp.up_proj, "scale", 2.0)) == [0, 1, 2, 3]
+    assert originals(lambda layers: layers[1].mlp.up_proj.register_forward_hook(_doubled)) == [0, 1, 2, 3]
+
+
+def _doubled(module: nn.Module, given: Any, result: Any) -> Any:
+    return result * 2
