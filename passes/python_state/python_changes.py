@@ -60,7 +60,7 @@ class PythonChanges:
         of the trace it leaves one of another shape, of which nothing but its being there may make the same graph."""
         for found, now in self._undo:
             if isinstance(now, torch.Tensor):
-                now = torch.empty([size + 1 for size in now.shape], dtype=now.dtype, device=now.device)
+                now = torch.empty([size + 1 for size in now.shape], dtype=now.dtype, device="meta")
             if found.step in ("attribute", "own") and found.parent is not None:
                 _store(found.parent.value, vars_of(found.parent.value), found.key, now)
 
