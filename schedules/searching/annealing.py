@@ -115,8 +115,7 @@ class Annealer:
             return int(draw() * passes)
         if not self.path:
             clock = self.clocks[int(draw() * len(self.clocks))] if len(self.clocks) > 1 else self.clocks[0]
-            path = clock.critical()  # from its end
-            self.path = [n for n in (path if passes <= HUGE else path[:LATE]) if n < passes]
+            self.path = [n for n in clock.critical()[: LATE if passes > HUGE else None] if n < passes]  # from its end
         return self.path[int(draw() * len(self.path))]
 
     def _distance(self) -> int:

@@ -19,6 +19,7 @@ from zbcompile.schedules.simulation.timeline import Timeline, simulate
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
 LEVELS = 6  # of memory, for a frontier
 ONE_BY_ONE = "one microbatch after the other"
+STARTS = 4  # orders of a placement to turn around
 TURN = 6  # times as long as preparing for turns: the first turn
 
 
@@ -198,17 +199,18 @@ class Hunt:
         return sorted((c for c in self.pool if c.problem in open_ and c.origin not in HEURISTIC), key=lambda c: c.value)
 
     def _justify(self, problem: Problem, moves: float) -> None:
-        best = next((c for c in self._ranked() if c.problem is problem), None)
-        if best is None or self.budget.over:
+        distinct = {c.value: c for c in reversed(self._ranked()) if c.problem is problem}  # the best is the last
+        starts = [*distinct.values()][: -STARTS - 1 : -1]
+        if not starts or self.budget.over:
             return
         begun = self.budget.spent
-        justifier = Justifier(problem, best.words, best.value, self.seed + self.budget.made)
+        justifier = Justifier(problem, [c.words for c in starts], starts[0].value, self.seed + self.budget.made)
         done = self.budget.slice(moves, TURN * (self.budget.spent - begun))
         try:
             self.budget.made += justifier.run(self._shown(done), self._target(problem))
         finally:
             if justifier.best_words is not None:
-                origin = best.origin.removesuffix(", turned around")
+                origin = starts[0].origin.removesuffix(", turned around")
                 self._take(problem, f"{origin}, turned around", justifier.best_words)
 
     def _improve(self, candidate: Candidate, moves: float) -> None:

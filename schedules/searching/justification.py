@@ -20,7 +20,7 @@ FIRST_PATIENCE = 0.5  # of the first turn
 NOISE = (0, 0.1, 0.5, 1, 2, 4)  # on priorities, in mean passes
 FEW = 0.1  # the share of passes that get noise, if not all do
 FORGIVEN = 0.1  # how much longer, in mean passes on average, an order to go on from may be
-STALE = 25  # turns without gain until the best order is started from again
+STALE = 25  # turns without gain until another order is started from
 WORTH = 100  # moves that take as long as a pair of turns, whatever the size of the step
 
 
@@ -36,15 +36,15 @@ def turned_around(problem: Problem, words: Words, late: Callable[[], bool] = boo
 
 
 class Justifier:
-    """A search by turns from an order of a problem; `best_words` is None until it finds one below `best`."""
+    """A search by turns from several orders of a problem; `best_words` is None until it finds one below `best`."""
 
-    def __init__(self, problem: Problem, start: Words, best: float, seed: int) -> None:
-        self.problem, self.start, self.best = problem, start, best
+    def __init__(self, problem: Problem, starts: Sequence[Words], best: float, seed: int) -> None:
+        self.problem, self.starts, self.best = problem, starts, best
         self.forward, self.backward = Direction(problem, backward=False), Direction(problem, backward=True)
         self.unit = sum(problem.time) / len(problem.time)
         self.generator = random.Random(seed)
         self.best_words: Words | None = None
-        self._restart()
+        self._restart(0)
 
     def run(self, progress: Callable[[int], float], target: float) -> int:
         """Make turns until `progress(moves)` reaches 1 or the objective reaches `target`. Returns the number of moves
@@ -54,13 +54,14 @@ class Justifier:
             turns += 1
             self._turn()
             if self.stale > STALE:
-                self._restart()
+                self._restart(self.started + 1)
         return turns * WORTH
 
-    def _restart(self) -> None:
-        """Continue from the best order found."""
-        self.stale, self.value = 0, math.inf
-        clock = PassTimes(Order(self.problem, self.best_words or self.start), *draws_of(self.problem, None)[0])
+    def _restart(self, number: int) -> None:
+        """Continue from the next starting order; after the last of them, from the best order found."""
+        self.started, self.stale, self.value = number, 0, math.inf
+        words = self.starts[number] if number < len(self.starts) else self.best_words or self.starts[0]
+        clock = PassTimes(Order(self.problem, words), *draws_of(self.problem, None)[0])
         self.begin, self.end = self._begins(clock.end), clock.end
 
     def _begins(self, end: Sequence[float]) -> list[float]:

@@ -66,8 +66,7 @@ class _Ways:
         for n, edges in enumerate(earlier):
             for e, delay in edges:
                 later[e].append((n, delay))
-        none: Edges = [[] for _ in earlier]
-        before, after = _work_around(self.letters, earlier if len(problem.time) <= LARGE else none)
+        before, after = _work_around(self.letters, earlier if len(problem.time) <= LARGE else [[]] * len(earlier))
         offsets = [*map(problem.offset.__getitem__, problem.rank), *(-math.inf,) * more]
         self.head = self._least(self.order, earlier, before, [0] * len(earlier))
         self.tail = self._least(self.order[::-1], later, after, offsets)

@@ -336,7 +336,7 @@ def test_turning_an_order_around_shortens_it() -> None:
     """What annealing needs many moves for: one microbatch after the other becomes an order close to the bound."""
     costs = uneven(random.Random(4), 8)
     (problem,) = problems_of(costs, 4, 8, 5.0, ["v"], True, 1)
-    justifier = Justifier(problem, one_by_one(problem), math.inf, seed=1)
+    justifier = Justifier(problem, [one_by_one(problem)], math.inf, seed=1)
     justifier.run(lambda moves: moves / 2600, target=0)
     assert justifier.best_words is not None
     assert problem.fits(justifier.best_words)
