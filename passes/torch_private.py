@@ -126,10 +126,9 @@ AUTOCAST_REGION = torch.ops.higher_order.wrap_with_autocast
 
 # What torch notes in `node.meta` without documenting it. The first two say where a node comes from.
 SOURCE_KEYS = ("stack_trace", "nn_module_stack")
-BOOKKEEPING_KEYS = frozenset(
-    {*SOURCE_KEYS, "tensor_meta", "torch_fn", "from_node", "source_fn_stack", "original_aten", "seq_nr", "desc"}
-)
-_ANNOTATIONS = "custom"
+MODEL_KEYS = (*SOURCE_KEYS, "source_fn_stack", "torch_fn", "from_node", "seq_nr")  # what all that becomes of it shares
+BOOKKEEPING_KEYS = frozenset({*MODEL_KEYS, "tensor_meta", "original_aten", "desc"})
+ANNOTATIONS = "custom"
 
 
 def source_of(node: Node) -> dict[str, Any]:
@@ -178,12 +177,12 @@ def attention_priority() -> tuple[int, ...]:
 
 def annotate_node(node: Node, key: str, value: Any) -> None:
     """Note something of a node of an exported graph that decompositions hand on."""
-    node.meta[_ANNOTATIONS] = {**(node.meta.get(_ANNOTATIONS) or {}), key: value}
+    node.meta[ANNOTATIONS] = {**(node.meta.get(ANNOTATIONS) or {}), key: value}
 
 
 def take_annotations(node: Node) -> dict[str, Any]:
     """What `annotate_node`, and torch's `annotate` while it traced, noted of a node; forgotten there."""
-    return node.meta.pop(_ANNOTATIONS, None) or {}
+    return node.meta.pop(ANNOTATIONS, None) or {}
 
 
 def fake_mode_of(value: torch.Tensor) -> FakeTensorMode:
@@ -433,7 +432,7 @@ def numbered_checkpoints() -> Iterator[None]:
     numbers = itertools.count()
 
     def numbered(*args: Any, **kwargs: Any) -> Iterator[None]:
-        around = get_current_meta().get(_ANNOTATIONS, {}).get(RECOMPUTE)
+        around = get_current_meta().get(ANNOTATIONS, {}).get(RECOMPUTE)
         with annotate({RECOMPUTE: next(numbers) if around is None else around}):
             yield
 

@@ -17,19 +17,19 @@ from zbcompile.passes.capture.mutations import changes_nothing
 from zbcompile.passes.capture.opaque_calls import is_call
 from zbcompile.passes.graph.fx import NodeNumber, call_text, is_getitem, like, output_values
 from zbcompile.passes.torch_private import (
+    ANNOTATIONS,
     AUTOCAST_REGION,
     GRAD_MODE_REGION,
+    MODEL_KEYS,
     FakeTensor,
     OpOverload,
     annotate_node,
     fake_mode_of,
     is_in_place,
     pytree,
-    take_annotations,
 )
 
 _UNIT = "unit"  # the note of which operation a node is, or has become of
-_FROM_THE_MODEL = ("stack_trace", "nn_module_stack", "source_fn_stack", "torch_fn", "from_node", "custom", "seq_nr")
 
 
 class _Unit(NamedTuple):
@@ -147,9 +147,8 @@ def _forms(module: GraphModule, units: Sequence[_Unit], values: Mapping[Node, to
     read, made = iter(holders), iter(results)
     forms = [_Form([], [*islice(read, len(u.reads))], [*islice(made, len(u.results))]) for u in units]
     for node in (each for each in parts.nodes if each.op == "call_function"):
-        noted = take_annotations(node)
+        node.meta[ANNOTATIONS] = noted = {**node.meta[ANNOTATIONS]}
         forms[noted.pop(_UNIT)].nodes.append(node)
-        node.meta["custom"] = noted
     return forms
 
 
@@ -199,7 +198,7 @@ def _composed(old: Graph, known: Mapping[Node, tuple[_Unit, _Form]]) -> Graph:
         elif node in known:
             unit, form = known[node]
             inner = dict(zip(form.reads, map(values.__getitem__, unit.reads), strict=True))
-            of_model = {key: node.meta[key] for key in _FROM_THE_MODEL if key in node.meta}
+            of_model = {key: node.meta[key] for key in (*MODEL_KEYS, ANNOTATIONS) if key in node.meta}
             for each in form.nodes:
                 inner[each] = _copied(each, graph, inner)
                 inner[each].meta |= of_model if isinstance(node.target, OpOverload) else {}
