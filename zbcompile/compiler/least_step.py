@@ -115,8 +115,9 @@ class LeastStep:
 
     def _parts(self, begin: int, end: int, policies: Sequence[Policy], left: float) -> Iterator[RankStage]:
         """The stage under each policy with which its work can be done, the quickest first."""
-        least = sum(self._before[end]) - sum(self._before[begin])
-        for policy in reversed(policies) if self.microbatches * least <= left else ():
+        least = self.microbatches * (sum(self._before[end]) - sum(self._before[begin]))
+        fits = least <= left and self.prices.footprint.resident(begin, end) < self.memory
+        for policy in reversed(policies) if fits else ():
             key = begin, end, policy
             if key not in self._known:
                 self._known[key] = self._part(*key)

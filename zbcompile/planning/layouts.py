@@ -51,6 +51,7 @@ MOVING = 0.7  # share of the time that they get
 ROUNDS = 2  # from far moves of cuts to near ones
 IMPOSSIBLE = (inf, inf)
 SEARCHED = 2  # of which this many get the rest of the time
+PLACES = 4  # for cuts, a rank, that are enough for a brief search
 SLACKS = (0, 0.5, 0.75, 1, 1.25, 1.5)  # of round trips: orders that are found need some
 
 Result = TypeVar("Result")
@@ -371,12 +372,16 @@ class LayoutSearch:
         of stages that choose what they recompute, and of those that all do the same."""
         prices, memory, asked = self.lines[layout.vocab], self.choices.memory, layout.recompute
         edges = sorted({*self._places(prices)} & {*prices.blocks})
+        edges = edges[:: 1 + len(edges) // (PLACES * self.ranks)] if self.brief else edges
         if memory is None or self._is_named or layout.parsed.stages > self.ranks or isinstance(asked, tuple):
             return
         least = LeastStep(prices, self.ranks, self.microbatches, memory, edges, self.rows)
         alike = zip(prices.levels[::5] if self.corners else (asked,))
-        for policies, slack in (*((prices.levels, each) for each in SLACKS if self.corners), *product(alike, (0.0,))):
-            if (found := least.least(policies, slack)) is not None:
+        freely = ((prices.levels, each) for each in SLACKS if self.corners)
+        for number, (policies, slack) in enumerate((*freely, *product(alike, (0.0,)))):
+            if (found := least.least(policies, slack)) is None and not number:
+                return  # what asks for more does not fit either
+            if found is not None:
                 cuts, chosen = zip(*((part.begin, part.policy) for part in found[1]), strict=True)
                 yield replace(layout, edges=cuts[1:], recompute=chosen if self.corners else asked)
 
