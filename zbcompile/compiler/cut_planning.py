@@ -5,14 +5,16 @@ rank is not all that counts: stages that are first to start and last to end, and
 other shares.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
+from math import inf
+from operator import add
 
 from zbcompile.compiler.descent import Descent, Score
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import Choices, Policy, Recompute
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.partition.balance import LoadRow, Spans
@@ -23,7 +25,7 @@ from zbcompile.passes.partition.search import Cuts, Limits, choose_edges, descri
 from zbcompile.passes.stage.deduplicate import Tangents
 from zbcompile.program.choice import Layout
 from zbcompile.schedules import Placement, Schedule, simulate
-from zbcompile.schedules.execution.memory import most_waiting
+from zbcompile.schedules.execution.memory import most_waiting, peak_memory, with_messages
 from zbcompile.schedules.ir.actions import flatten
 
 
@@ -183,12 +185,18 @@ def layout_for_makespan(
     schedule: Schedule,
     memory: float | None = None,
     boundary: float | None = None,
+    levels: Sequence[Policy] = (),
+    over: Callable[[], bool] = lambda: False,
 ) -> Layout:
-    """Move cuts to where the step of `schedule` is shortest and no rank holds more than `memory` bytes; a cut that more
-    than `boundary` bytes cross is not taken."""
+    """Move cuts to where the step of `schedule` is shortest and no rank holds more than `memory` bytes, until it is
+    `over`; a cut that more than `boundary` bytes cross is not taken. With `levels` ranks recompute as little as that
+    allows: see `keep_most`."""
     many = sum(map(len, schedule.orders)) > LONG
     step = first_microbatches(schedule, 2 * schedule.ranks) if many else schedule
     left = max(LEAST, ACTIONS // sum(map(len, step.orders)))
+
+    def settled(layout: Layout) -> Layout:
+        return layout if memory is None or not levels else keep_most(prices, layout, step, memory, levels)
 
     def look(layout: Layout) -> Score:
         nonlocal left
@@ -196,7 +204,43 @@ def layout_for_makespan(
         return score_of(prices, layout, step, memory)
 
     places = sorted({*places_of(prices.line, boundary), *start.edges})
-    return Descent(places, look, lambda: left <= 0).run(start)
+    return Descent(places, look, lambda: left <= 0 or over(), settled=settled).run(settled(start))
+
+
+def keep_most(
+    prices: LinePrices,
+    layout: Layout,
+    schedule: Schedule,
+    memory: float,
+    levels: Sequence[Policy],
+    rows: float = 1,
+) -> Layout:
+    """The layout in which each rank recomputes as little as the order of `schedule` leaves room for in `memory` bytes,
+    or what holds least; `levels` are what stages may recompute, that which takes longest first."""
+    placement = schedule.placement
+    chosen: list[Policy | None] = [None] * schedule.ranks
+    least = [inf] * schedule.ranks
+    leanest: list[Policy] = [levels[0]] * schedule.ranks
+    for policy in reversed(levels):
+        held = held_in_order(prices, layout.edges, schedule, policy, rows)
+        for rank, size in enumerate(held):
+            if size < least[rank]:
+                least[rank], leanest[rank] = size, policy
+            if size <= memory and chosen[rank] is None:
+                chosen[rank] = policy
+        if None not in chosen:
+            break
+    policies = [each or lean for each, lean in zip(chosen, leanest, strict=True)]
+    return replace(layout, recompute=tuple(policies[placement.rank(stage)] for stage in range(placement.stages)))
+
+
+def held_in_order(
+    prices: LinePrices, edges: Sequence[int], schedule: Schedule, recompute: Recompute, rows: float = 1
+) -> tuple[float, ...]:
+    """The most bytes of each rank, counted as a search of orders does: with the pass that needs most at any moment."""
+    costs = with_messages(prices.costs(edges, rows, recompute, schedule.placement), schedule.placement)
+    always = prices.held_by_any_order(schedule.placement, edges, rows, recompute)
+    return tuple(map(add, always, peak_memory(schedule, costs)))
 
 
 def places_of(line: Line, boundary: float | None = None) -> list[int]:

@@ -23,7 +23,7 @@ class Descent:
     layout says of each stage what it recomputes; they are in the order of what they keep.
 
     `look` finds the score of a layout; `bound`, if it is given, says quickly what no score of it can be below, and only
-    what promises most is looked at.
+    what promises most is looked at. `settled` is a layout with what follows from its cuts.
     """
 
     places: Sequence[int]
@@ -31,6 +31,7 @@ class Descent:
     over: Callable[[], bool]
     bound: Callable[[Layout], Score] | None = None
     corners: Sequence[Policy] = ()
+    settled: Callable[[Layout], Layout] = lambda layout: layout
     rounds: int = 1  # from far moves to near ones
     random: Random = field(default_factory=lambda: Random(0))
 
@@ -63,9 +64,9 @@ class Descent:
             if self.over():
                 return
             if self.bound is None:
-                yield moves[first]
+                yield self.settled(moves[first])
                 continue
-            some = [(self.bound(moved), moved) for moved in moves[first : first + BOUNDED]]
+            some = [(self.bound(moved), moved) for moved in map(self.settled, moves[first : first + BOUNDED])]
             promising = sorted((each for each in some if is_better(each[0], score)), key=lambda each: each[0])
             yield from (moved for _, moved in promising[:LOOKED])
 
@@ -90,7 +91,7 @@ class Descent:
         recompute = layout.recompute
         if self.corners and isinstance(recompute, tuple):
             recompute = tuple(self.random.choice((each, self.random.choice(self.corners))) for each in recompute)
-        return replace(layout, edges=edges, recompute=recompute)
+        return self.settled(replace(layout, edges=edges, recompute=recompute))
 
     def _edges(self, cuts: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.places[cut] for cut in cuts)

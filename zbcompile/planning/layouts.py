@@ -11,10 +11,12 @@ from typing import TypeVar
 
 from zbcompile.compiler.cut_planning import (
     first_microbatches,
+    keep_most,
     layout_for_makespan,
     places_of,
+    score_of,
 )
-from zbcompile.compiler.descent import Descent, Score
+from zbcompile.compiler.descent import GAIN, Descent, Score
 from zbcompile.compiler.least_step import LeastStep
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.compiler.vocabulary_sharding import WORTH
@@ -29,6 +31,7 @@ from zbcompile.program.choice import Choice, Layout
 from zbcompile.schedules import (
     Costs,
     Placement,
+    Schedule,
     ScheduleError,
     SearchResult,
     Timeline,
@@ -48,10 +51,11 @@ HUGE = 2000  # and from which on there are none
 PATIENCE = 600.0  # seconds that a glance may take; what counts are its moves, on a busy machine too
 FINALISTS = 3  # layouts whose cuts are moved
 MOVING = 0.7  # share of the time that they get
+SEARCHING = 0.5  # share of these seconds that is left for moves with an order for each
 ROUNDS = 2  # from far moves of cuts to near ones
 IMPOSSIBLE = (inf, inf)
+STARTS = 3  # orders for which it is chosen what stages recompute
 SEARCHED = 2  # of which this many get the rest of the time
-PLACES = 4  # for cuts, a rank, that are enough for a brief search
 SLACKS = (0, 0.5, 0.75, 1, 1.25, 1.5)  # of round trips: orders that are found need some
 
 Result = TypeVar("Result")
@@ -174,7 +178,7 @@ class LayoutSearch:
             if self.brief and vocab != "off" and placement not in (_leading(looked) or self.placements):
                 continue
             asked = [self.layout(placement, each, vocab) for each in self.recomputations]
-            asked += self._least_steps(self.layout(placement, vocab=vocab))
+            asked += [] if self.brief else self._least_steps(self.layout(placement, vocab=vocab))
             bounds = [self._bound(each) for each in asked] if len(asked) > 1 else [0.0]
             choice = None
             for layout, least in sorted(zip(asked, bounds, strict=True), key=lambda each: each[1]):
@@ -336,10 +340,11 @@ class LayoutSearch:
         """The layout with its cuts moved, if they are not given, and with what each stage recomputes, if that is free,
         to where the step gets shortest: of large steps in the order that was found, of others with an order for all
         layouts that are looked at."""
-        until, start, prices = time.monotonic() + seconds, choice.layout, self.lines[choice.layout.vocab]
-        if self.corners and not isinstance(start.recompute, tuple):
-            start = replace(start, recompute=(start.recompute,) * start.parsed.stages)
-        looked = {choice.layout: choice, start: replace(choice, layout=start)}
+        until, searching = time.monotonic() + seconds, 0 if _is_large(choice.layout) else SEARCHING
+        free = self.corners and not isinstance(choice.layout.recompute, tuple)
+        best = self._settled(choice, until - searching * seconds) if free else choice
+        start, prices = best.layout, self.lines[choice.layout.vocab]
+        looked = {choice.layout: choice, start: best}
 
         def least(layout: Layout) -> Score:
             with suppress(PartitionError, ScheduleError):
@@ -358,7 +363,7 @@ class LayoutSearch:
             corners = prices.levels if self.corners else ()
             places = sorted({*places, *start.edges})
             Descent(places, look, lambda: time.monotonic() >= until, least, corners, rounds=ROUNDS).run(start)
-        elif start.microbatches == self.microbatches and places:
+        elif start.microbatches == self.microbatches and places and not free:
             limit = self.choices.boundary_bytes
             look(layout_for_makespan(prices, start, choice.order, self.choices.memory, limit))
         return _fastest(looked.values(), 1)[0]
@@ -367,12 +372,48 @@ class LayoutSearch:
         """Where cuts may be moved to: nowhere if they are named."""
         return places_of(prices.line, self.choices.boundary_bytes) if isinstance(self.choices.balance, str) else []
 
+    def _settled(self, choice: Choice, until: float) -> Choice:
+        """The layout with what each stage recomputes chosen for the order, or for a named one; then, as long as that
+        gains, cuts and recomputation for the order that was found with them. Never a longer step."""
+        prices, memory, limit = self.lines[choice.layout.vocab], self.choices.memory, self.choices.boundary_bytes
+        assert memory is not None, "without a limit there are no corners"
+        moving = bool(self._places(prices)) and choice.layout.microbatches == self.microbatches
+
+        def over() -> bool:
+            return time.monotonic() >= until
+
+        def kept(order: Schedule) -> Layout:
+            return keep_most(prices, choice.layout, order, memory, prices.levels, self._rows(choice.layout))
+
+        def better(layout: Layout, order: Schedule) -> Choice:
+            with suppress(PartitionError, ScheduleError):
+                return _fastest([best, self.lay_out(layout, order=replace(best, order=order))], 1)[0]
+            return best
+
+        best = choice
+        starts = [(kept(order), order) for order in (choice.order, *self._named_orders(choice.layout))]
+        starts.sort(key=lambda each: score_of(prices, each[0], each[1], memory))
+        for number, (layout, order) in enumerate(starts[:STARTS]):
+            best = best if number and over() else better(layout, order)
+        before = inf
+        while moving and not over() and best.seconds < before * (1 - GAIN):
+            before, how = best.seconds, (memory, limit, prices.levels, over)
+            best = better(layout_for_makespan(prices, best.layout, best.order, *how), best.order)
+        return best
+
+    def _named_orders(self, layout: Layout) -> list[Schedule]:
+        """Those that there are on its placement, whatever they hold; none of steps of which only a part is ordered."""
+        costs, count, _ = self._task(layout)
+        if count < layout.microbatches or _is_large(layout):
+            return []
+        task = costs, self.ranks, count, None, layout.placement, layout.barriers, PATIENCE, 0
+        return [order for _, order in cached_search(*task, keep=False).named]
+
     def _least_steps(self, layout: Layout) -> Iterator[Layout]:
         """Layouts of a line whose steps could be shortest within the limit of memory, if an order for them is found:
         of stages that choose what they recompute, and of those that all do the same."""
         prices, memory, asked = self.lines[layout.vocab], self.choices.memory, layout.recompute
         edges = sorted({*self._places(prices)} & {*prices.blocks})
-        edges = edges[:: 1 + len(edges) // (PLACES * self.ranks)] if self.brief else edges
         if memory is None or self._is_named or layout.parsed.stages > self.ranks or isinstance(asked, tuple):
             return
         least = LeastStep(prices, self.ranks, self.microbatches, memory, edges, self.rows)

@@ -55,6 +55,7 @@ def values_for(function: Callable[..., Any], arguments: tuple[Tensor, ...]) -> t
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_indices_reach_all_of_what_they_index(case: Case) -> None:
     function, arguments, length = case
+    torch.manual_seed(0)  # one of 600 draws of 64 misses one of eight
     graph, values = values_for(function, arguments)
     (found,) = [value for value in values if value.dtype is torch.int64]
     assert sorted(found.unique().tolist()) == list(range(length))
