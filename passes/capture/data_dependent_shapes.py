@@ -139,15 +139,13 @@ def _arange(known: _Known, *bounds: Any, **options: Any) -> Any:
     return torch.arange(*(known(each, torch.sum) if isinstance(each, Tensor) else each for each in bounds), **options)
 
 
-def _tensor(known: _Known, data: Any, *, requires_grad: bool = False, **options: Any) -> Any:
-    """`torch.tensor` of a list of tensors with one element each, whose values it would read."""
-    given = data if isinstance(data, list | tuple) else ()
-    if (
-        requires_grad
-        or len({each.dtype if isinstance(each, Tensor) and not each.ndim else None for each in given}) != 1
-    ):
+def _tensor(known: _Known, data: Any, *, dtype: Any = None, device: Any = None, **options: Any) -> Any:
+    """`torch.tensor` of a list of numbers in tensors, whose values it would read. Where they are does not count."""
+    given = tuple(data) if isinstance(data, list | tuple) else ()
+    kinds = {each.dtype if isinstance(each, Tensor) and not each.ndim else None for each in given}
+    if options or len(kinds) != 1 or None in kinds:
         return NotImplemented
-    return torch.stack(tuple(given)).detach().to(**options) if isinstance(given[0], Tensor) else NotImplemented
+    return torch.stack(given).detach().to(device or torch.get_default_device(), dtype)
 
 
 _MAKERS: Mapping[Any, Callable[..., Any]] = {

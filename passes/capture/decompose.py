@@ -70,7 +70,7 @@ def decomposed(program: ExportedProgram) -> ExportedProgram:
     """The same program in functional form, decomposed as `run_decompositions({})` does it."""
     module = program.graph_module
     values = {node: node.meta["val"] for node in module.graph.find_nodes(op="placeholder")}
-    devices = {value.device.type for value in values.values() if isinstance(value, torch.Tensor)}
+    devices = {value.device.type for value in values.values() if isinstance(value, torch.Tensor)} - {"meta"}
     if any(map(torch.is_autocast_enabled, devices)) or not _is_regular(module):  # one cast serves all who read it
         return program.run_decompositions({})
     distinct = dict[Hashable, tuple[_Unit, list[torch.Tensor]]]()

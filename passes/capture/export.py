@@ -270,7 +270,8 @@ def _export_once(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedP
 
 def _text(program: ExportedProgram) -> list[str]:
     numbers = node_numbers(program.graph)
-    return [call_text(node, numbers) for node in program.graph.nodes]
+    places = [str(each.device) for each in program.constants.values() if isinstance(each, torch.Tensor)]
+    return [*places, *(call_text(node, numbers) for node in program.graph.nodes)]
 
 
 def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:

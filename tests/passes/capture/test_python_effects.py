@@ -225,6 +225,14 @@ def test_a_tensor_that_each_forward_sets_may_be_asked_whether_it_is_there() -> N
     assert net.left is None
 
 
+def test_a_copy_of_a_tensor_of_the_forward_before_is_refused() -> None:
+    """The graphs with it and with what stands for it have equal operations, and equal shapes."""
+    net = Remembering(lambda left, y: 1.0 + y.new_zeros(()).copy_(left.mean()))
+    net.left = torch.zeros(2, 2)
+    with pytest.raises(zbcompile.CaptureError, match=r"changes model\.left"):
+        train(net)
+
+
 @pytest.mark.parametrize(
     "reads",
     [
