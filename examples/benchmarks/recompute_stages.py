@@ -6,7 +6,7 @@ simulated, with a share of the memory that 1F1B needs for activations without re
 Each line is the step that `schedule="auto"` predicts: everything recomputed, the best of several budgets that are one
 share of the bytes for all stages, the best price of a byte for all stages, and what the search chooses for each stage.
 Cuts and orders are searched for each, equally long. "least ms" is what no step of a line takes less than, with any
-order, any recomputation of each stage and any cuts at the begin of blocks (`zbcompile/compiler/least_step.py`). With
+order, any share of twenty that a stage keeps and any cuts where blocks begin (`zbcompile/compiler/least_step.py`). With
 `--core-seconds` only the time in which a core works for a search counts: other load on the machine changes nothing.
 """
 
