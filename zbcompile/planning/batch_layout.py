@@ -1,7 +1,6 @@
 """How the batches of a pipeline become microbatches of a schedule, which the first batch may decide."""
 
 from collections.abc import Callable, Sequence
-from functools import partial
 
 from torch import nn
 
@@ -64,13 +63,11 @@ class BatchLayout:
         """Choose the layout by cost for the first batch, which `microbatch` cuts; the first rank decides for all."""
         compiled = self._compiled
         what = "searching the layout"
-        with compiled.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
-            lay_out = partial(compiled.laid_out, leads=True)
-            task = self._model, self._options, compiled.ranks, lay_out, compiled.measured, compiled.make, microbatch
-            with readable(self._model):
-                laid_out, program = LayoutTrials(*task).run(compiled.schedule, counts)
+        trials, said = LayoutTrials(self._model, self._options, compiled, microbatch), f"zbcompile: {what}"
+        with compiled.ranks.watch.position.turn_to(what), Progress(said, first=LONG), readable(self._model):
+            compiled.searched = trials.run(compiled.schedule, counts)
+        _, program = compiled.searched
         compiled.schedule, compiled.decided = program.schedule, program.choices
-        compiled.searched = laid_out, program
 
 
 def _count_for(batch: Batch, usual: int, rows: int | None) -> int:

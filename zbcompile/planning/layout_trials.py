@@ -1,41 +1,54 @@
 """The layout that `schedule="auto"` decides on, alike on all ranks: by prediction and, among those that come close, by
-trial steps."""
+trial steps.
+
+Passes that are timed one by one say little about caches that the rest of the step empties, about links that are slow
+while both ends compute, and about the loop between the passes. A few whole steps say it.
+"""
 
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
+from statistics import median
 
+import torch
 from torch import nn
 
 from zbcompile.batches.batch import Microbatch
 from zbcompile.compiler.compile_model import LaidOut, targets_of, whole_of
+from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.distributed.agreement import agreed_seconds, from_first, gathered, together
 from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.model.model_info import module_with
+from zbcompile.model.seeds import undisturbed
 from zbcompile.options import Options
 from zbcompile.passes import gpu
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning.choose_schedule import fit_to_count
 from zbcompile.planning.planner import CLOSE, decide, order_by_graphs, pass_seconds, reordered
-from zbcompile.planning.trial_steps import TrialProgram
 from zbcompile.program.choice import Choice
 from zbcompile.program.program import Program
+from zbcompile.program_cache.bound_programs import BoundPrograms
+from zbcompile.program_cache.programs import Programs
+from zbcompile.runtime.executable import Executable, StepInput, plan_step
+from zbcompile.runtime.step_run import Engine
 from zbcompile.schedules import Schedule, ScheduleError
+
+LEAST, MOST = 3, 15  # trial steps of each order
+ENOUGH = 2.0  # seconds for each order, after which the least will do
 
 
 @dataclass(frozen=True, eq=False)
 class LayoutTrials:
-    """The search for a layout of `model`, for a batch whose part `microbatch` gives for any number of parts. `lay_out`
-    captures the step of a microbatch, `measure` times the operations of a line, `make` compiles a choice."""
+    """The search for a layout of `model`, for a batch whose part `microbatch` gives for any number of parts.
+    `programs` captures the step of a microbatch, times the operations of a line, and compiles a choice."""
 
     model: nn.Module
     options: Options
-    ranks: Ranks
-    lay_out: Callable[[Microbatch], LaidOut]
-    measure: Callable[[LaidOut], dict[str, float]]
-    make: Callable[..., Program]
+    programs: Programs
     microbatch: Callable[[int], Microbatch]
     _captured: dict[int, LaidOut] = field(default_factory=dict, init=False)
     _refused: dict[int, Exception] = field(default_factory=dict, init=False)
@@ -44,18 +57,7 @@ class LayoutTrials:
         """The captured step and its compiled program, for one of `counts` microbatches or for as many as `provisional`
         has. Raises CaptureError if the step cannot be captured, ScheduleError if no layout fits once it is compiled."""
         line, found = self._laid_out(provisional, counts)
-        failed: ScheduleError | None = None
-        for some in self._in_turn(found):
-            alike = [choice for choice in some if _are_alike(self._find(choice.layout.microbatches), line)]
-            try:
-                if alike:
-                    chosen = self._on_trial(alike) if self._tries else self._compiled(alike[0], 1)[0]
-                    break
-            except ScheduleError as error:  # the graphs hold more than was estimated: on to what is slower
-                failed = failed or error
-        else:
-            assert failed is not None, "the first layout is like itself"
-            raise failed
+        chosen = self._compiled(line, found)
         if self._refused:
             least = min(self._refused)
             why = str(self._refused[least]).removesuffix(".")
@@ -63,16 +65,20 @@ class LayoutTrials:
         assert chosen.plan is not None
         return self._step_of(chosen.plan), chosen
 
+    @property
+    def _ranks(self) -> Ranks:
+        return self.programs.ranks
+
     def _find(self, count: int) -> LaidOut | None:
         """The step as it is captured for one of that many microbatches. The model may refuse small ones: a batch norm
-        needs two rows. None if every rank raises CaptureError, so that no rank takes that number; raises what `lay_out`
+        needs two rows. None if every rank raises CaptureError, so that no rank takes that number; raises what capturing
         raises if only some do, or if it fails in another way."""
         if count not in self._captured and count not in self._refused:
             try:
-                self._captured[count] = self.lay_out(self.microbatch(count))
+                self._captured[count] = self.programs.laid_out(self.microbatch(count), leads=True)
             except Exception as error:  # what is known to all is raised on all, but need not be a CaptureError on all
-                if error is not self.ranks.watch.known or not all(
-                    gathered(self.ranks, isinstance(error, CaptureError))
+                if error is not self._ranks.watch.known or not all(
+                    gathered(self._ranks, isinstance(error, CaptureError))
                 ):
                     raise
                 self._refused[count] = error
@@ -82,69 +88,107 @@ class LayoutTrials:
         laid_out = self._captured[choice.layout.microbatches]
         return whole_of(laid_out) if choice.layout.vocab == "off" else laid_out
 
-    def _laid_out(self, provisional: Schedule, counts: Sequence[int]) -> tuple[LaidOut, list[Choice]]:
-        """The captured step that the fastest layout is for, and the layouts, the fastest first."""
-        provisional, begun, counts = self._begun(provisional, counts)
-        found = self._decided(begun, provisional, counts)
-        while (line := self._find(found[0].layout.microbatches)) is None:
-            counts = [count for count in counts if count < found[0].layout.microbatches]
-            found = self._decided(begun, provisional, counts)
-        if not _are_alike(line, begun):  # other rows, other operations
-            found = self._decided(line, found[0].order, ())
+    def _laid_out(self, schedule: Schedule, counts: Sequence[int]) -> tuple[LaidOut, list[Choice]]:
+        """The captured step that the fastest layout is for, and the layouts, the fastest first. The search begins with
+        the usual number of microbatches or, if the model refuses those, with the smallest. It begins anew without the
+        numbers that are refused, and for a step that takes other operations with other rows."""
+        usual = schedule.microbatches
+        if (line := self._find(usual)) is None:
+            counts = [count for count in counts if count < usual]
+            least = min(counts, default=usual)
+            if (line := self._find(least)) is None:
+                raise self._ranks.watch.known_to_all(self._refused[usual])
+            schedule = fit_to_count(schedule, self.options, least)
+        found = self._decided(line, schedule, counts)
+        while not _are_alike(best := self._find(found[0].layout.microbatches), line):
+            if best is None:
+                counts = [count for count in counts if count < found[0].layout.microbatches]
+            else:
+                line, schedule, counts = best, found[0].order, ()
+            found = self._decided(line, schedule, counts)
         return line, found
-
-    def _begun(self, provisional: Schedule, counts: Sequence[int]) -> tuple[Schedule, LaidOut, Sequence[int]]:
-        """The number of microbatches to begin with (the usual one or, if the model refuses its microbatches, the
-        smallest), its captured step, and the other numbers that may be chosen."""
-        usual = provisional.microbatches
-        if (laid_out := self._find(usual)) is not None:
-            return provisional, laid_out, counts
-        fewer = [count for count in counts if count < usual]
-        least = min(fewer, default=usual)
-        if (laid_out := self._find(least)) is None:
-            raise self.ranks.watch.known_to_all(self._refused[usual])
-        return fit_to_count(provisional, self.options, least), laid_out, fewer
-
-    def _in_turn(self, found: Sequence[Choice]) -> list[list[Choice]]:
-        """The fastest by prediction, if steps can be tried here with those that come close to it; then each other."""
-        fits = [c for c in found if not self._tries or c is found[0] or max(c.peak) <= self._room]
-        close = [c for c in fits if self._tries and c.seconds <= CLOSE * found[0].seconds] or fits[:1]
-        return [close, *([c] for c in fits if c not in close)]
 
     def _decided(self, laid_out: LaidOut, schedule: Schedule, counts: Sequence[int]) -> list[Choice]:
         """The first rank decides for all."""
-        options, whole = self.options, whole_of(laid_out)
-        settings = counts, options.chunks, options.search_seconds, self.measure(whole), self._link
+        options, measured = self.options, self.programs.measured(whole_of(laid_out))
+        settings = counts, options.chunks, options.search_seconds, measured, self._link
         search = partial(decide, laid_out, schedule, options.choices, *settings)
-        return from_first(self.ranks, "searching the layout", search)
+        return from_first(self._ranks, "searching the layout", search)
 
     @cached_property
     def _tries(self) -> bool:
         """Whether steps run here as they will later: in one process ranks take turns."""
-        return self.ranks.group is not None and self.ranks.count > 1 and self.options.hardware is None
+        return self._ranks.group is not None and self._ranks.count > 1 and self.options.hardware is None
 
     @cached_property
     def _room(self) -> float:
         """Bytes that every rank has; without a limit of memory it was never checked whether a layout fits."""
-        if not gpu.is_gpu(self.ranks.device):
+        if not gpu.is_gpu(self._ranks.device):
             return float("inf")
-        return float(min(gathered(self.ranks, gpu.free_memory(self.ranks.device))))
+        return float(min(gathered(self._ranks, gpu.free_memory(self._ranks.device))))
 
     @cached_property
     def _link(self) -> Connection | None:
         """What connects the first two ranks of a pipeline on CPUs, as they measure it."""
-        group, ranks = self.ranks.group, self.ranks
+        group, ranks = self._ranks.group, self._ranks
         if group is None or ranks.count < 2 or ranks.device.type != "cpu":
             return None
         with ranks.watch.position.waiting("measuring the messages"):
             return Connection(*gathered(ranks, measure_link(group, ranks.device))[0])
 
-    def _compiled(self, choice: Choice, of: int) -> list[Program]:
+    def _compiled(self, line: LaidOut, found: Sequence[Choice]) -> Program:
+        """The fastest layout that has an order for its graphs or, where steps are tried, the one whose steps are
+        fastest of all that come close to it: each in the order found for it, then the best in other orders, too."""
+        fits = [c for c in found if c is found[0] or not self._tries or max(c.peak) <= self._room]
+        close = [c for c in fits if self._tries and c.seconds <= CLOSE * found[0].seconds] or fits[:1]
+        close = [choice for choice in close if self._is_for(line, choice)]
+        slower = (choice for choice in fits if choice not in close and self._is_for(line, choice))
+        began, tried, failed = time.monotonic(), list[Choice](), None
+        for number, choice in enumerate(chain(close, slower)):
+            if tried and number >= len(close):
+                break
+            if tried and not self._is_time_for_another(began, len(tried)):
+                self._say(f"search_seconds leaves no time to try {len(close) - number} more of the best layouts")
+                break
+            try:
+                program, orders = self._ordered(choice, len(close))
+                tried += self._timed(program, orders[:1])
+            except CompileError:
+                if not tried:
+                    raise
+            except ScheduleError as error:  # the graphs hold more than was estimated
+                failed = failed or error
+            else:
+                if tried[-1] is min(tried, key=_seconds):
+                    best = program, orders
+        if failed is not None and not tried:
+            raise failed
+        program, orders = best
+        chosen = min(tried, key=_seconds)
+        if self._tries and len(orders) > 1 and self._is_time_for_another(began, len(tried)):
+            again = self._timed(program, orders)
+            tried = [*(choice for choice in tried if choice is not chosen), *again]
+            chosen = min(again, key=_seconds)
+        others = sorted((choice for choice in tried if choice is not chosen), key=_seconds)
+        return reordered(program, replace(chosen, tried=tuple(t for each in (chosen, *others) for t in each.tried)))
+
+    def _is_time_for_another(self, began: float, count: int) -> bool:
+        """Whether a trial that takes as long as `count` others did on average ends within `search_seconds`. The first
+        rank's time counts."""
+        seconds = (time.monotonic() - began) * (1 + 1 / count)
+        return gathered(self._ranks, seconds <= self.options.search_seconds)[0]
+
+    def _is_for(self, line: LaidOut, choice: Choice) -> bool:
+        """Whether the step can be cut where the choice says; with other rows it may take other operations."""
+        found = self._find(choice.layout.microbatches)
+        return found is not None and _are_alike(found, line)
+
+    def _ordered(self, choice: Choice, of: int) -> tuple[Program, list[Choice]]:
         """The choice compiled, in the order that is best for its graphs as all ranks measure them, and in others close
         to it; the first rank searches, in its part of the time. Raises ScheduleError, on every rank, if none fits."""
-        layout, ranks = choice.layout, self.ranks
+        layout, ranks = choice.layout, self._ranks
         task = self.microbatch(layout.microbatches), self._step_of(choice), choice.order
-        program = self.make(*task, layout.within(self.options.choices), layout.edges)
+        program = self.programs.make(*task, layout.within(self.options.choices), layout.edges)
         measured = agreed_seconds(ranks, together(ranks, "measuring", lambda: pass_seconds(program)))
 
         def search() -> list[Choice] | ScheduleError:
@@ -156,75 +200,85 @@ class LayoutTrials:
         orders = from_first(ranks, "searching the order", search)
         if isinstance(orders, ScheduleError):
             raise ranks.watch.known_to_all(orders)
-        return [reordered(program, each) for each in orders]
+        return program, orders
 
-    def _on_trial(self, finalists: Sequence[Choice]) -> Program:
-        """The fastest by trial steps: the layouts, each in the order found for it, then the best of them in that and
-        other orders."""
-        clock, tried = TrialTime(self.ranks, self.options.search_seconds), list[Program]()
-        for number, choice in enumerate(finalists):
-            if tried and not clock.allows_another():
-                self._say(f"search_seconds leaves no time to try {len(finalists) - number} more of the best layouts")
-                break
-            try:
-                orders = self._compiled(choice, len(finalists))
-                microbatch = self.microbatch(choice.layout.microbatches)
-                trial = TrialProgram(orders[0], microbatch, self.model, self.options, self.ranks)
-                tried += self._timed(trial, orders[:1])
-            except CompileError:
-                if not tried:
-                    raise
-            except ScheduleError:  # it holds more than was estimated
-                if number == len(finalists) - 1 and not tried:
-                    raise
-            else:
-                if tried[-1] is min(tried, key=_seconds):
-                    best = tried[-1], trial, orders
-        among, trial, orders = [best[0]], *best[1:]
-        if len(orders) > 1 and clock.allows_another():
-            among = self._timed(trial, orders)
-            tried = [*(each for each in tried if each is not best[0]), *among]
-        chosen = min(among, key=_seconds)
-        others = sorted((each for each in tried if each is not chosen), key=_seconds)
-        plans = [each.plan for each in (chosen, *others) if each.plan is not None]
-        return replace(chosen, plan=replace(plans[0], tried=tuple(each.tried[0] for each in plans)))
-
-    def _timed(self, trial: TrialProgram, orders: Sequence[Program]) -> list[Program]:
-        """Steps in several orders of the same graphs; the plan of each program says what they took."""
-        plans = [order.plan for order in orders if order.plan is not None]
-        with self.ranks.watch.position.turn_to(f"steps on trial: {'; '.join(plan.way for plan in plans)}"):
-            found = trial.times(orders)
-        for plan, times in zip(plans, found, strict=True):
-            self._say(f"on trial a step takes {times}: {plan.way}")
-        timed = [replace(plan, tried=((plan.way, *times),)) for plan, times in zip(plans, found, strict=True)]
-        return [replace(order, plan=plan) for order, plan in zip(orders, timed, strict=True)]
+    def _timed(self, program: Program, orders: Sequence[Choice]) -> list[Choice]:
+        """The orders with what steps in them take or, where none are tried, as they are."""
+        if not self._tries:
+            return list(orders)
+        with self._ranks.watch.position.turn_to(f"steps on trial: {'; '.join(each.way for each in orders)}"):
+            task = self.microbatch(program.schedule.microbatches), self.model, self.options, self._ranks
+            found = step_times(program, [each.order for each in orders], *task)
+        for choice, (middle, least, most) in zip(orders, found, strict=True):
+            self._say(f"on trial a step takes {middle:.4g} s ({least:.4g} to {most:.4g} s): {choice.way}")
+        return [replace(each, tried=((each.way, *times),)) for each, times in zip(orders, found, strict=True)]
 
     def _say(self, text: str) -> None:
-        if self.ranks.is_first:
+        if self._ranks.is_first:
             print(f"zbcompile: {text}.")
 
 
-@dataclass
-class TrialTime:
-    """Allows trials as long as the next one, if it takes as long as the last, ends within `limit` seconds. The first
-    rank's time counts."""
-
-    ranks: Ranks
-    limit: float
-    began: float = field(default_factory=time.monotonic)
-    mark: float = field(default_factory=time.monotonic)
-
-    def allows_another(self) -> bool:
-        """To be asked after every trial."""
-        last, self.mark = self.mark, time.monotonic()
-        return gathered(self.ranks, self.mark - self.began + self.mark - last <= self.limit)[0]
-
-
-def _seconds(program: Program) -> float:
+def _seconds(choice: Choice) -> float:
     """The median of its trial steps."""
-    return program.plan.tried[0][1] if program.plan else 0.0
+    return choice.tried[0][1] if choice.tried else 0.0
 
 
 def _are_alike(one: LaidOut | None, other: LaidOut) -> bool:
     """Whether the steps can be cut at the same places."""
     return one is other or (one is not None and targets_of(one.line) == targets_of(other.line))
+
+
+def step_times(
+    program: Program,
+    orders: Sequence[Schedule],
+    microbatch: Microbatch,
+    model: nn.Module,
+    options: Options,
+    ranks: Ranks,
+) -> list[tuple[float, float, float]]:
+    """Seconds of some steps of the program in each of the orders, which take turns: their median, the shortest and the
+    longest. Every rank gets the same: a step ends when the slowest rank has ended it.
+
+    The model is only read: the steps share its parameters, copy its buffers, and fill with random numbers what is on
+    the meta device. All microbatches are equal.
+    """
+    count = program.schedule.microbatches
+    given = StepInput([microbatch.tensors] * count, 0, options.seed, options.loss_reduction)
+    with undisturbed(ranks.device):
+        bound = BoundPrograms(_stand_in(model), replace(options, init=_fill, debug_nan=False), ranks)
+        bound.hold(program)
+        graphs = [bound.prepare_step(program)] * count
+    engine = Engine(ranks)
+
+    def step(run: Executable) -> float:
+        gathered(ranks, None)  # all begin together
+        began = time.perf_counter()
+        with undisturbed(ranks.device), torch.autocast(ranks.device.type, enabled=False):
+            engine.run(run, given, bound.parameters).losses.read()
+        gpu.synchronize(ranks.device)
+        seconds = max(gathered(ranks, time.perf_counter() - began))
+        ranks.replicas.forget()
+        for parameter in bound.parameters.values():
+            parameter.grad = None
+        return seconds
+
+    runs = [plan_step(graphs, graphs, in_order(program, each).lowered, ranks.local) for each in orders]
+    found: list[list[float]] = [[step(run)][1:] for run in runs]  # which only warm up
+    while len(found[0]) < LEAST or (len(found[0]) < MOST and sum(map(sum, found)) <= ENOUGH * len(runs)):
+        for run, times in zip(runs, found, strict=True):
+            times.append(step(run))
+    return [(median(times), min(times), max(times)) for times in found]
+
+
+def _stand_in(model: nn.Module) -> nn.Module:
+    """A module with tensors of the same names, and nothing else."""
+    parameters = {name: nn.Parameter(each.detach(), each.requires_grad) for name, each in model.named_parameters()}
+    return module_with(parameters | {name: each.detach().clone() for name, each in model.named_buffers()}, "Trial")
+
+
+def _fill(name: str, tensor: torch.Tensor) -> None:
+    """Small random numbers; integers are 0, which indexes anything."""
+    if tensor.is_floating_point() or tensor.is_complex():
+        tensor.copy_(torch.empty(tensor.shape, device=tensor.device).uniform_(-0.05, 0.05))
+    else:
+        tensor.zero_()
