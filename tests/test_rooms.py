@@ -136,7 +136,7 @@ BUDGET = {
     "zbcompile/model": 1180,
     "zbcompile/optimizer": 1435,
     "zbcompile/persistence": 2508,
-    "zbcompile/planning": 1510,
+    "zbcompile/planning": 1495,
     "zbcompile/prediction": 1400,
     "zbcompile/profiling": 620,
     "zbcompile/program": 1990,

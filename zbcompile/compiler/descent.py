@@ -2,12 +2,16 @@
 gains, and then again from neighbours of the best."""
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import combinations, pairwise
+from math import inf
 from random import Random
 
 from zbcompile.passes.compile_options import Policy
+from zbcompile.passes.errors import PartitionError
 from zbcompile.program.choice import Layout
+from zbcompile.schedules import ScheduleError
 
 GAIN = 1e-3  # smaller gains are not worth stages that differ, which are compiled one by one
 RESTARTS = 6
@@ -23,7 +27,8 @@ class Descent:
     layout says of each stage what it recomputes; they are in the order of what they keep.
 
     `look` finds the score of a layout; `bound`, if it is given, says quickly what no score of it can be below, and only
-    what promises most is looked at. `settled` is a layout with what follows from its cuts.
+    what promises most is looked at. Both raise PartitionError or ScheduleError for a layout that does not fit.
+    `settled` is a layout with what follows from its cuts.
     """
 
     places: Sequence[int]
@@ -45,7 +50,7 @@ class Descent:
         return best[1]
 
     def _down(self, layout: Layout) -> tuple[Score, Layout]:
-        score = self.look(layout)
+        score = _score(self.look, layout)
         for step in self.rounds * steps_of(layout.edges, len(self.places)):
             while (moved := self._gain(score, layout, step)) is not None:
                 score, layout = moved
@@ -54,7 +59,7 @@ class Descent:
     def _gain(self, score: Score, layout: Layout, step: int) -> tuple[Score, Layout] | None:
         """A move by `step` places that gains; None if none does."""
         for moved in self._promising(score, self._moves(layout, step)):
-            if is_better(found := self.look(moved), score):
+            if is_better(found := _score(self.look, moved), score):
                 return found, moved
         return None
 
@@ -66,7 +71,7 @@ class Descent:
             if self.bound is None:
                 yield self.settled(moves[first])
                 continue
-            some = [(self.bound(moved), moved) for moved in map(self.settled, moves[first : first + BOUNDED])]
+            some = [(_score(self.bound, moved), moved) for moved in map(self.settled, moves[first : first + BOUNDED])]
             promising = sorted((each for each in some if is_better(each[0], score)), key=lambda each: each[0])
             yield from (moved for _, moved in promising[:LOOKED])
 
@@ -95,6 +100,13 @@ class Descent:
 
     def _edges(self, cuts: Sequence[int]) -> tuple[int, ...]:
         return tuple(self.places[cut] for cut in cuts)
+
+
+def _score(find: Callable[[Layout], Score], layout: Layout) -> Score:
+    """What is found; infinite for a layout that does not fit."""
+    with suppress(PartitionError, ScheduleError):
+        return find(layout)
+    return inf, inf
 
 
 def is_better(new: Score, old: Score) -> bool:

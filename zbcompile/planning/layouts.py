@@ -53,7 +53,6 @@ FINALISTS = 3  # layouts whose cuts are moved
 MOVING = 0.7  # share of the time that they get
 SEARCHING = 0.5  # share of these seconds that is left for moves with an order for each
 ROUNDS = 2  # from far moves of cuts to near ones
-IMPOSSIBLE = (inf, inf)
 STARTS = 3  # orders for which it is chosen what stages recompute
 SEARCHED = 2  # of which this many get the rest of the time
 SLACKS = (0, 0.5, 0.75, 1, 1.25, 1.5)  # of round trips: orders that are found need some
@@ -340,32 +339,27 @@ class LayoutSearch:
         """The layout with its cuts moved, if they are not given, and with what each stage recomputes, if that is free,
         to where the step gets shortest: of large steps in the order that was found, of others with an order for all
         layouts that are looked at."""
-        until, searching = time.monotonic() + seconds, 0 if _is_large(choice.layout) else SEARCHING
+        large, until = _is_large(choice.layout), time.monotonic() + seconds
         free = self.corners and not isinstance(choice.layout.recompute, tuple)
-        best = self._settled(choice, until - searching * seconds) if free else choice
+        best = self._settled(choice, until - (not large) * SEARCHING * seconds) if free else choice
         start, prices = best.layout, self.lines[choice.layout.vocab]
-        looked = {choice.layout: choice, start: best}
-
-        def least(layout: Layout) -> Score:
-            with suppress(PartitionError, ScheduleError):
-                return 0.0, self._bound_of(layout)
-            return IMPOSSIBLE
+        looked, places = {choice.layout: choice, start: best}, self._places(prices)
 
         def look(layout: Layout) -> Score:
-            with suppress(PartitionError, ScheduleError):
-                if layout not in looked:
-                    looked[layout] = self.lay_out(layout)
-                return 0.0, looked[layout].seconds
-            return IMPOSSIBLE
+            if layout not in looked:
+                looked[layout] = self.lay_out(layout)
+            return 0.0, looked[layout].seconds
 
-        places = self._places(prices)
-        if not _is_large(start):
-            corners = prices.levels if self.corners else ()
-            places = sorted({*places, *start.edges})
+        def least(layout: Layout) -> Score:
+            return 0.0, self._bound_of(layout)
+
+        if not large:
+            places, corners = sorted({*places, *start.edges}), prices.levels if self.corners else ()
             Descent(places, look, lambda: time.monotonic() >= until, least, corners, rounds=ROUNDS).run(start)
         elif start.microbatches == self.microbatches and places and not free:
-            limit = self.choices.boundary_bytes
-            look(layout_for_makespan(prices, start, choice.order, self.choices.memory, limit))
+            limits = self.choices.memory, self.choices.boundary_bytes
+            with suppress(PartitionError, ScheduleError):
+                look(layout_for_makespan(prices, start, choice.order, *limits))
         return _fastest(looked.values(), 1)[0]
 
     def _places(self, prices: LinePrices) -> list[int]:
