@@ -8,13 +8,12 @@ other shares.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from math import inf
 from operator import add
 
 from zbcompile.compiler.descent import Descent, Score
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import Choices, Policy, Recompute
+from zbcompile.passes.compile_options import Choices, Policy
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.partition.balance import LoadRow, Spans
@@ -217,30 +216,17 @@ def keep_most(
 ) -> Layout:
     """The layout in which each rank recomputes as little as the order of `schedule` leaves room for in `memory` bytes,
     or what holds least; `levels` are what stages may recompute, that which takes longest first."""
-    placement = schedule.placement
-    chosen: list[Policy | None] = [None] * schedule.ranks
-    least = [inf] * schedule.ranks
-    leanest: list[Policy] = [levels[0]] * schedule.ranks
-    for policy in reversed(levels):
-        held = held_in_order(prices, layout.edges, schedule, policy, rows)
-        for rank, size in enumerate(held):
-            if size < least[rank]:
-                least[rank], leanest[rank] = size, policy
-            if size <= memory and chosen[rank] is None:
-                chosen[rank] = policy
-        if None not in chosen:
+    placement, tried, chosen = schedule.placement, list[tuple[Policy, list[float]]](), dict[int, Policy]()
+    for policy in reversed(levels):  # what ranks hold as a search of orders counts it: with the pass that needs most
+        costs = with_messages(prices.costs(layout.edges, rows, policy, placement), placement)
+        always = prices.held_by_any_order(placement, layout.edges, rows, policy)
+        tried.append((policy, [*map(add, always, peak_memory(schedule, costs))]))
+        chosen = {rank: policy for rank, held in enumerate(tried[-1][1]) if held <= memory} | chosen
+        if len(chosen) == schedule.ranks:
             break
-    policies = [each or lean for each, lean in zip(chosen, leanest, strict=True)]
-    return replace(layout, recompute=tuple(policies[placement.rank(stage)] for stage in range(placement.stages)))
-
-
-def held_in_order(
-    prices: LinePrices, edges: Sequence[int], schedule: Schedule, recompute: Recompute, rows: float = 1
-) -> tuple[float, ...]:
-    """The most bytes of each rank, counted as a search of orders does: with the pass that needs most at any moment."""
-    costs = with_messages(prices.costs(edges, rows, recompute, schedule.placement), schedule.placement)
-    always = prices.held_by_any_order(schedule.placement, edges, rows, recompute)
-    return tuple(map(add, always, peak_memory(schedule, costs)))
+    for rank in range(schedule.ranks):
+        chosen.setdefault(rank, min(tried, key=lambda each: each[1][rank])[0])
+    return replace(layout, recompute=tuple(chosen[placement.rank(stage)] for stage in range(placement.stages)))
 
 
 def places_of(line: Line, boundary: float | None = None) -> list[int]:
