@@ -13,7 +13,8 @@ from zbcompile.calibrate import main
 from zbcompile.compiler.compile_example import compile_example
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Product
-from zbcompile.prediction.calibration import KERNELS, spread_of
+from zbcompile.prediction import calibration
+from zbcompile.prediction.calibration import KERNELS, Bench, run_seconds, spread_of
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.schedules import build
 
@@ -47,6 +48,13 @@ def test_the_spread_is_that_of_a_typical_sample_between_rounds() -> None:
         for scale, far in ((1.0, 1.0), (1.1, 1.5), (1.05, 1.25))
     ]
     assert spread_of(rounds) == pytest.approx(0.05 / 1.05)
+
+
+def test_a_clock_that_stands_still_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a thread's does once in some million times on a virtual machine whose processors are taken away."""
+    readings = iter([0, 0, 0, 3, 3, 5, 5, 5, *range(5, 100, 2)])  # twice the beginning of a block is also its end
+    monkeypatch.setattr(calibration, "clock_of", lambda accelerated: lambda: float(next(readings)))
+    assert run_seconds(lambda: None, Bench(torch.device("cpu"), enough=0.0)) == 2
 
 
 @pytest.mark.parametrize("output", ["machine.json", "nowhere/machine.toml"])
