@@ -28,6 +28,7 @@ from zbcompile.compiler.cut_planning import places_of
 from zbcompile.compiler.least_step import LeastStep
 from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.errors import PartitionError
+from zbcompile.planning.fastest_layouts import fastest_layouts
 from zbcompile.planning.layouts import LayoutSearch
 from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
@@ -65,7 +66,7 @@ def least(search: LayoutSearch, memory: int) -> float:
 def found(search: LayoutSearch, memory: int, recompute: Recompute, seconds: float) -> Choice | None:
     choices = replace(search.choices, memory=memory, recompute=recompute)
     try:
-        return replace(search, choices=choices).run(seconds)[0]
+        return fastest_layouts(replace(search, choices=choices), seconds)[0]
     except PartitionError:
         return None
 

@@ -35,6 +35,7 @@ from zbcompile.compiler.compile_model import LaidOut, lay_out_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.option import read_bytes
+from zbcompile.planning.fastest_layouts import fastest_layouts
 from zbcompile.planning.layouts import LayoutSearch
 from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
@@ -271,7 +272,7 @@ def best_name(search: LayoutSearch) -> Step:
 
 
 def auto(search: LayoutSearch, seconds: float) -> tuple[Step, Choice]:
-    choice = search.run(seconds)[0]
+    choice = fastest_layouts(search, seconds)[0]
     return Step(choice.seconds, max(choice.peak), str(choice.layout)), choice
 
 

@@ -11,6 +11,7 @@ from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.passes.partition.memory_estimate import ReplicaSharding
+from zbcompile.planning.fastest_layouts import fastest_layouts
 from zbcompile.planning.layouts import HUGE, LayoutSearch, rounded, whole_step
 from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
@@ -117,7 +118,7 @@ def factorisations(
             search = _search(step, costs, replace(question, choices=choices), size, own)
             if question.schedule == "auto":
                 best = min(best, _require_promise(search, own * replicas, best))
-            for choice in search.run(seconds / len(sizes), announce):
+            for choice in fastest_layouts(search, seconds / len(sizes), announce):
                 choice = _hiding(choice, search)
                 exchange = _exchange(choice, search, replicas, ring)
                 choice = replace(choice, layout=replace(choice.layout, replicas=replicas, tensor=step.tensor))

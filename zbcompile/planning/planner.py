@@ -19,6 +19,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import Barriers, Choices
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.passes.vocabulary.shard_program import even_bounds
+from zbcompile.planning.fastest_layouts import fastest_layouts
 from zbcompile.planning.layouts import LayoutSearch
 from zbcompile.planning.search_cache import NEAR, best_name_of, cached_search
 from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
@@ -56,7 +57,7 @@ def decide(
     """
     lines = PricedStep(laid_out, choices, measured, link).costs(provisional.ranks)
     search = LayoutSearch(lines, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
-    found = search.run(SHARE * budget, announce)
+    found = fastest_layouts(search, SHARE * budget, announce)
     kinds = {_kind(each.layout): each for each in reversed(found)}
     best = sorted(kinds.values(), key=found.index)[:LAYOUTS]
     return [
