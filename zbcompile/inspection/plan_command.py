@@ -191,17 +191,8 @@ def _assumed(request: PlanRequest) -> str:
 def _searched(request: PlanRequest, schedule: str, ranks: int, say: Say) -> tuple[list[PlanRow], list[str]]:
     """The rows for every number of ranks that can share the matrices, and the reasons why others cannot."""
     whole, options = example_of(request), request.options
-    question = PlanQuestion(
-        options.choices,
-        request.global_batch,
-        request.dimensions,
-        schedule,
-        options.microbatches,
-        options.chunks,
-        request.fused,
-        request.zero,
-        request.reshard,
-    )
+    how = schedule, options.microbatches, options.chunks, request.fused, request.zero, request.reshard
+    question = PlanQuestion(options.choices, request.global_batch, request.dimensions, *how)
     task = question, ranks, options.search_seconds, say
     sizes = [tp for tp in range(2, ranks + 1) if ranks % tp == 0] if "tp" in request.dimensions else []
     why = why_whole(request, whole.model) if sizes else ""

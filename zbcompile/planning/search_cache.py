@@ -3,10 +3,9 @@
 import gzip
 import hashlib
 import json
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 from zbcompile import schedules
@@ -35,17 +34,17 @@ def cached_search(
 ) -> SearchResult:
     """What `zbcompile.schedules.search` finds on one placement, read from the cache if it was asked the same before.
     Raises what that raises. `keep=False` is for measured costs, which are never the same again."""
-    task = costs, ranks, microbatches, limits, (placement,)
+    find = partial(search, costs, ranks, microbatches, limits, (placement,))
+    find = partial(find, barriers=barriers, seconds=seconds, moves=moves, lean=lean)
     if not keep:
-        return search(*task, barriers=barriers, seconds=seconds, moves=moves, lean=lean)
+        return find()
     asked = [ranks, microbatches, limits, placement, barriers, seconds, moves, lean, costs.to_json(), _code()]
     key = hashlib.sha256(json.dumps(asked, default=float).encode()).hexdigest()
     file = cache_folder() / f"search-{key}.json.gz"
     with suppress(Exception):  # nothing there, or damaged: the next one takes its place
         return _read(file, costs, limits)
-    begun = time.monotonic()
-    found = search(*task, barriers=barriers, seconds=seconds, moves=moves, lean=lean)
-    if time.monotonic() - begun >= WORTH:
+    found = find()
+    if found.seconds >= WORTH:
         with suppress(OSError, PipelineError):  # a folder that cannot be written keeps nothing
             file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             write_whole(file, _written(found))
@@ -60,22 +59,21 @@ def best_name_of(found: SearchResult) -> tuple[str, float] | None:
 
 def _written(found: SearchResult) -> bytes:
     figures = [found.bound, found.objective, found.origin, found.moves, found.seconds]
-    tables = [[*name, value] for name, value in found.names.items()], list(found.placements.items())
+    names = [[*name, value] for name, value in found.names.items()]
     near = [(seconds, to_json(order)) for seconds, order in found.named if seconds <= NEAR * found.objective]
-    return gzip.compress(json.dumps([figures, *tables, to_json(found.schedule), near], default=float).encode())
+    return gzip.compress(json.dumps([figures, names, to_json(found.schedule), near], default=float).encode())
 
 
 def _read(file: Path, costs: Costs, limits: Sequence[float] | None) -> SearchResult:
     """Checked and simulated anew, so a file that was changed is no answer."""
-    figures, names, placements, text, near = json.loads(gzip.decompress(file.read_bytes()))
-    bound, objective, origin, moves, seconds = figures
+    (bound, objective, *figures), names, text, near = json.loads(gzip.decompress(file.read_bytes()))
     simulation = _simulated(text, costs, limits)
     if float(simulation.makespan) != objective:
         raise PipelineError(f"{file}: not what was found for these costs")
     named = {(name, on): value for name, on, value in names}
-    on = {name: tuple(pair) for name, pair in placements}
+    on = {str(simulation.schedule.placement): (bound, objective)}
     orders = tuple((takes, _simulated(order, costs, limits).schedule) for takes, order in near)
-    return SearchResult(simulation.schedule, simulation, bound, objective, origin, moves, seconds, named, on, orders)
+    return SearchResult(simulation.schedule, simulation, bound, objective, *figures, named, on, orders)
 
 
 def _simulated(text: str, costs: Costs, limits: Sequence[float] | None) -> Timeline:
