@@ -9,9 +9,14 @@ from zbcompile.schedules import Placement, Schedule
 
 @dataclass(frozen=True)
 class Layout:
-    """What is compiled: the placement of stages on `ranks`, the number of microbatches, the cuts (`edges`, as numbers
-    of operations before each), what B recomputes, how the output layer is sharded (`vocab`); `replicas` pipelines, each
-    of `ranks` times `tensor` ranks that share every matrix."""
+    """What is compiled: the `placement` of stages, as text, on `ranks` ranks; the `microbatches` of a step of one
+    pipeline; `edges`, the number of operations before each cut, one fewer than stages (none before the line is cut);
+    what B recomputes, in all stages or, as a tuple, in each; how the output layer is sharded (`vocab`); `replicas`
+    pipelines, each of `ranks` times `tensor` ranks that share every matrix.
+
+    >>> Layout("v", ranks=2, microbatches=4, edges=(10, 20, 30)).parsed.stages
+    4
+    """
 
     placement: str
     ranks: int
@@ -24,6 +29,7 @@ class Layout:
 
     @property
     def parsed(self) -> Placement:
+        """The placement on these ranks. Raises ScheduleError for a text that is none."""
         return Placement.parse(self.placement, self.ranks)
 
     @property
@@ -48,7 +54,7 @@ class Choice:
     * `order`: of large steps that are only planned, of their first microbatches; `origin`: what it was made from;
     * `seconds`: the predicted step, `bound`: what no order of this layout can be shorter than, both from `basis`;
     * `resident`, `peak`: bytes that each rank holds all the time, and at most;
-    * `bubble`: the share of the step in which its busiest rank waits;
+    * `bubble`: the share of the step, from 0 to 1, in which its busiest rank waits;
     * `best_name`: the named schedule that comes nearest on this layout, with its seconds, or None if none fits;
     * `others`: the other layouts with their steps (at nominal speeds, as `nominal`, that of the chosen one), the
       runner-up first;
