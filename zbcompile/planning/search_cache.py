@@ -66,14 +66,14 @@ def _written(found: SearchResult) -> bytes:
 
 def _read(file: Path, costs: Costs, limits: Sequence[float] | None) -> SearchResult:
     """Checked and simulated anew, so a file that was changed is no answer."""
-    (bound, objective, *figures), names, text, near = json.loads(gzip.decompress(file.read_bytes()))
+    (bound, objective, origin, moves, seconds), names, text, near = json.loads(gzip.decompress(file.read_bytes()))
     simulation = _simulated(text, costs, limits)
     if float(simulation.makespan) != objective:
         raise PipelineError(f"{file}: not what was found for these costs")
     named = {(name, on): value for name, on, value in names}
     on = {str(simulation.schedule.placement): (bound, objective)}
     orders = tuple((takes, _simulated(order, costs, limits).schedule) for takes, order in near)
-    return SearchResult(simulation.schedule, simulation, bound, objective, *figures, named, on, orders)
+    return SearchResult(simulation.schedule, simulation, bound, objective, origin, moves, seconds, named, on, orders)
 
 
 def _simulated(text: str, costs: Costs, limits: Sequence[float] | None) -> Timeline:
