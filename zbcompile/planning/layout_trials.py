@@ -100,8 +100,8 @@ class LayoutTrials:
                 raise self._ranks.watch.known_to_all(self._refused[usual])
             schedule = fit_to_count(schedule, self.options, least)
         found = self._decided(line, schedule, counts)
-        while not _are_alike(best := self._find(found[0].layout.microbatches), line):
-            if best is None:
+        while not self._is_for(line, found[0]):
+            if (best := self._find(found[0].layout.microbatches)) is None:
                 counts = [count for count in counts if count < found[0].layout.microbatches]
             else:
                 line, schedule, counts = best, found[0].order, ()
@@ -181,7 +181,7 @@ class LayoutTrials:
     def _is_for(self, line: LaidOut, choice: Choice) -> bool:
         """Whether the step can be cut where the choice says; with other rows it may take other operations."""
         found = self._find(choice.layout.microbatches)
-        return found is not None and _are_alike(found, line)
+        return found is line or (found is not None and targets_of(found.line) == targets_of(line.line))
 
     def _ordered(self, choice: Choice, of: int) -> tuple[Program, list[Choice]]:
         """The choice compiled, in the order that is best for its graphs as all ranks measure them, and in others close
@@ -221,11 +221,6 @@ class LayoutTrials:
 def _seconds(choice: Choice) -> float:
     """The median of its trial steps."""
     return choice.tried[0][1] if choice.tried else 0.0
-
-
-def _are_alike(one: LaidOut | None, other: LaidOut) -> bool:
-    """Whether the steps can be cut at the same places."""
-    return one is other or (one is not None and targets_of(one.line) == targets_of(other.line))
 
 
 def step_times(
