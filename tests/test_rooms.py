@@ -136,7 +136,7 @@ BUDGET = {
     "zbcompile/model": 1180,
     "zbcompile/optimizer": 1435,
     "zbcompile/persistence": 2508,
-    "zbcompile/planning": 1505,
+    "zbcompile/planning": 1497,
     "zbcompile/prediction": 1400,
     "zbcompile/profiling": 620,
     "zbcompile/program": 1995,

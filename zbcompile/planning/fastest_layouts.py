@@ -176,10 +176,9 @@ def _least_steps(search: LayoutSearch, layout: Layout) -> Iterator[Layout]:
 
 
 def _searched(search: LayoutSearch, choice: Choice, seconds: float, lean: bool) -> Choice:
-    """The layout with a better order, if the time suffices to look at more than the glance did; else, if it is to
-    be `lean`, with one of those that hold least."""
-    proven = choice.seconds <= choice.bound * ROUNDING
-    if _is_partial(choice) or search.took[choice.layout] > seconds or proven:
+    """The layout with a better order, if there may be one that is searched for; else, if it is to be `lean`, with one
+    of those that hold least."""
+    if _is_partial(choice) or choice.seconds <= choice.bound * ROUNDING:
         return search.lay_out(choice.layout, lean=True, order=choice) if lean and is_large(choice.layout) else choice
     return search.lay_out(choice.layout, seconds, order=choice)
 

@@ -1,6 +1,6 @@
 """Layouts: the ways to place, cut and order a captured step on some ranks, priced without compiling it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -66,7 +66,6 @@ class LayoutSearch:
     brief: bool = False
     schedule: str = "auto"
     rows: float = 1.0
-    took: dict[Layout, float] = field(default_factory=dict, init=False)  # seconds of the glance at each layout
     _edges: dict[object, list[int] | None] = field(default_factory=dict, init=False)  # cuts that were computed
 
     def lay_out(
@@ -85,11 +84,11 @@ class LayoutSearch:
             lean = lean or moves != 0
             found = cached_search(*task, keep=self.choices.balance != "measured", lean=lean)
             found = _shorter(found, costs, limits, order)
-        self.took[layout], whole = found.seconds, whole_step(layout, found.simulation)
-        prices, how = self.lines[layout.vocab], (self.rows_of(layout), layout.recompute)
+        whole, prices = whole_step(layout, found.simulation), self.lines[layout.vocab]
+        how = self.rows_of(layout), layout.recompute
         peak = prices.most_held(found.schedule, layout.edges, *how)
         if limits and prices.sharding.gathers:  # of which the limits know the largest stage only
-            list(_room(self.choices.memory or inf, peak, layout.placement))
+            _room(self.choices.memory or inf, peak, layout.placement)
         return Choice(
             layout,
             found.schedule,
@@ -234,7 +233,7 @@ class LayoutSearch:
         how = self.rows_of(layout), layout.recompute
         if self.choices.memory is not None:
             held = prices.held_by_any_order(parsed, layout.edges, *how)
-            limits = list(_room(self.choices.memory, held, layout.placement))
+            limits = _room(self.choices.memory, held, layout.placement)
         costs, count = with_messages(prices.costs(layout.edges, *how, parsed), parsed), layout.microbatches
         if self.is_huge(layout):
             count = min(count, 2 * self.ranks)
@@ -283,12 +282,12 @@ def _pace(timeline: Timeline) -> float:
     return max(timeline.work / count, (timeline.makespan - half.makespan) / (count - count // 2))
 
 
-def _room(memory: float, resident: Sequence[float], placement: str) -> Iterator[float]:
-    """What each rank has left for activations."""
+def _room(memory: float, resident: Sequence[float], placement: str) -> list[float]:
+    """What each rank has left for activations. Raises PartitionError if it is nothing."""
     for rank, held in enumerate(resident):
         if held >= memory:
             raise PartitionError(
                 f"placement {placement}: parameters, gradients, optimizer state, messages and the pass that runs take "
                 f"{held:,.0f} bytes on rank {rank}, {held - memory:,.0f} more than memory={memory:.15g}"
             )
-        yield memory - held
+    return [memory - held for held in resident]
