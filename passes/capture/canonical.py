@@ -5,7 +5,7 @@ placeholders) and `node.meta["recompute"]` (in checkpoint regions), all set here
 `zbcompile.passes.pass_list.passes_in_order`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,21 +15,34 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from zbcompile.passes.capture.autocast import is_autocasts
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.capture.functional_writes import separate_changing_buffers
-from zbcompile.passes.capture.opaque_calls import overwritten_by
+from zbcompile.passes.capture.opaque_calls import is_call, overwritten_by
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.gpu import kind_of
-from zbcompile.passes.graph.fx import copied, drop_unused_inputs, is_random, like, output_values, with_graph
+from zbcompile.passes.graph.fx import (
+    NodeNumber,
+    call_text,
+    copied,
+    drop_unused_inputs,
+    is_random,
+    like,
+    output_values,
+    with_graph,
+)
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.process_groups import is_collective, is_under_way, is_wait, name_groups
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.source_location import not_inferred, source_line
-from zbcompile.passes.graph.storage import tensors_of
+from zbcompile.passes.graph.storage import form_of_tensor, moved_value, tensors_of
 from zbcompile.passes.torch_private import (
     ASSERTIONS,
     AUTOCAST,
     RECOMPUTE,
+    FakeTensor,
     FakeTensorMode,
+    OpOverload,
+    is_in_place,
+    storage_key,
     take_annotations,
 )
 
@@ -190,17 +203,48 @@ def drop_dead_code(graph: Graph) -> None:
 
 
 class _GradientReach(Interpreter):
-    """Runs the graph on fake tensors with autograd on, noting each value and whether a gradient reaches it."""
+    """Runs the graph on fake tensors with autograd on, noting each value and whether a gradient reaches it. Of equal
+    operations on equal tensors one runs; the others get tensors like its own."""
+
+    def __init__(self, module: GraphModule, mode: FakeTensorMode) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self.extra_traceback = False  # our errors name the line
+        self.mode, self.first = mode, dict[Hashable, Node]()
 
     def run_node(self, n: Node) -> Any:
+        first = self.first.setdefault(self._key(n), n)
+        if first is n:
+            value = self._run(n)
+            n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]
+        else:
+            storages = {
+                storage_key(a.meta["val"]): b.meta["val"].untyped_storage()
+                for a, b in zip(first.all_input_nodes, n.all_input_nodes, strict=True)
+            }
+            n.meta["val"] = moved_value(first.meta["val"], storages, self.mode)
+            value = moved_value(self.env[first], storages, self.mode)
+        n.meta["differentiable"] = any(t.requires_grad for t in tensors_of(value))
+        return value
+
+    def _run(self, n: Node) -> Any:
         try:
-            value = super().run_node(n)
+            with self.mode:
+                value = super().run_node(n)
         except Exception as error:  # torch.export accepts operations whose shape depends on the data
             raise not_inferred(n, error) from error
         _refuse_overwritten(n)
-        n.meta["differentiable"] = any(t.requires_grad for t in tensors_of(value))
-        n.meta["val"] = torch.fx.node.map_aggregate(value, _detached)  # type: ignore[arg-type]
         return value
+
+    def _key(self, n: Node) -> Hashable:
+        """Equal for equal operations on equal tensors; what is more than an operation is equal to nothing."""
+        reads = {node: NodeNumber(f"%{i}") for i, node in enumerate(n.all_input_nodes)}
+        values = [self.env[node] for node in reads]
+        plain = all(type(value) is FakeTensor for value in values) and isinstance(n.target, OpOverload)
+        if not plain or is_in_place(n.target) or is_call(n) or any(v.is_complex() or v.is_neg() for v in values):
+            return n
+        keys = [storage_key(value) for value in values]
+        places = [(value.storage_offset(), keys.index(key)) for value, key in zip(values, keys, strict=True)]
+        return call_text(n, reads), *map(form_of_tensor, values), *places
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run attention that the capture kept whole by its kernel. On a CPU torch would compute it by its formula if
@@ -223,11 +267,10 @@ def _detached(value: Any) -> Any:
 
 def infer_values(module: GraphModule, captured: Captured, mode: FakeTensorMode) -> None:
     """Set `val` and `differentiable` of every node by one run on fake tensors."""
-    with mode, torch.enable_grad(), kernels_layouts():
-        inputs = [_fake_input(node, captured) for node in module.graph.find_nodes(op="placeholder")]
-        values = _GradientReach(module, garbage_collect_values=False)
-        values.extra_traceback = False  # our errors name the line
-        values.run(*inputs)
+    with torch.enable_grad(), kernels_layouts():
+        with mode:
+            inputs = [_fake_input(node, captured) for node in module.graph.find_nodes(op="placeholder")]
+        _GradientReach(module, mode).run(*inputs)
 
 
 def _fake_input(node: Node, captured: Captured) -> Any:

@@ -15,7 +15,8 @@ from torch.fx.node import map_arg
 
 from zbcompile.passes.capture.mutations import changes_nothing
 from zbcompile.passes.capture.opaque_calls import is_call
-from zbcompile.passes.graph.fx import NodeNumber, call_text, is_getitem, like, output_values
+from zbcompile.passes.graph.fx import NodeNumber, call_text, is_getitem, like, operator_name, output_values
+from zbcompile.passes.graph.storage import form_of_tensor
 from zbcompile.passes.torch_private import (
     ANNOTATIONS,
     AUTOCAST_REGION,
@@ -45,7 +46,7 @@ class _Unit(NamedTuple):
             return self.node
         numbers = {read: NodeNumber(f"%{i}") for i, read in enumerate(self.reads)}
         taken = tuple(each.args[1:] for each in self.results if each is not self.node)
-        return call_text(self.node, numbers), *(_spec(values[each]) for each in self.reads), taken
+        return call_text(self.node, numbers), *(form_of_tensor(values[each]) for each in self.reads), taken
 
     def run(self, values: Mapping[Node, torch.Tensor]) -> list[torch.Tensor]:
         """The results, as operations decompose: on fake tensors without gradients. Of a region those of the export."""
@@ -128,21 +129,15 @@ def _units(graph: Graph, values: dict[Node, torch.Tensor]) -> Iterator[_Unit]:
             yield _Unit(node, _reads(node), [] if value is None else several)
 
 
-def _spec(value: torch.Tensor) -> Hashable:
-    """What of a tensor decides how operations on it decompose."""
-    where = value.dtype, value.device, value.layout, value.is_conj(), value.is_neg()
-    return tuple(value.shape), value.stride(), where, value.requires_grad
-
-
 def _forms(module: GraphModule, units: Sequence[_Unit], values: Mapping[Node, torch.Tensor]) -> list[_Form] | None:
     """What becomes of each in a program that has nothing else. None if something is added for all of them, or if
     results are not the tensors that were taken for them."""
     parts = _short(module, units, values).run_decompositions({}).graph
     holders, results = parts.find_nodes(op="placeholder"), output_values(parts)
-    taken = [_spec(values[node]) for unit in units for node in unit.results]
+    taken = [form_of_tensor(values[node]) for unit in units for node in unit.results]
     if len(holders) != sum(len(unit.reads) for unit in units) or parts.find_nodes(op="get_attr"):
         return None
-    if [_spec(node.meta["val"].detach()) for node in results] != taken:
+    if [form_of_tensor(node.meta["val"].detach()) for node in results] != taken:
         return None
     read, made = iter(holders), iter(results)
     forms = [_Form([], [*islice(read, len(u.reads))], [*islice(made, len(u.results))]) for u in units]
@@ -214,7 +209,6 @@ def _composed(old: Graph, known: Mapping[Node, tuple[_Unit, _Form]]) -> Graph:
 def _copied(node: Node, graph: Graph, copies: Mapping[Node, Any]) -> Node:
     """A copy of an operation, named as torch names it."""
     args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
-    name = node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else "getitem"
-    copy = graph.create_node(node.op, node.target, args, kwargs, name)
+    copy = graph.create_node(node.op, node.target, args, kwargs, operator_name(node))
     copy.meta = dict(node.meta)
     return copy

@@ -23,6 +23,11 @@ def is_getitem(node: Node) -> bool:
     return node.target is operator.getitem
 
 
+def operator_name(node: Node) -> str:
+    """As torch names the node of a call in a trace."""
+    return node.target.overloadpacket.__name__ if isinstance(node.target, OpOverload) else "getitem"
+
+
 def is_random(node: Node) -> bool:
     """Whether a node draws random numbers. Such a node moves the generator: never dropped, copied or reordered."""
     return draws(node.target, node.args, node.kwargs)

@@ -1,17 +1,38 @@
 """The storages behind the values of a graph: which values alias, their bytes, and the bytes that an operation moves."""
 
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Hashable, Iterable, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.torch_private import is_in_place, storage_key
+from zbcompile.passes.torch_private import FakeTensorMode, fake_of, is_in_place, storage_key
 
 
 def tensors_of(value: Any) -> list[torch.Tensor]:
     """The tensors in a node's value."""
     return [v for v in (value if isinstance(value, tuple | list) else (value,)) if isinstance(v, torch.Tensor)]
+
+
+def moved_value(value: Any, storages: MutableMapping[int, Any], mode: FakeTensorMode) -> Any:
+    """A fake value like `value`, in `mode`, on the storages that `storages` has for its own (by `storage_key`), or on
+    new ones; conjugated and negated lazily it is not."""
+    if isinstance(value, tuple | list):
+        return type(value)(moved_value(each, storages, mode) for each in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    key = storage_key(value)
+    if key not in storages:
+        storages[key] = torch.UntypedStorage(value.untyped_storage().nbytes(), device="meta")
+    empty = torch.empty(0, dtype=value.dtype, device="meta")
+    moved = empty.set_(storages[key], value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+    return fake_of(moved, mode, value.device).requires_grad_(value.requires_grad)
+
+
+def form_of_tensor(value: torch.Tensor) -> Hashable:
+    """What of a tensor decides what becomes of an operation on it."""
+    where = value.dtype, value.device, value.layout, value.is_conj(), value.is_neg()
+    return tuple(value.shape), value.stride(), where, value.requires_grad
 
 
 def content_of(tensor: torch.Tensor) -> bytes:
