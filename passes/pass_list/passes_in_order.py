@@ -4,7 +4,7 @@ A model is captured, made canonical and cut into stages. Each stage that differs
 goes through STAGE_PASSES. The compiler runs the objects of these lists.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
@@ -28,10 +28,10 @@ from zbcompile.passes.partition.stage_graphs import cut
 from zbcompile.passes.pass_list.run_passes import SILENT, Pass, PassManager
 from zbcompile.passes.recompute.recompute import recompute
 from zbcompile.passes.split.defer_sums import defer_sums
-from zbcompile.passes.split.joint_graph import trace_joint
 from zbcompile.passes.split.simplify import simplify
 from zbcompile.passes.split.split import split
 from zbcompile.passes.stage.deduplicate import renamed
+from zbcompile.passes.stage.joint_segments import trace_in_segments
 from zbcompile.passes.stage.overlap import merge
 from zbcompile.passes.stage.stage_program import finish_stage
 from zbcompile.passes.verification import (
@@ -48,13 +48,15 @@ from zbcompile.passes.vocabulary.trunk import cut_off
 @dataclass(frozen=True)
 class StageTask:
     """The inputs of the passes of a stage, besides the stage itself: trainable parameters, choices, the fake gradients
-    that arrive, what the graphs call each process group of this process, and the parameters of several stages."""
+    that arrive, what the graphs call each process group of this process, the parameters of several stages, and the
+    segments of stages that were traced."""
 
     trainable: frozenset[str]
     choices: Choices
     tangents: Mapping[str, torch.Tensor]
     dimensions: Mapping[str, str] = field(default_factory=dict)
     several: frozenset[str] = frozenset()
+    segments: MutableMapping[Hashable, object] = field(default_factory=dict)
 
 
 _GRAPH = (graph.operations_in_order, graph.calls_only, graph.roles_complete, graph.roles_allowed)
@@ -125,7 +127,7 @@ STAGE_PASSES = (  # each receives the result of the one before it, and the task
     Pass(
         "joint",
         "traces the backward after the forward",
-        lambda stage, t: trace_joint(stage, t.trainable, t.tangents, t.choices.exact, t.dimensions),
+        lambda stage, t: trace_in_segments(stage, t.trainable, t.tangents, t.choices.exact, t.dimensions, t.segments),
         _JOINT,
     ),
     Pass("simplify", "drops double transposes and equal views", lambda joint, _: simplify(joint), _REWRITTEN),

@@ -29,7 +29,16 @@ from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter, described_backward
 from zbcompile.passes.split.gradient_flow import FlowRecorder, GradientFlow
 from zbcompile.passes.split.in_place import calculate_alike, in_place_operation, replace_writes_into_fresh
-from zbcompile.passes.torch_private import FakeTensorMode, functional, make_fx, single_threaded_backward
+from zbcompile.passes.torch_private import (
+    FakeTensorMode,
+    functional,
+    local_part,
+    make_fx,
+    single_threaded_backward,
+    traced_node,
+)
+
+_Named = tuple[tuple[Slot, Node], ...]
 
 
 @dataclass(frozen=True)
@@ -49,7 +58,7 @@ class Joint:
 
     Outputs of kind `virtual_gradient` are for the split alone. `gradient_of_input` maps each activation that gets a
     gradient to the fake tensor of that gradient. `recomputed` is set by the pass of that name,
-    `deferred` by `zbcompile.passes.split.defer_sums`.
+    `deferred` by `zbcompile.passes.split.defer_sums`. A trace says which nodes were there before the `forward` ended.
     """
 
     stage: Stage
@@ -60,6 +69,7 @@ class Joint:
     recomputed: Recomputation | None = None
     deferred: Mapping[str, str] = field(default_factory=dict)
     flow: GradientFlow | None = None
+    forward: frozenset[Node] = frozenset()
 
 
 def trace_joint(
@@ -96,12 +106,17 @@ def trace_joint(
     nodes = module.graph.find_nodes(op="placeholder")
     returned = zip([*stage.outputs, *run.gradients], output_values(module.graph), strict=True)
     outputs = [(slot, node) for slot, node in returned if isinstance(node, Node)]
-    leaving = {s.name: boundary_like(n.meta["val"], exact) for s, n in outputs if s.kind == "input_gradient"}
     for node, slot in zip(nodes, slots, strict=True):
         node.meta["slot"] = slot
     inputs = tuple(zip(slots, nodes, strict=True))
     flow = None if run.flow is None else run.flow.of(module, inputs, tuple(outputs))
-    return Joint(stage, module, inputs, tuple(outputs), leaving, flow=flow)
+    return joint_of(stage, module, inputs, tuple(outputs), exact, flow=flow, forward=run.forward)
+
+
+def joint_of(stage: Stage, module: GraphModule, inputs: _Named, outputs: _Named, exact: bool, **more: Any) -> Joint:
+    """The joint graph in `module`, and the gradients that leave it."""
+    leaving = {s.name: boundary_like(n.meta["val"], exact) for s, n in outputs if s.kind == "input_gradient"}
+    return Joint(stage, module, inputs, outputs, leaving, **more)
 
 
 def _trace_functional(run: "_JointFunction", values: list[Any], written: GraphModule, exact: bool) -> GraphModule:
@@ -138,6 +153,7 @@ class _JointFunction:
         self.stage, self.primals, self.tangents, self.dimensions = stage, primals, tangents, dimensions
         self.gradients: list[Slot] = []
         self.flow: FlowRecorder | None = None
+        self.forward: frozenset[Node] = frozenset()
 
     def __call__(self, *flat: Any) -> list[Any]:
         primals, tangents = flat[: self.primals], flat[self.primals :]
@@ -145,6 +161,8 @@ class _JointFunction:
         interpreter.flow = self.flow = FlowRecorder(self.dimensions) if set(self.dimensions.values()) - {"pp"} else None
         with torch.enable_grad():
             outputs = interpreter.run(*primals)
+        found = next(filter(None, map(traced_node, map(local_part, flat))), None)
+        self.forward = frozenset(() if found is None else found[0].graph.nodes)
         pairs = []
         for slot, primal in zip(self.stage.inputs, primals, strict=True):
             gradient = Slot("gradient" if slot.kind == "parameter" else "input_gradient", slot.name)
@@ -224,13 +242,10 @@ def first_activations(stage: Stage) -> list[Node]:
     Their gradients are proxies for input gradients, see `zbcompile.passes.split.split`. A value is not one of them if
     it depends on differentiable data, or only on parameters and constants (a normalised weight).
     """
-    data: set[Node] = set()
+    data = data_of(stage)
     carrying: set[Node] = set()  # depends on data through which a gradient flows
     first: list[Node] = []
-    for node in stage.module.graph.nodes:
-        if node.op == "output" or not (_is_data(node) or data.intersection(node.all_input_nodes)):
-            continue
-        data.add(node)
+    for node in data:
         carried = node.op == "placeholder" or bool(carrying.intersection(node.all_input_nodes))
         if node.meta["differentiable"] and (carried or isinstance(node.meta["val"], torch.Tensor)):
             carrying.add(node)
@@ -238,8 +253,14 @@ def first_activations(stage: Stage) -> list[Node]:
     return first
 
 
-def _is_data(node: Node) -> bool:
-    return node.op == "placeholder" and node.meta["slot"].kind in ("input", "activation")
+def data_of(stage: Stage) -> dict[Node, None]:
+    """What a stage is given to compute on, and what depends on it, in order."""
+    data: dict[Node, None] = {}
+    for node in stage.module.graph.nodes:
+        given = node.op == "placeholder" and node.meta["slot"].kind in ("input", "activation")
+        if given or (node.op != "output" and any(each in data for each in node.all_input_nodes)):
+            data[node] = None
+    return data
 
 
 def tangents_of(stage: Stage, gradients: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:

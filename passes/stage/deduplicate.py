@@ -4,7 +4,7 @@ Most stages of a transformer are the same few layers again, with other parameter
 computes without its names; where two stages agree in it, `renamed` turns the program of one into that of the other.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any, TypeVar
@@ -50,6 +50,7 @@ def compile_distinct(
     rename: "Callable[[StageProgram, Renaming], StageProgram] | None" = None,
     apart: frozenset[str] = frozenset(),
     also: Callable[[Stage], object] = lambda stage: None,
+    known: MutableMapping[Hashable, Any] | None = None,
 ) -> tuple[StageProgram, ...]:
     """The programs of all stages, made from the last to the first: a stage's tangents are the gradients of the next.
 
@@ -57,9 +58,9 @@ def compile_distinct(
     `compile_stage(stage, tangents)` gives a program and the fake gradient of each activation that the stage receives;
     it is called once per distinct graph; `rename` (default: `renamed`) makes the program of a stage that has the graph
     of another one. A stage shares graphs only with those that have parameters of `apart` in the same places, and for
-    which `also` says the same.
+    which `also` says the same. `known` has what earlier calls made, and receives what this one makes.
     """
-    made: dict[tuple[str, object], tuple[Stage, Tangents, Compiled]] = {}
+    made: MutableMapping[Hashable, tuple[Stage, Tangents, Compiled]] = {} if known is None else known
     programs: list[StageProgram] = []
     gradients = behind
     for stage in reversed(stages):
@@ -158,6 +159,10 @@ class Renaming:
         found = self.by_name(specs, "activation")
         return {name: spec._replace(hops=self.hops.get(name, 1)) for name, spec in found.items()}
 
+    def source_of(self, node: Node) -> Mapping[str, Any]:
+        """Where what `node` is in the old stage comes from in the new one."""
+        return self.descriptions.get(_description_key(node), {})
+
     def all_names(self, names: tuple[str, ...], kind: Kind) -> tuple[str, ...]:
         return tuple(self.slot(Slot(kind, name)).name for name in names)
 
@@ -219,5 +224,5 @@ def _copied(graph: Graph, node: Node, copies: Mapping[Node, Node], to: Renaming)
         new.meta = {**node.meta, "slot": slot}
     else:
         new = graph.node_copy(node, copies.__getitem__)
-    new.meta.update(to.descriptions.get(_description_key(node), {}))
+    new.meta.update(to.source_of(node))
     return new

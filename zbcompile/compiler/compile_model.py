@@ -202,7 +202,7 @@ def _compile_stages(
     held = Counter(name for stage in stages for name in stage.named("parameter"))
     several = frozenset(name for name, count in held.items() if count > 1)
     make: StageCompiler = functools.partial(
-        compile_stage, trainable, choices, manager=manager, labels=labels, several=several
+        compile_stage, trainable, choices, manager=manager, labels=labels, several=several, segments={}
     )
     try:
         apart = several if set(labels.values()) - {"pp", "dp"} else frozenset()  # they defer no sums over ranks

@@ -1,6 +1,6 @@
 """One stage through its passes, alone."""
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping, MutableMapping
 from types import MappingProxyType
 
 import torch
@@ -33,10 +33,12 @@ def compile_stage(
     manager: PassManager | None = None,
     labels: Mapping[str, str] = MappingProxyType({}),
     several: frozenset[str] = frozenset(),
+    segments: MutableMapping[Hashable, object] | None = None,
 ) -> tuple[StageProgram, Mapping[str, torch.Tensor]]:
     """The program of one stage, and the fake gradient of each activation that it receives. `labels`: what the graphs
-    call each process group of this process; `several`: the parameters of several stages."""
-    task = StageTask(trainable, choices, tangents, labels, several)
+    call each process group of this process; `several`: the parameters of several stages; `segments`: those of other
+    stages that were traced."""
+    task = StageTask(trainable, choices, tangents, labels, several, {} if segments is None else segments)
     made = (manager or make_manager()).run_all(STAGE_PASSES, stage, task, stage=stage.index)
     *_, pieces, program = made
     return program, pieces.joint.gradient_of_input
