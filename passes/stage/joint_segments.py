@@ -76,7 +76,8 @@ def segments_of(stage: Stage) -> Iterator[Stage]:
 
 def _ends(graph: Graph, nodes: Sequence[Node], data: Collection[Node]) -> list[int]:
     """The places in `nodes` behind which one value alone is read that gradients flow through, and is so several times
-    (else each operation of a chain would be a segment). A value that is returned is read behind all of them."""
+    (else each operation of a chain would be a segment). A value that is returned is read behind all of them, and gets a
+    gradient from there."""
     place = {node: i for i, node in enumerate(nodes)} | {graph.output_node(): len(nodes)}
     reads = {node: [place[user] for user in node.users] for node in graph.nodes if node.meta.get("differentiable")}
     if any(node.op == "placeholder" and graph.output_node() in node.users for node in reads):
@@ -89,7 +90,7 @@ def _ends(graph: Graph, nodes: Sequence[Node], data: Collection[Node]) -> list[i
     alive = list(accumulate(changes))
     alone = (node for node in nodes if alive[place[node] + 1] == 1 and max(reads.get(node, [0])) > place[node] + 1)
     tensors = (node for node in alone if node in data and isinstance(node.meta["val"], torch.Tensor))
-    return [place[node] + 1 for node in tensors if count_uses(node) > 1]
+    return [place[node] + 1 for node in tensors if count_uses(node) > 1 and graph.output_node() not in node.users]
 
 
 def _segment(

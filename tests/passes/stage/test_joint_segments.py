@@ -7,11 +7,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.fx import Node
 from torch.utils.checkpoint import checkpoint
 
 import zbcompile
 from gpt import GPT, next_byte_loss
-from zbcompile.compiler.compile_example import compile_example
+from zbcompile.compiler.compile_example import compile_example, one_microbatch
+from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.graph.storage import storage_key, tensors_of
@@ -32,7 +34,7 @@ class Layer(nn.Module):
         self.q.requires_grad_(not frozen)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        q = torch.view_as_complex(self.q(x).unflatten(-1, (-1, 2)))
+        q = torch.view_as_complex(self.q(x * x.square().mean(-1, keepdim=True)).unflatten(-1, (-1, 2)))
         x = x + torch.view_as_real(q * turns).flatten(-2)
         a, b = self.wide(self.norm(x)).chunk(2, -1)
         return x + torch.tanh(a) * b
@@ -81,6 +83,18 @@ def _described(joint: Joint) -> list[Any]:
     return [*lines[:-1], *names, leaving]  # what the whole trace returns has None for what has no gradient
 
 
+def _compare(monkeypatch: pytest.MonkeyPatch, see: Callable[[Any], object]) -> None:
+    """Compare every graph that is put together, and `see` what it was made of."""
+
+    def both(*task: Any) -> Joint:
+        made = trace_in_segments(*task)
+        assert _described(made) == _described(trace_joint(*task[:-1]))
+        see(task)
+        return made
+
+    monkeypatch.setattr(passes_in_order, "trace_in_segments", both)
+
+
 @pytest.mark.parametrize(
     ("example", "exact", "most"),
     [
@@ -96,16 +110,30 @@ def test_it_is_the_graph_of_the_whole_stage(
 ) -> None:
     """And a layer's halves are traced once for all stages: `most` segments of all kinds."""
     kept, counts = list[Any](), list[int]()
-
-    def both(*task: Any) -> Joint:
-        made = trace_in_segments(*task)
-        assert _described(made) == _described(trace_joint(*task[:-1]))
-        kept.append(task[-1])
-        counts.append(len(list(segments_of(task[0]))))
-        return made
-
-    monkeypatch.setattr(passes_in_order, "trace_in_segments", both)
+    _compare(monkeypatch, lambda task: (kept.append(task[-1]), counts.append(len(list(segments_of(task[0]))))))
     compile_example(example(), build("zb-h1", ranks=2, microbatches=4), Choices(exact=exact), lambda ran: None)
     assert kept[0] is kept[-1]
     assert max(counts) > 4
     assert len(kept[0]) <= most
+
+
+def _is_one(node: Node) -> bool:
+    return isinstance(node.meta["val"], Tensor)
+
+
+def test_a_value_that_is_sent_besides_its_sum_gets_both_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stages that end inside of layers send what their last segments begin with, too."""
+    example, compared = _turning(), list[int]()
+    step, choices = (example.model, one_microbatch(example)), Choices()
+    laid_out = lay_out_step(*step, example.loss, choices)
+    middle, live = len(laid_out.line.nodes) // 2, laid_out.line.live
+    ends = [
+        end
+        for end in range(middle, middle + 24, 2)
+        if all(n.op == "call_function" and _is_one(n) for n in live[end - 1])
+    ]
+    _compare(monkeypatch, lambda task: compared.append(len(list(segments_of(task[0])))))
+    for end in ends:
+        compile_laid_out(*step, laid_out, build("1f1b", 2, 4), choices, {}, edges=[end])
+    assert len(ends) > 4
+    assert min(compared) > 2
