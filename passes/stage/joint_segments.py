@@ -76,8 +76,7 @@ def segments_of(stage: Stage) -> Iterator[Stage]:
 
 def _ends(graph: Graph, nodes: Sequence[Node], data: Collection[Node]) -> list[int]:
     """The places in `nodes` behind which one value alone is read that gradients flow through, and is so several times
-    (else each operation of a chain would be a segment). A value that is returned is read behind all of them, and gets a
-    gradient from there."""
+    (else each operation of a chain would be a segment). What is returned is read, and gets a gradient, behind them."""
     place = {node: i for i, node in enumerate(nodes)} | {graph.output_node(): len(nodes)}
     reads = {node: [place[user] for user in node.users] for node in graph.nodes if node.meta.get("differentiable")}
     if any(node.op == "placeholder" and graph.output_node() in node.users for node in reads):
