@@ -123,7 +123,6 @@ def generated(family: Family, task: Task, options: Mapping[str, Any]) -> Schedul
     schedule = Schedule(family.name, task.placement, task.microbatches, family.generate(task, **options))
     if options.get("group") is not None:
         require_finished(schedule, run(schedule, task.costs_or_equal))  # a short last group can end in a deadlock
-    _require_within(schedule, task)
     return schedule
 
 
@@ -153,7 +152,8 @@ def require_limit(limit: Any) -> None:
         raise ScheduleError(f"memory_limit={limit!r:.80}; expected {expected}")
 
 
-def _require_within(schedule: Schedule, task: Task) -> None:
+def require_within(schedule: Schedule, task: Task) -> None:
+    """Raise `ScheduleError` if a rank holds more than the task allows."""
     if task.memory_limit is None:
         return
     peaks = task.peaks(schedule.orders)

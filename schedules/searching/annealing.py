@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 from zbcompile.schedules.execution.noise import Draw, Noise
 from zbcompile.schedules.searching.clock import Move, Order, PassTimes
-from zbcompile.schedules.searching.problem import HUGE, Problem, Words
-from zbcompile.schedules.searching.starting_orders import MANY
+from zbcompile.schedules.searching.problem import HUGE, MANY, Problem, Words
 
 HOT, COLD = 0.3, 0.005  # temperatures at the start and at the end, in mean passes
 MILD = 0.05  # where to start above MANY passes: there is no time to recover from much disorder
@@ -47,11 +46,11 @@ class Annealer:
         self.path: list[int] = []
         self.value, self.score = self._judge()
         self.best = self.value
-        self.best_words = [list(word) for word in self.order.words]
+        self.best_words: Words | None = None
 
     def run(self, progress: Callable[[int], float], target: float) -> int:
         """Make moves until `progress(moves)` reaches 1 or the objective reaches `target`. Returns the number of moves;
-        `best_words` has the best order."""
+        `best_words` has the best order, or None if that is the given one."""
         hot = HOT if len(self.problem.time) <= MANY else MILD
         moves, temperature = 0, hot * self.unit
         look = LOOK if len(self.problem.time) <= MANY else 1  # above that a move takes long

@@ -4,10 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.generators.registry import Family, admitted_task, find, generated, require_limit
+from zbcompile.schedules.generators.registry import admitted_task, find, require_limit, require_within
+from zbcompile.schedules.generators.task import Task
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.order_search import search
+from zbcompile.schedules.searching.starting_orders import named_schedule
 
 AUTO_MOVES = 400  # so few that code which builds every name stays quick; `search` takes as many as one likes
 AUTO_SECONDS = 600
@@ -35,29 +37,19 @@ def build(
     """
     family = find(name)
     require_limit(memory_limit)
+    if family.generate is None and chunks is None and costs is not None and ranks >= 1:
+        chunks = costs.stages // ranks if costs.stages % ranks == 0 else None
+    task = replace(admitted_task(family, ranks, microbatches, chunks, options, costs), memory_limit=memory_limit)
     if family.generate is None:
-        return _searched(family, ranks, microbatches, costs, memory_limit, chunks, **options)
-    task = admitted_task(family, ranks, microbatches, chunks, options, costs)
-    return generated(family, replace(task, memory_limit=memory_limit), options)
+        return _searched(task, **options)
+    schedule = named_schedule(family, task, options)
+    require_within(schedule, task)
+    return schedule
 
 
-def _searched(
-    family: Family,
-    ranks: int,
-    microbatches: int,
-    costs: Costs | None,
-    memory_limit: float | None,
-    chunks: int | None,
-    objective: str = "makespan",
-    moves: int = AUTO_MOVES,
-    **unknown: Any,
-) -> Schedule:
+def _searched(task: Task, objective: str = "makespan", moves: int = AUTO_MOVES) -> Schedule:
     if objective not in ("cost", "makespan"):
         raise ScheduleError(f'objective={objective!r}; expected "cost" or "makespan"')
-    if chunks is None and costs is not None and ranks >= 1 and costs.stages % ranks == 0:
-        chunks = costs.stages // ranks
-    task = admitted_task(family, ranks, microbatches, chunks, unknown, costs)
     kinds = {1: ("linear",), 2: ("looped:2", "v")}.get(task.chunks, (f"looped:{task.chunks}",))
-    barrier = objective == "makespan"
-    found = search(task.costs_or_equal, ranks, microbatches, memory_limit, kinds, barrier, AUTO_SECONDS, moves)
-    return found.schedule
+    asked = task.costs_or_equal, task.ranks, task.microbatches, task.memory_limit, kinds, objective == "makespan"
+    return search(*asked, AUTO_SECONDS, moves).schedule

@@ -1,7 +1,7 @@
 """The search: named schedules and other starting orders, improved by turns and annealing, and its result."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import sub
 
@@ -21,8 +21,6 @@ LEVELS = 6  # of memory, for a frontier
 ONE_BY_ONE = "one microbatch after the other"
 STARTS = 4  # orders of a placement to turn around
 TURN = 6  # times as long as preparing for turns: the first turn
-
-
 FIRST, GROWTH = 2000, 4  # moves of the first round, and how many times as many each further one has
 TURNED = ((3, 0.1), (1, 0.25))  # placements whose orders are turned around, and for what share of a round's moves
 ANNEALED, HARDLY = 0.65, 0.04  # the share in which the best order is annealed; HARDLY above HUGE passes
@@ -105,9 +103,9 @@ class Hunt:
         for problem in self.problems:
             if self.pool and self.budget.late:
                 break
-            lean = one_by_one(problem)
-            self._take(problem, ONE_BY_ONE, lean)
-            self._turn_around(problem, lean)  # before the names, which take seconds in large steps
+            self._take(problem, ONE_BY_ONE, one_by_one(problem))
+            if problem in self._open():
+                self._turn_around(problem, problem)  # before the names, which take seconds in large steps
             for named in () if self.budget.late else named_orders(problem, self.budget):
                 self._take(problem, *named)
         moves = FIRST
@@ -150,9 +148,7 @@ class Hunt:
                 return
             count, level = len(self.pool), (most + least) / 2
             lean = _within(whole, level)
-            words = turned_around(lean, one_by_one(lean), self._is_late) if lean.fits(one_by_one(lean)) else None
-            if words is not None:
-                self._take(whole, f"{ONE_BY_ONE}, turned around", words)
+            self._turn_around(whole, lean)
             for name, words in orders_within(lean):
                 self._take(whole, f"{name} within less memory", words)
             alike = best.value / EXACT, best.value * EXACT  # a shorter one is for the search to find
@@ -162,11 +158,11 @@ class Hunt:
             else:
                 least = level
 
-    def _is_late(self) -> bool:
-        return self.budget.late
-
-    def _turn_around(self, problem: Problem, lean: Words) -> None:
-        if problem in self._open() and (words := turned_around(problem, lean, self._is_late)) is not None:
+    def _turn_around(self, problem: Problem, within: Problem) -> None:
+        """Take one microbatch after the other, turned around in the memory of `within`, if there is an order."""
+        lean = one_by_one(within)
+        words = turned_around(within, lean, lambda: self.budget.late) if within.fits(lean) else None
+        if words is not None:
             self._take(problem, f"{ONE_BY_ONE}, turned around", words)
 
     def _open(self) -> list[Problem]:
@@ -205,13 +201,8 @@ class Hunt:
             return
         begun = self.budget.spent
         justifier = Justifier(problem, [c.words for c in starts], starts[0].value, self.seed + self.budget.made)
-        done = self.budget.slice(moves, TURN * (self.budget.spent - begun))
-        try:
-            self.budget.made += justifier.run(self._shown(done), self._target(problem))
-        finally:
-            if justifier.best_words is not None:
-                origin = starts[0].origin.removesuffix(", turned around")
-                self._take(problem, f"{origin}, turned around", justifier.best_words)
+        origin = starts[0].origin.removesuffix(", turned around")
+        self._run(justifier, moves, TURN * (self.budget.spent - begun), f"{origin}, turned around")
 
     def _improve(self, candidate: Candidate, moves: float) -> None:
         problem = candidate.problem
@@ -219,22 +210,21 @@ class Hunt:
             return
         quantile = self.noise.quantile if self.noise else 1
         annealer = Annealer(problem, candidate.words, self.draws[problem], quantile, self.seed + self.budget.made)
-        try:
-            self.budget.made += annealer.run(self._shown(self.budget.slice(moves)), self._target(problem))
-        finally:
-            if annealer.best < candidate.value:
-                words = annealer.best_words
-                self.pool.append(Candidate(problem, annealer.best, candidate.origin, words))
+        self._run(annealer, moves, 0, candidate.origin)
 
-    def _shown(self, done: Callable[[int], float]) -> Callable[[int], float]:
-        """`done`, which also shows the progress."""
-        best = min(candidate.value for candidate in self.pool)
+    def _run(self, worker: Justifier | Annealer, moves: float, first: float, origin: str) -> None:
+        """Let it make `moves`, the first of which take `first` seconds to prepare, and take what it finds."""
+        best, done = min(candidate.value for candidate in self.pool), self.budget.slice(moves, first)
 
-        def shown(made: int) -> float:
+        def progress(made: int) -> float:
             self.progress.show(best, min(self.bounds.values()), self.budget.spent)
             return done(made)
 
-        return shown
+        try:
+            self.budget.made += worker.run(progress, self._target(worker.problem))
+        finally:
+            if worker.best_words is not None:
+                self._take(worker.problem, origin, worker.best_words)
 
     def _shortest(self) -> list[Candidate]:
         """The candidates that are as short as the shortest one."""

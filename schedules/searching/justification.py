@@ -16,7 +16,7 @@ from zbcompile.schedules.searching.dispatcher import Direction, DispatchedOrder
 from zbcompile.schedules.searching.problem import Problem, Words
 
 PATIENCE = (0, 0.3, 0.5, 0.8, 1)
-FIRST_PATIENCE = 0.5  # of the first turn
+FIRST_PATIENCE = 0.5  # of the first turn of one microbatch after the other
 NOISE = (0, 0.1, 0.5, 1, 2, 4)  # on priorities, in mean passes
 FEW = 0.1  # the share of passes that get noise, if not all do
 FORGIVEN = 0.1  # how much longer, in mean passes on average, an order to go on from may be
@@ -24,14 +24,16 @@ STALE = 25  # turns without gain until another order is started from
 WORTH = 100  # moves that take as long as a pair of turns, whatever the size of the step
 
 
-def turned_around(problem: Problem, words: Words, late: Callable[[], bool] = bool) -> Words | None:
+def turned_around(
+    problem: Problem, words: Words, late: Callable[[], bool] = bool, patience: float = FIRST_PATIENCE
+) -> Words | None:
     """The shorter of two orders: the given one dispatched backward in time, and that one dispatched forward again,
     unless it is `late()`. None if memory admits no order."""
     clock = PassTimes(Order(problem, words), *draws_of(problem, None)[0])
-    turned = Direction(problem, backward=True).dispatch([-end for end in clock.end], FIRST_PATIENCE)
+    turned = Direction(problem, backward=True).dispatch([-end for end in clock.end], patience)
     if turned is None:
         return None
-    again = Direction(problem, backward=False).dispatch([-end for end in turned.end], FIRST_PATIENCE, late)
+    again = Direction(problem, backward=False).dispatch([-end for end in turned.end], patience, late)
     return again.words if again and again.value <= turned.value else [word[::-1] for word in turned.words]
 
 

@@ -19,8 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from zbcompile.schedules.ir.actions import Action, B, F, S, T, W
-from zbcompile.schedules.searching.problem import ROUNDING, Problem
-from zbcompile.schedules.searching.starting_orders import LARGE
+from zbcompile.schedules.searching.problem import LARGE, ROUNDING, Problem
 
 PHASES = (F, S, T, B, W)  # of one microbatch, each after those before it
 Edges = list[list[tuple[int, float]]]  # by pass: what it waits for, or what waits for it, and for how long

@@ -5,6 +5,7 @@ microbatches, as the costs say, no other order is shorter, and weight gradients 
 order is a word over its letters, and the k-th occurrence of a letter is its k-th microbatch.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,9 @@ from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import Schedule
 
 ROUNDING = 1 + 1e-9  # sums of sizes count as equal up to rounding
-HUGE = 20_000  # passes above which a search of some seconds has no time to look at single ones
+MANY = 1500  # passes above which a search of some seconds has no time to recover from much disorder,
+LARGE = 10_000  # above which what is done for several limits, or many layouts, has to be quick,
+HUGE = 20_000  # and above which there is no time to look at single ones
 Words = list[list[int]]  # by rank, the passes in the order in which it runs them
 
 
@@ -35,6 +38,12 @@ class Problem:
     limits: tuple[float, ...] | None = None
     barrier: bool = True
     barriers: int = 1
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that precedes a pass and all that follows it add up to what a float can be."""
+        delays = sum(delay for waits in self.waits for _, delay in waits)
+        return 2 * (sum(self.time) + sum(map(abs, self.added)) + delays) < math.inf
 
     @cached_property
     def sharded(self) -> bool:

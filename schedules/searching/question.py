@@ -1,6 +1,5 @@
 """From the arguments of a search to its problems: one for every placement that the costs and the ranks allow."""
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -33,22 +32,13 @@ def problems_of(
         for placement, cut in _cuts(costs, ranks, placements)
     ]
     for problem in every:
-        _require_finite(problem)
+        if not problem.finite:
+            added_up = f"placement {problem.placement}: the times, or the bytes, of all passes add up"
+            raise ScheduleError(f"{added_up} to more than a float can be; give costs in a larger unit")
     fitting = [problem for problem in every if problem.fits(one_by_one(problem))]
     if not fitting:
         raise ScheduleError("\n  ".join(("memory_limit: no order fits", *map(_shortage, every))))
     return fitting
-
-
-def _require_finite(problem: Problem) -> None:
-    delays = sum(delay for waits in problem.waits for _, delay in waits)
-    if (
-        not 2 * (sum(problem.time) + sum(map(abs, problem.added)) + delays) < math.inf
-    ):  # what precedes, and what follows
-        raise ScheduleError(
-            f"placement {problem.placement}: the times, or the bytes, of all passes add up to more than a float can "
-            "be; give costs in a larger unit"
-        )
 
 
 def _limits(limit: float | Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:

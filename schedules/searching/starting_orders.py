@@ -1,20 +1,24 @@
 """Orders to start from: every name that fits, and one microbatch after the other."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from operator import lt
+from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.generators.list_scheduler import spans
 from zbcompile.schedules.generators.registry import FAMILIES, Family, admitted_task, find, generated
+from zbcompile.schedules.generators.task import Task
 from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
 from zbcompile.schedules.ir.actions import Action, B, F, S, T, W
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.searching.problem import Problem, Words
+from zbcompile.schedules.searching.justification import turned_around
+from zbcompile.schedules.searching.problem import LARGE, MANY, Problem, Words
 from zbcompile.schedules.searching.search_budget import Budget
 
 HEURISTIC, HEURISTIC_SECONDS = ("zb-1p", "zb-2p"), 1.5e-4  # for each pass
-MANY = 1500  # passes from which on that is too long for a short search,
-LARGE = 10_000  # and from which on what is done for several limits, or many layouts, has to be quick
+TURNED, PATIENCE = ("zb-v", "v-half", "v-min"), 0.8  # see `named_schedule`
 
 
 def named_orders(problem: Problem, budget: Budget | None = None) -> Iterator[tuple[str, Words, Schedule]]:
@@ -43,24 +47,38 @@ def orders_within(problem: Problem) -> Iterator[tuple[str, Words]]:
         yield HEURISTIC[0], words
 
 
+def named_schedule(family: Family, task: Task, options: Mapping[str, Any]) -> Schedule:
+    """As `generated`. Orders in a V that were made for given costs are turned around once, if that is shorter and the
+    fullest rank holds no more."""
+    schedule = generated(family, task, options)
+    if task.costs is None or family.name not in TURNED:
+        return schedule
+    costs = replace(task.costs, vocab_s=(), vocab_t=())  # which are put in afterwards
+    problem = Problem(task.placement, task.microbatches, costs, (max(task.peaks(schedule.orders)),) * task.ranks)
+    if len(problem.time) > LARGE or not problem.finite:
+        return schedule
+    words = problem.words(schedule)
+    turned = words and turned_around(problem, words, patience=PATIENCE)
+    other = problem.schedule(turned, schedule.name) if turned else schedule
+    return other if all(map(lt, spans(task, other.orders), spans(task, schedule.orders))) else schedule
+
+
 def _built(family: Family, problem: Problem) -> Schedule | None:
     placement = problem.placement
     if family.generate is None or family.placement not in _KINDS[placement.kind]:
         return None
-    limit = min(problem.limits) if problem.limits and family.name in HEURISTIC else None
+    limit = min(problem.limits) if problem.limits else None
     try:
         task = admitted_task(family, placement.ranks, problem.microbatches, placement.chunks, {}, problem.costs)
-        schedule = generated(family, replace(task, memory_limit=limit), {})
-        return _with_shards(schedule, problem) if schedule.placement == placement else None
+        schedule = named_schedule(family, replace(task, memory_limit=limit), {})
+        if schedule.placement != placement:
+            return None
+        return with_vocabulary(schedule, problem.barriers, problem.costs) if problem.sharded else schedule
     except ScheduleError:  # it does not admit these counts, or does not fit
         return None
 
 
 _KINDS = {"linear": ("linear", "looped"), "looped": ("looped",), "v": ("v",), "dual": ("dual",), "map": ()}
-
-
-def _with_shards(schedule: Schedule, problem: Problem) -> Schedule:
-    return with_vocabulary(schedule, problem.barriers, problem.costs) if problem.sharded else schedule
 
 
 def one_by_one(problem: Problem) -> Words:

@@ -170,20 +170,23 @@ AUTHORS = {  # what the schedulers of sail-sg's runtime take on 4 x 8, 8 x 8 and
     ("v-half", (18.522, 18.086, 9.337, 0.601, 0.37)): (449.832, 608.422, 1328.772),
     ("v-half", (29.718, 29.444, 19.927, 0.527, 0.43)): (742.942, 970.733, 2219.136),
     ("v-half", (11.347, 11.248, 8.132, 0.377, 0.44)): (290.466, 379.614, 866.114),
+    ("v-half", (1, 1, 2, 0.05, 0.4)): (35.8, 42.1, 105.8),
+    ("v-min", (18.522, 18.086, 9.337, 0.601, 0.37)): (562.141, 721.689, 1658.825),
+    ("v-min", (1, 1, 2, 0.05, 0.4)): (37.8, 45.7, 111.8),
 }
 
 
 @pytest.mark.parametrize(("case", "authors"), AUTHORS.items(), ids=[f"{name}-{p[0]}" for name, p in AUTHORS])
 def test_given_costs_no_v_is_longer_than_the_authors(case: tuple, authors: tuple[float, ...]) -> None:
-    """Nor does it hold more than at equal times."""
+    """Nor does it hold more than at equal times, which is the limit."""
     name, (*passes, hop, residue) = case
     for (ranks, microbatches), takes in zip(((4, 8), (8, 8), (8, 24)), authors, strict=True):
         halves = (time / 2 for time in passes)
         costs = Costs.uniform(2 * ranks, *halves, activation=0.5, residue=residue / 2, comm=hop)
-        timeline = simulate(build(name, ranks, microbatches, costs), costs)
-        check(timeline.schedule, costs)
+        limit = max(simulate(build(name, ranks, microbatches), costs).peak_memory)
+        timeline = simulate(build(name, ranks, microbatches, costs, limit), costs)
+        check(timeline.schedule, costs, limit)
         assert timeline.makespan <= takes + 1e-3
-        assert max(timeline.peak_memory) <= max(simulate(build(name, ranks, microbatches), costs).peak_memory) + 1e-9
 
 
 def test_greedy_orders_take_whatever_costs_there_are(random_costs) -> None:

@@ -28,7 +28,7 @@ from zbcompile.schedules import (
 )
 from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.execution.memory import peak_memory
-from zbcompile.schedules.generators.registry import FAMILIES
+from zbcompile.schedules.generators.registry import FAMILIES, admitted_task, find, generated
 from zbcompile.schedules.searching import hunt, starting_orders
 from zbcompile.schedules.searching.annealing import Annealer, draws_of
 from zbcompile.schedules.searching.clock import Order, PassTimes
@@ -343,6 +343,26 @@ def test_turning_an_order_around_shortens_it() -> None:
     step = simulate(problem.schedule(justifier.best_words), costs)
     assert step.makespan <= justifier.best * (1 + 1e-9)
     assert step.makespan < min(simulate(named, costs).makespan for _, _, named in named_orders(problem))
+
+
+@pytest.mark.parametrize("name", starting_orders.TURNED)
+def test_a_v_for_given_costs_is_turned_around(name: str) -> None:
+    """It holds no more on its fullest rank, and stands so among the names of a search."""
+    shorter = 0
+    for seed in range(6):
+        costs = uneven(random.Random(seed), 8)
+        family = find(name)
+        plain = generated(family, admitted_task(family, 4, 9, None, {}, costs), {})
+        turned = build(name, 4, 9, costs)
+        check(turned, costs)
+        before, after = simulate(plain, costs), simulate(turned, costs)
+        assert after.makespan <= before.makespan
+        assert after.cost <= before.cost
+        assert max(after.peak_memory) <= max(before.peak_memory) * (1 + 1e-9)
+        shorter += after.makespan < before.makespan
+        assert search(costs, 4, 9, placements=["v"], moves=0).names[name, "v"] == after.makespan
+    assert shorter >= 3
+    assert build(name, 4, 9, Costs.uniform(8)).orders == build(name, 4, 9).orders
 
 
 def test_interrupting_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
