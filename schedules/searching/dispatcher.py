@@ -28,13 +28,12 @@ class Direction:
         self.problem, self.backward = problem, backward
         ranks, passes = problem.placement.ranks, len(problem.actions)
         self.after: list[list[tuple[int, float]]] = [[] for _ in problem.waits]
+        self.missing = [0] * len(problem.waits)
         for user, waits in enumerate(problem.waits):
             for made, delay in waits:
-                self.after[made if not backward else user].append((user if not backward else made, delay))
-        self.missing = [0] * len(problem.waits)
-        for users in self.after:
-            for user, _ in users:
-                self.missing[user] += 1
+                first, then = (user, made) if backward else (made, user)
+                self.after[first].append((then, delay))
+                self.missing[then] += 1
         for n in range(passes, len(self.missing)):
             if not self.missing[n]:  # nothing waits for all shards: they need not wait for each other backward
                 for user, _ in self.after[n]:

@@ -7,17 +7,19 @@ from operator import sub
 
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.execution.noise import Noise
+from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.annealing import Annealer, draws_of
 from zbcompile.schedules.searching.justification import Justifier, turned_around
-from zbcompile.schedules.searching.lower_bound import busiest_rank, lower_bound
-from zbcompile.schedules.searching.problem import HUGE, Problem, Words
+from zbcompile.schedules.searching.lower_bound import lower_bound
+from zbcompile.schedules.searching.problem import HUGE, LARGE, Problem, Words
 from zbcompile.schedules.searching.search_budget import Budget, SearchProgress
-from zbcompile.schedules.searching.starting_orders import HEURISTIC, named_orders, one_by_one, orders_within
+from zbcompile.schedules.searching.starting_orders import HEURISTIC, named_orders, one_by_one
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
 EXACT = 1 + 1e-9  # objectives count as equal up to rounding
 LEVELS = 6  # of memory, for a frontier
+ADAPTING = (find("zb-1p"),)  # the name that is tried in less memory
 ONE_BY_ONE = "one microbatch after the other"
 STARTS = 4  # orders of a placement to turn around
 TURN = 6  # times as long as preparing for turns: the first turn
@@ -92,7 +94,7 @@ class Hunt:
 
     def __init__(self, problems: Sequence[Problem], budget: Budget, seed: int, noise: Noise | None) -> None:
         self.problems, self.budget, self.seed, self.noise = problems, budget, seed, noise
-        self.bounds = {each: busiest_rank(each) if budget.late else lower_bound(each) for each in problems}
+        self.bounds = {each: lower_bound(each, quick=budget.late) for each in problems}
         self.draws = {problem: draws_of(problem, noise) for problem in problems}
         self.pool: list[Candidate] = []
         self.names: dict[tuple[str, str], float] = {}
@@ -149,7 +151,7 @@ class Hunt:
             count, level = len(self.pool), (most + least) / 2
             lean = _within(whole, level)
             self._turn_around(whole, lean)
-            for name, words in orders_within(lean):
+            for name, words, _ in named_orders(lean, families=ADAPTING) if len(lean.time) <= LARGE else ():
                 self._take(whole, f"{name} within less memory", words)
             alike = best.value / EXACT, best.value * EXACT  # a shorter one is for the search to find
             self.pool[count:] = [each for each in self.pool[count:] if alike[0] <= each.value <= alike[1]]

@@ -9,6 +9,7 @@ Some noise on the priorities and changing patience lead to other orders.
 import math
 import random
 from collections.abc import Callable, Sequence
+from operator import sub
 
 from zbcompile.schedules.searching.annealing import draws_of
 from zbcompile.schedules.searching.clock import Order, PassTimes
@@ -64,10 +65,7 @@ class Justifier:
         self.started, self.stale, self.value = number, 0, math.inf
         words = self.starts[number] if number < len(self.starts) else self.best_words or self.starts[0]
         clock = PassTimes(Order(self.problem, words), *draws_of(self.problem, None)[0])
-        self.begin, self.end = self._begins(clock.end), clock.end
-
-    def _begins(self, end: Sequence[float]) -> list[float]:
-        return [end - time for end, time in zip(end, self.problem.time, strict=False)]
+        self.begin, self.end = [*map(sub, clock.end, self.problem.time)], clock.end
 
     def _turn(self) -> None:
         choice = self.generator.choice
@@ -96,7 +94,7 @@ class Justifier:
         return found
 
     def _go_on_from(self, found: DispatchedOrder, forward: bool) -> None:
-        self.value, begin = found.value, self._begins(found.end)
+        self.value, begin = found.value, [*map(sub, found.end, self.problem.time)]
         self.begin, self.end = begin, found.end
         if not forward:  # its ends are begins
             self.begin, self.end = ([found.value - time for time in times] for times in (found.end, begin))

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate
 
 from zbcompile.schedules.ir.actions import Action, B, F, S, T, W
+from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.searching.problem import LARGE, ROUNDING, Problem
 
 PHASES = (F, S, T, B, W)  # of one microbatch, each after those before it
@@ -27,23 +28,17 @@ Letter = tuple[int, int]  # of the passes of one rank: the rank, and the number 
 Work = dict[Letter, list[tuple[int, int, int]]]  # by letter: another one of its rank, see `_work_around`
 
 
-def lower_bound(problem: Problem) -> float:
-    """The largest of the bounds, in the unit of the costs' times."""
-    ways = _Ways(problem)
+def lower_bound(problem: Problem, quick: bool = False) -> float:
+    """The largest of the bounds, in the unit of the costs' times; if it has to be `quick`, the busiest rank's work."""
     by_rank: list[list[int]] = [[] for _ in range(problem.placement.ranks)]
     for n, rank in enumerate(problem.rank):
         by_rank[rank].append(n)
+    if quick:
+        return max(sum(map(problem.time.__getitem__, passes)) for passes in by_rank)
+    ways = _Ways(problem)
     machines = (_one_machine(ways, passes, problem.time) for passes in by_rank)
     areas = (_area(problem, ways, rank, limit, by_rank[rank]) for rank, limit in enumerate(problem.limits or ()))
     return max((*machines, *areas))
-
-
-def busiest_rank(problem: Problem) -> float:
-    """What the passes of a rank take: a bound without work."""
-    busy = [0.0] * problem.placement.ranks
-    for rank, time in zip(problem.rank, problem.time, strict=True):
-        busy[rank] += time
-    return max(busy)
 
 
 class _Ways:
@@ -53,7 +48,7 @@ class _Ways:
         self.problem = problem
         more = len(problem.waits) - len(problem.actions)  # "every shard has run it", which is on no rank
         self.time = [*problem.time, *(0,) * more]
-        self.order = sorted(range(len(self.time)), key=self._turn)
+        order = sorted(range(len(self.time)), key=self._turn)
         self.letters = [(r, n // problem.microbatches) for n, r in enumerate((*problem.rank, *(-1,) * more))]
         earlier: Edges = [list(waits) for waits in problem.waits]
         for n in range(1, len(problem.actions)):  # passes of one letter run one after the other on their rank
@@ -67,8 +62,8 @@ class _Ways:
                 later[e].append((n, delay))
         before, after = _work_around(self.letters, earlier if len(problem.time) <= LARGE else [[]] * len(earlier))
         offsets = [*map(problem.offset.__getitem__, problem.rank), *(-math.inf,) * more]
-        self.head = self._least(self.order, earlier, before, [0] * len(earlier))
-        self.tail = self._least(self.order[::-1], later, after, offsets)
+        self.head = self._least(order, earlier, before, [0] * len(earlier))
+        self.tail = self._least(order[::-1], later, after, offsets)
 
     def _turn(self, n: int) -> tuple[int, int, int]:
         """A place in an order in which everything comes after what it waits for."""
@@ -84,9 +79,9 @@ class _Ways:
         problem, number = self.problem, self.problem.number
         for stage in problem.placement.stages_of(rank):
             mine = [m for m in range(problem.microbatches) if problem.rank[number[Action(F, stage, m)]] == rank]
-            for op, at, most in _in_flight(problem, rank, stage, limit):
+            for op, at, most, delay in _in_flight(problem, rank, stage, limit):
                 for m in mine[most:]:
-                    earlier[number[Action(F, stage, m)]].append((number[Action(op, at, m - most)], 0))
+                    earlier[number[Action(F, stage, m)]].append((number[Action(op, at, m - most)], delay))
 
     def _least(self, order: Sequence[int], edges: Edges, work: Work, least: list[float]) -> list[float]:
         """What precedes each pass: no less than `least`, and than what it waits for and the work of its rank take."""
@@ -162,9 +157,9 @@ def _lags(letter: Letter, waits: Mapping[Letter, Mapping[Letter, int]]) -> dict[
     return found
 
 
-def _in_flight(problem: Problem, rank: int, stage: int, limit: float) -> Iterator[tuple[str, int, int]]:
-    """(op, other, most): at most `most` microbatches are behind the begin of F on a stage and not yet behind `op` on
-    a stage of its rank.
+def _in_flight(problem: Problem, rank: int, stage: int, limit: float) -> Iterator[tuple[str, int, int, float]]:
+    """(op, other, most, delay): at most `most` microbatches are behind the begin of F on a stage and not yet behind
+    `op` on a stage of its rank; the next F begins a delay after that.
 
     While B of a stage is to come, a microbatch holds that and the earlier stages of the rank; if B of a later stage is
     to come, there is or comes a time at which the oldest one also holds all up to that one, before any is done here.
@@ -176,7 +171,38 @@ def _in_flight(problem: Problem, rank: int, stage: int, limit: float) -> Iterato
         least, most = held[min(stage, other)], held[max(stage, other)]
         for op, each, own in ((B, least, most), (W, min(least, costs.residue[other]), held[stage])):
             if each > 0:
-                yield op, other, 1 + max(0, math.floor(min(many, (limit - own) / each)))
+                most = 1 + max(0, math.floor(min(many, (limit - own) / each)))
+                tight = op == B and other == stage and most < many
+                yield op, other, most, _work_between(costs, mine, stage, most, limit) if tight else 0
+
+
+def _work_between(costs: Costs, mine: Sequence[int], stage: int, most: int, limit: float) -> float:
+    """How long a rank works from B of microbatch j of a stage to F of microbatch j + `most`.
+
+    It frees memory: that of j or, after more Bs, that of several. And on an earlier stage of the rank, F of j + `most`
+    comes after that B, too; or it comes before, and leaves room for so few others that these have their F of this
+    stage after that B.
+    """
+    earlier = mine[: mine.index(stage)]
+    held = sum(costs.activation[s] for s in (*earlier, stage))
+    left = held - costs.activation[stage] + costs.residue[stage]
+    freeing = [(costs.residue[s], costs.weight[s]) for s in (*earlier, stage)]
+    freeing += [(costs.activation[s] - costs.residue[s], costs.backward[s]) for s in earlier]
+    freeing = [(size, time) for size, time in freeing if size > 0]
+
+    def freed(more: int) -> float:
+        excess = (most - more) * held + (more + 1) * left - limit
+        if excess <= 0 or not freeing:
+            return more * costs.backward[stage]
+        least = min(time and excess / size * time for size, time in freeing)
+        return more * costs.backward[stage] + max(least, min(time for _, time in freeing))
+
+    forward: float = 0
+    for s, before in zip(earlier, accumulate(costs.activation[s] for s in earlier), strict=True):
+        others = math.floor((limit - (most + 1) * before) / (held - before)) if held > before else most
+        more = (most - others) * costs.forward[stage] if others >= 1 else costs.forward[s]
+        forward = max(forward, min(costs.forward[s], more))
+    return min(map(freed, range(most))) + forward
 
 
 def _one_machine(ways: _Ways, passes: Sequence[int], time: Sequence[float]) -> float:
@@ -209,19 +235,9 @@ def _area(problem: Problem, ways: _Ways, rank: int, limit: float, passes: Sequen
     area = 0.0
     for stage in problem.placement.stages_of(rank):
         mine = [m for m in range(problem.microbatches) if problem.rank[number[Action(F, stage, m)]] == rank]
-        stay = _round_trip(problem, ways, stage, mine[0])
+        first, last = (number[Action(op, stage, mine[0])] for op in (F, B))
+        stay = ways.head[last] + problem.time[last] - ways.head[first]  # nothing is in the way of the first microbatch
         area += len(mine) * (costs.activation[stage] * stay + costs.residue[stage] * costs.weight[stage])
     begin = min(ways.head[n] for n in passes)
     known = limit and math.isfinite(area)  # times multiplied by bytes may be more than a float can be
     return begin + area / (limit * ROUNDING) + min(ways.tail[n] for n in passes) if known else 0
-
-
-def _round_trip(problem: Problem, ways: _Ways, stage: int, microbatch: int) -> float:
-    """The time from the begin of F of a stage to the end of its B, if nothing is in the way."""
-    first, last = (problem.number[Action(op, stage, microbatch)] for op in (F, B))
-    begin = {first: 0.0}
-    each = len(ways.order) // problem.microbatches  # `order` goes microbatch by microbatch
-    for n in ways.order[microbatch * each : (microbatch + 1) * each]:
-        if any(e in begin for e, _ in problem.waits[n]):
-            begin[n] = max(begin[e] + ways.time[e] + delay for e, delay in problem.waits[n] if e in begin)
-    return begin[last] + problem.time[last]

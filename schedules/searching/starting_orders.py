@@ -1,14 +1,14 @@
 """Orders to start from: every name that fits, and one microbatch after the other."""
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import lt
 from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.generators.list_scheduler import spans
-from zbcompile.schedules.generators.registry import FAMILIES, Family, admitted_task, find, generated
+from zbcompile.schedules.generators.registry import FAMILIES, Family, admitted_task, generated
 from zbcompile.schedules.generators.task import Task
 from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
 from zbcompile.schedules.ir.actions import Action, B, F, S, T, W
@@ -21,14 +21,16 @@ HEURISTIC, HEURISTIC_SECONDS = ("zb-1p", "zb-2p"), 1.5e-4  # for each pass
 TURNED, PATIENCE = ("zb-v", "v-half", "v-min"), 0.8  # see `named_schedule`
 
 
-def named_orders(problem: Problem, budget: Budget | None = None) -> Iterator[tuple[str, Words, Schedule]]:
-    """Every name of this placement that fits into the limits, in the order of the registry, with its words and as it
-    was built. It leaves out names whose own heuristics would take most of the seconds, and ends where another name
-    that takes as long as the slowest so far would end late."""
+def named_orders(
+    problem: Problem, budget: Budget | None = None, families: Sequence[Family] = FAMILIES
+) -> Iterator[tuple[str, Words, Schedule]]:
+    """Every name of this placement that fits into the limits, in this order, with its words and as it was built. It
+    leaves out names whose own heuristics would take most of the seconds, and ends where another name that takes as long
+    as the slowest so far would end late."""
     budget = budget or Budget(math.inf, None)
     long = HEURISTIC_SECONDS * len(problem.time) > budget.seconds / 2 and len(problem.time) > MANY
     longest = 0.0
-    for family in FAMILIES:
+    for family in families:
         begun = budget.spent
         if family.name in HEURISTIC and long:
             continue
@@ -38,13 +40,6 @@ def named_orders(problem: Problem, budget: Budget | None = None) -> Iterator[tup
         if schedule is not None and (words := problem.words(schedule)) is not None:
             yield family.name, words, schedule
         longest = max(longest, budget.spent - begun)
-
-
-def orders_within(problem: Problem) -> Iterator[tuple[str, Words]]:
-    """The name that adapts to the limits, with its words, if it fits into them and the step is not too large."""
-    schedule = _built(find(HEURISTIC[0]), problem) if len(problem.time) <= LARGE else None
-    if schedule is not None and (words := problem.words(schedule)) is not None:
-        yield HEURISTIC[0], words
 
 
 def named_schedule(family: Family, task: Task, options: Mapping[str, Any]) -> Schedule:
@@ -65,7 +60,7 @@ def named_schedule(family: Family, task: Task, options: Mapping[str, Any]) -> Sc
 
 def _built(family: Family, problem: Problem) -> Schedule | None:
     placement = problem.placement
-    if family.generate is None or family.placement not in _KINDS[placement.kind]:
+    if family.placement != placement.kind and (family.placement, placement.kind) != ("looped", "linear"):
         return None
     limit = min(problem.limits) if problem.limits else None
     try:
@@ -76,9 +71,6 @@ def _built(family: Family, problem: Problem) -> Schedule | None:
         return with_vocabulary(schedule, problem.barriers, problem.costs) if problem.sharded else schedule
     except ScheduleError:  # it does not admit these counts, or does not fit
         return None
-
-
-_KINDS = {"linear": ("linear", "looped"), "looped": ("looped",), "v": ("v",), "dual": ("dual",), "map": ()}
 
 
 def one_by_one(problem: Problem) -> Words:
