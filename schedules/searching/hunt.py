@@ -12,15 +12,13 @@ from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.annealing import Annealer, draws_of
 from zbcompile.schedules.searching.justification import Justifier, turned_around
 from zbcompile.schedules.searching.lower_bound import lower_bound
-from zbcompile.schedules.searching.problem import HUGE, LARGE, Problem, Words
+from zbcompile.schedules.searching.problem import HUGE, LARGE, ROUNDING, Problem, Words
 from zbcompile.schedules.searching.search_budget import Budget, SearchProgress
 from zbcompile.schedules.searching.starting_orders import HEURISTIC, named_orders, one_by_one
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
-EXACT = 1 + 1e-9  # objectives count as equal up to rounding
 LEVELS = 6  # of memory, for a frontier
-ADAPTING = (find("zb-1p"),)  # the name that is tried in less memory
-ONE_BY_ONE = "one microbatch after the other"
+ONE_BY_ONE, LEAN = "one microbatch after the other", "zb-1p"  # origins of orders in less memory
 STARTS = 4  # orders of a placement to turn around
 TURN = 6  # times as long as preparing for turns: the first turn
 FIRST, GROWTH = 2000, 4  # moves of the first round, and how many times as many each further one has
@@ -74,7 +72,7 @@ class SearchResult:
     @property
     def proven(self) -> bool:
         """Whether nothing can be shorter; never under noise, which the bound does not know."""
-        return self.simulation.noise is None and self.objective <= self.bound * EXACT
+        return self.simulation.noise is None and self.objective <= self.bound * ROUNDING
 
     def __str__(self) -> str:
         left = "proven optimal" if self.proven else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
@@ -108,7 +106,7 @@ class Hunt:
             self._take(problem, ONE_BY_ONE, one_by_one(problem))
             if problem in self._open():
                 self._turn_around(problem, problem)  # before the names, which take seconds in large steps
-            for named in () if self.budget.late else named_orders(problem, self.budget):
+            for named in named_orders(problem, self.budget):
                 self._take(problem, *named)
         moves = FIRST
         while self._open() and not self.budget.over:
@@ -151,9 +149,9 @@ class Hunt:
             count, level = len(self.pool), (most + least) / 2
             lean = _within(whole, level)
             self._turn_around(whole, lean)
-            for name, words, _ in named_orders(lean, families=ADAPTING) if len(lean.time) <= LARGE else ():
+            for name, words, _ in named_orders(lean, families=[find(LEAN)]) if len(lean.time) <= LARGE else ():
                 self._take(whole, f"{name} within less memory", words)
-            alike = best.value / EXACT, best.value * EXACT  # a shorter one is for the search to find
+            alike = best.value / ROUNDING, best.value * ROUNDING  # a shorter one is for the search to find
             self.pool[count:] = [each for each in self.pool[count:] if alike[0] <= each.value <= alike[1]]
             if self.pool[count:]:
                 most = min(map(_peak, self.pool[count:]))
@@ -174,7 +172,7 @@ class Hunt:
 
     def _target(self, problem: Problem) -> float:
         """The value that no order can improve on; under noise none is known."""
-        return self.bounds[problem] * EXACT if self.noise is None else 0.0
+        return self.bounds[problem] * ROUNDING if self.noise is None else 0.0
 
     def _take(self, problem: Problem, origin: str, words: Words, named: Schedule | None = None) -> None:
         """Add a candidate; of a named schedule that may have pairs, both with them and without."""
@@ -231,7 +229,7 @@ class Hunt:
     def _shortest(self) -> list[Candidate]:
         """The candidates that are as short as the shortest one."""
         least = min(candidate.value for candidate in self.pool)
-        return [candidate for candidate in self.pool if candidate.value <= least * EXACT]
+        return [candidate for candidate in self.pool if candidate.value <= least * ROUNDING]
 
     def _frontier(self) -> Iterator[tuple[Timeline, Schedule]]:
         """The candidates that hold less than all that are shorter."""
@@ -247,7 +245,7 @@ class Hunt:
         simulation = simulate(_schedule_of(best), problem.costs, self.noise)
         objective = simulation.quantile(problem.barrier)
         bound = min(self.bounds.values())
-        if objective < bound <= objective * EXACT and self.noise is None:  # sums differ in their last bits
+        if objective < bound <= objective * ROUNDING and self.noise is None:  # sums differ in their last bits
             bound = objective
         on = {p: min(c.value for c in self.pool if c.problem is p) for p in {c.problem: None for c in self.pool}}
         placements = {str(p.placement): (self.bounds[p], value) for p, value in on.items()}

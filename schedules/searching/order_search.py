@@ -38,11 +38,10 @@ def search(
 
     Of equally short orders it finds the one whose fullest rank holds least; `lean=False` saves looking for one that
     holds still less. With `frontier` half of the budget goes to orders that hold less: `found.frontier` has the
-    shortest within each amount of memory. It stops when the bound is
-    met, after `moves` tried changes (0: the best of the orders to start from) or after `seconds`. What it tries does
-    not depend on how much of either it gets: the same seed and number of moves find the same order, and more never a
-    longer one. Ctrl-C returns the best so far. Raises `ScheduleError` if nothing fits, and for costs or placements that
-    do not fit the ranks.
+    shortest within each amount of memory. It stops when the bound is met, after `moves` tried changes (0: the best of
+    the orders to start from) or after `seconds`. What it tries does not depend on how much of either it gets: the same
+    seed and number of moves find the same order, and more never a longer one. Ctrl-C returns the best so far. Raises
+    `ScheduleError` if nothing fits, and for costs or placements that do not fit the ranks.
 
     >>> from zbcompile.schedules import Costs, search
     >>> found = search(Costs.uniform(2), ranks=2, microbatches=4, placements=["linear"], moves=1000)

@@ -66,16 +66,12 @@ def _cuts(
         placement = Placement.parse(each, ranks) if isinstance(each, str) else each
         if placement.ranks != ranks:
             raise ScheduleError(f"placement {placement} is for {placement.ranks} ranks, but there are {ranks}")
-        yield placement, _of_stages(costs, placement.stages, each)
-
-
-def _of_stages(costs: Costs | Callable[[int], Costs], stages: int, placement: str | Placement) -> Costs:
-    if not isinstance(costs, Costs):
-        return costs(stages)
-    if costs.stages % stages:
-        has = f"costs of {costs.stages} stages cannot be merged into the {stages} stages of placement {placement}"
-        raise ScheduleError(f"{has}; give costs for a multiple of {stages} stages")
-    return costs.resized(stages)
+        if isinstance(costs, Costs) and costs.stages % placement.stages:
+            has, wanted = f"costs of {costs.stages} stages", placement.stages
+            merged = f"cannot be merged into the {wanted} stages of placement {each}"
+            raise ScheduleError(f"{has} {merged}; give costs for a multiple of {wanted} stages")
+        cut = costs.resized if isinstance(costs, Costs) else costs
+        yield placement, cut(placement.stages)
 
 
 def _possible(costs: Costs | Callable[[int], Costs], ranks: int) -> tuple[str, ...]:
