@@ -99,23 +99,26 @@ def _recut(search: LayoutSearch, choice: Choice, seconds: float) -> Choice:
     best = _settled(search, choice, until - (not large) * SEARCHING * seconds) if free else choice
     start, prices = best.layout, search.lines[choice.layout.vocab]
     looked, places = {choice.layout: choice, start: best}, search.places(prices)
+    if large:
+        if start.microbatches == search.microbatches and places and not free:
+            limits = search.choices.memory, search.choices.boundary_bytes
+            with suppress(PartitionError, ScheduleError):
+                moved = search.lay_out(layout_for_makespan(prices, start, choice.order, *limits))
+                return _fastest([best, moved], 1)[0]
+        return best
 
     def look(layout: Layout) -> Score:
         if layout not in looked:
-            looked[layout] = search.lay_out(layout)
+            looked[layout] = search.lay_out(layout, lean=False)
         return 0.0, looked[layout].seconds
 
     def least(layout: Layout) -> Score:
         return 0.0, search.bound_of(layout)
 
-    if not large:
-        places, corners = sorted({*places, *start.edges}), prices.levels if search.corners else ()
-        Descent(places, look, lambda: time.monotonic() >= until, least, corners, rounds=ROUNDS).run(start)
-    elif start.microbatches == search.microbatches and places and not free:
-        limits = search.choices.memory, search.choices.boundary_bytes
-        with suppress(PartitionError, ScheduleError):
-            look(layout_for_makespan(prices, start, choice.order, *limits))
-    return _fastest(looked.values(), 1)[0]
+    places, corners = sorted({*places, *start.edges}), prices.levels if search.corners else ()
+    Descent(places, look, lambda: time.monotonic() >= until, least, corners, rounds=ROUNDS).run(start)
+    found = _fastest(looked.values(), 1)[0]
+    return found if found in (choice, best) else search.lay_out(found.layout, order=found)
 
 
 def _settled(search: LayoutSearch, choice: Choice, until: float) -> Choice:

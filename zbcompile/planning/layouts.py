@@ -69,11 +69,11 @@ class LayoutSearch:
     _edges: dict[object, list[int] | None] = field(default_factory=dict, init=False)  # cuts that were computed
 
     def lay_out(
-        self, layout: Layout, seconds: float | None = None, lean: bool = False, order: Choice | None = None
+        self, layout: Layout, seconds: float | None = None, lean: bool | None = None, order: Choice | None = None
     ) -> Choice:
         """Find an order for the layout within `seconds`, by default with few moves; the order of another choice is
-        taken if it is shorter. Of equally short orders the one that holds least, for large steps only if `lean`. Raises
-        PartitionError or ScheduleError if the layout does not fit."""
+        taken if it is shorter. If `lean` (by default unless the step is large) of equally short orders the one that
+        holds least. Raises PartitionError or ScheduleError if the layout does not fit."""
         costs, count, limits = self.task(layout)
         if self.is_named:
             found = named_order(self.schedule, layout, costs, count, limits, self.chunks)
@@ -81,7 +81,7 @@ class LayoutSearch:
             few = GLANCE // (1 + costs.stages * layout.microbatches // MANY)
             moves = None if seconds else 0 if is_large(layout) else few
             task = costs, self.ranks, count, limits, layout.placement, layout.barriers, seconds or PATIENCE, moves
-            lean = lean or moves != 0
+            lean = moves != 0 if lean is None else lean
             found = cached_search(*task, keep=self.choices.balance != "measured", lean=lean)
             found = _shorter(found, costs, limits, order)
         whole, prices = whole_step(layout, found.simulation), self.lines[layout.vocab]
