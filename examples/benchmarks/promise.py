@@ -93,9 +93,9 @@ forward.register_fake(lambda x, weight, share: torch.empty_like(x))
 input_gradient.register_fake(lambda gradient, weight, share: torch.empty_like(gradient))
 weight_gradient.register_fake(lambda gradient, x, share: gradient.new_empty(gradient.shape[1:]))
 forward.register_autograd(_backward, setup_context=_save)
-for name, length in (("forward", FORWARD), ("input_gradient", BACKWARD), ("weight_gradient", WEIGHT)):
+for name, length in (("forward", "FORWARD"), ("input_gradient", "BACKWARD"), ("weight_gradient", "WEIGHT")):
     register_flop_formula(getattr(torch.ops.promise, name))(  # at the nominal 50 GFLOP/s of the compiler's CPU
-        lambda x, y, share, *rest, length=length, **options: int(length * share * 5e10)
+        lambda x, y, share, *rest, length=length, **options: int(globals()[length] * share * 5e10)
     )
 
 
