@@ -18,15 +18,15 @@ def moved_value(value: Any, storages: MutableMapping[int, Any], mode: FakeTensor
     """A fake value like `value`, in `mode`, on the storages that `storages` has for its own (by `storage_key`), or on
     new ones; conjugated and negated lazily it is not."""
     if isinstance(value, tuple | list):
-        return type(value)(moved_value(each, storages, mode) for each in value)
+        return (list if isinstance(value, list) else tuple)(moved_value(each, storages, mode) for each in value)
     if not isinstance(value, torch.Tensor):
         return value
     key = storage_key(value)
     if key not in storages:
         storages[key] = torch.UntypedStorage(value.untyped_storage().nbytes(), device="meta")
     empty = torch.empty(0, dtype=value.dtype, device="meta")
-    moved = empty.set_(storages[key], value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
-    return fake_of(moved, mode, value.device).requires_grad_(value.requires_grad)
+    empty.set_(storages[key], value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
+    return fake_of(empty, mode, value.device).requires_grad_(value.requires_grad)
 
 
 def form_of_tensor(value: torch.Tensor) -> Hashable:
