@@ -40,8 +40,9 @@ def fastest_layouts(search: LayoutSearch, seconds: float, announce: Say = silent
     for number, choice in enumerate(finalists):
         announce(f"cuts of {choice.layout}")
         finalists[number] = _recut(search, choice, (until - time.monotonic()) / (len(finalists) - number))
-    each = (1 - MOVING) * seconds / SEARCHED
-    finalists = [_searched(search, choice, each, not n) for n, choice in enumerate(_fastest(finalists, SEARCHED))]
+    finalists = _fastest(finalists, SEARCHED)
+    each = (1 - MOVING) * seconds / len(finalists)
+    finalists = [_searched(search, choice, each, not n) for n, choice in enumerate(finalists)]
     known = {str(choice.layout) for choice in finalists}
     return _fastest([*finalists, *(choice for choice in looked if str(choice.layout) not in known)])
 
