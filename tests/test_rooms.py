@@ -136,7 +136,7 @@ BUDGET = {
     "zbcompile/model": 1180,
     "zbcompile/optimizer": 1427,
     "zbcompile/persistence": 2508,
-    "zbcompile/planning": 1501,
+    "zbcompile/planning": 1641,
     "zbcompile/prediction": 1400,
     "zbcompile/profiling": 612,
     "zbcompile/program": 1995,

@@ -6,7 +6,7 @@ simulated, with a share of the memory that 1F1B needs for activations without re
 Each line is the step that `schedule="auto"` predicts: everything recomputed, the best of several budgets that are one
 share of the bytes for all stages, the best price of a byte for all stages, and what the search chooses for each stage.
 Cuts and orders are searched for each, equally long. "least ms" is what no step of a line takes less than, with any
-order, any share of twenty that a stage keeps and any cuts where blocks begin (`zbcompile/compiler/least_step.py`). With
+order, any share of twenty that a stage keeps and any cuts where blocks begin (`zbcompile/planning/least_step.py`). With
 `--core-seconds` only the time in which a core works for a search counts: other load on the machine changes nothing.
 """
 
@@ -25,11 +25,11 @@ from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import lay_out_step
 from zbcompile.compiler.cut_planning import places_of
-from zbcompile.compiler.least_step import LeastStep
 from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.fastest_layouts import fastest_layouts
 from zbcompile.planning.layouts import LayoutSearch
+from zbcompile.planning.least_step import LeastStep
 from zbcompile.planning.planner import PricedStep
 from zbcompile.program.choice import Choice
 from zbcompile.schedules import build

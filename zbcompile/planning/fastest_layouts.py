@@ -9,10 +9,10 @@ from math import inf
 
 from zbcompile.compiler.cut_planning import keep_most, layout_for_makespan, score_of
 from zbcompile.compiler.descent import GAIN, Descent, Score
-from zbcompile.compiler.least_step import LeastStep
 from zbcompile.compiler.vocabulary_sharding import WORTH
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.layouts import PATIENCE, LayoutSearch, is_large, rounded
+from zbcompile.planning.least_step import LeastStep
 from zbcompile.planning.search_cache import cached_search
 from zbcompile.program.choice import Choice, Layout
 from zbcompile.progress import Say, silent

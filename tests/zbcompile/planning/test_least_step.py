@@ -9,12 +9,12 @@ import pytest
 from targets import gpt
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import lay_out_step
-from zbcompile.compiler.least_step import LeastStep, Stages
 from zbcompile.compiler.prices import LinePrices
 from zbcompile.passes.compile_options import Choices, Policy
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.machine.hardware import Connection
 from zbcompile.planning.layouts import LayoutSearch
+from zbcompile.planning.least_step import LeastStep, Stages
 from zbcompile.program.choice import Layout
 from zbcompile.schedules import ScheduleError, build
 
