@@ -128,7 +128,7 @@ BUDGET = {
     "zbcompile/backends": 748,
     "zbcompile/batches": 592,
     "zbcompile/cli": 1776,
-    "zbcompile/compiler": 3230,
+    "zbcompile/compiler": 3215,
     "zbcompile/distributed": 1895,
     "zbcompile/faults": 985,
     "zbcompile/inspection": 2376,

@@ -12,8 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
 from itertools import count
-
-from torch.fx import Node
+from typing import Any
 
 from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
 
@@ -23,25 +22,25 @@ _TIE = 10**9  # one part in a billion per node makes equal layers differ, so tha
 
 @dataclass(frozen=True)
 class Values:
-    """The values of a forward and what they cost.
+    """The values of a forward, its nodes for example, and what they cost.
 
     `wanted` are those that the backward reads. `inputs[v]` are the values that recomputing v reads (without those that
     are always available), `bytes[v]` what keeping it takes (absent: it cannot be kept, being a view or a tuple),
     `time[v]` what recomputing it takes, in attoseconds (absent: it cannot be recomputed).
     """
 
-    wanted: frozenset[Node]
-    inputs: Mapping[Node, tuple[Node, ...]]
-    bytes: Mapping[Node, int]
-    time: Mapping[Node, int]
+    wanted: frozenset[Any]
+    inputs: Mapping[Any, tuple[Any, ...]]
+    bytes: Mapping[Any, int]
+    time: Mapping[Any, int]
 
 
 @dataclass(frozen=True)
 class Saving:
     """A choice: the values kept and those recomputed, with the bytes and the time that this takes."""
 
-    kept: frozenset[Node]
-    remade: frozenset[Node]
+    kept: frozenset[Any]
+    remade: frozenset[Any]
     bytes: int
     time: int
 
@@ -53,7 +52,7 @@ class Fit:
 
     saving: Saving
     least_time: int
-    contested: tuple[Node, ...] = ()
+    contested: tuple[Any, ...] = ()
 
 
 def smallest(values: Values) -> Saving:

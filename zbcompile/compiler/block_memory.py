@@ -6,30 +6,33 @@ read and none of them makes crosses the cut: it is counted for the whole pass, n
 
 from collections.abc import Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 Use = tuple[int, Hashable, int]  # of a storage: the operation that reads it, which storage, its bytes
 
 
 class Step(NamedTuple):
     """An operation of a pass: its place in the block, the storages that it `touches` and those that it makes, whether B
-    repeats it, and whether any stage that reads its result computes it for itself (`own`)."""
+    repeats it, whether any stage that reads its result computes it for itself (`own`), and the seconds to repeat it."""
 
     place: int
     touches: frozenset[Hashable]
     makes: frozenset[Hashable]
     again: bool
     own: bool = False
+    seconds: float = 0.0
 
 
 class Part(NamedTuple):
     """The operations of a block from place `begin` to `end`, and whether they are the first and the last ones of their
-    stage."""
+    stage. Those that others of the stage have left what they receive (`kept`) have it as the first ones have, but B
+    frees it after its last use."""
 
     begin: int
     end: int
     first: bool = True
     last: bool = True
+    kept: bool = False
 
 
 @dataclass(eq=False)
@@ -54,6 +57,14 @@ class BlockMemory:
     held: Sequence[Use] = ()
 
     _found: dict[tuple[str, Part], list[int | None]] = field(init=False, default_factory=dict)
+    _again: dict[tuple[int, int], list[tuple[int, float]]] = field(init=False, default_factory=dict)
+
+    def again(self, begin: int, end: int) -> list[tuple[int, float]]:
+        """What the B of a part repeats for its own operations: their places and seconds."""
+        if (begin, end) not in self._again:
+            needed = self._needed("B", begin, end)
+            self._again[begin, end] = [(step.place, step.seconds) for step in needed if step.seconds]
+        return self._again[begin, end]
 
     def beside(self, op: str, part: Part) -> list[int | None]:
         """For each place of a part, the most bytes that are alive while F or B runs there; None where nothing runs. Not
@@ -66,7 +77,7 @@ class BlockMemory:
 
     def _beside(self, op: str, part: Part) -> list[int | None]:
         begin, end, *_ = part
-        inside = _needed(self.steps[op], begin, end)
+        inside = self._needed(op, begin, end)
         outside = [step for step in self.steps[op] if not begin <= step.place < end]
         before = self._made_before(begin)
         arriving, staying = self._arriving(op, part) - before, self._staying(op, part, outside)
@@ -89,6 +100,18 @@ class BlockMemory:
             found[step.place - begin] = most if now is None else max(now, most)
         return found
 
+    def _needed(self, op: str, begin: int, end: int) -> list[Step]:
+        """The steps from place `begin` to `end`, without what is repeated for operations that are not among them, and
+        what they read of what every stage computes for itself."""
+        read = {which for place, which, _ in self.residue if op == "B" and begin <= place < end}
+        found = []
+        for step in reversed(self.steps[op]):
+            inside = begin <= step.place < end
+            if step.makes & read if step.own else inside and (not step.again or (step.makes or step.touches) & read):
+                read |= step.touches
+                found.append(step._replace(place=max(begin, step.place)))
+        return found[::-1]
+
     def arrived_for_weights(self, part: Part) -> int:
         """Bytes of the gradients that cross the end of a part and wait for its W."""
         crossing = self.tangents.union(*(step.makes for step in self.steps["B"] if step.place >= part.end))
@@ -106,7 +129,7 @@ class BlockMemory:
         if op == "F":
             return self.received["F"] if part.begin == 0 else frozenset()
         found = {which for place, which, _ in self.kept if part.begin <= place < part.end}
-        if part.first and part.begin == 0:
+        if (part.first or part.kept) and part.begin == 0:
             found |= self.received["F"]
         found &= self.waiting
         return found | self.tangents if part.end == self.length else found
@@ -115,7 +138,7 @@ class BlockMemory:
         """What is not freed after its last use: what arrives or leaves in a message, and what later passes read."""
         uses = self.kept if op == "F" else self.residue
         found = self.staying[op] | {which for place, which, _ in uses if part.begin <= place < part.end}
-        if part.first and part.begin == 0:
+        if (part.first or (part.kept and op == "F")) and part.begin == 0:
             found |= self.received[op]
         if op == "B" and part.last and part.end == self.length:
             found |= self.tangents
@@ -138,16 +161,3 @@ class BlockMemory:
             alive -= dead
             now -= sum(self.sizes[key] for key in dead)
         return found
-
-
-def _needed(steps: Sequence[Step], begin: int, end: int) -> list[Step]:
-    """Those from place `begin` to `end`, without what is repeated for operations that are not among them, and what they
-    read of what every stage computes for itself."""
-    read: set[Any] = set()
-    found = []
-    for step in reversed(steps):
-        inside = begin <= step.place < end
-        if step.makes & read if step.own else inside and (not step.again or step.makes & read or not step.makes):
-            read |= step.touches
-            found.append(step._replace(place=max(begin, step.place)))
-    return found[::-1]

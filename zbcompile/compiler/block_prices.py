@@ -46,8 +46,8 @@ class Prices:
     """The prices of a block or line, by operation.
 
     * Seconds: `seconds` of its F, B and W; `exchange`: of F's and B's those in which they wait for exchanges that a W
-      can hide; `saved` by a BW, which does once what B and W both do; of what B recomputes, `again` as the last block
-      of a stage, `passing` on the way to later blocks.
+      can hide; `saved` by a BW, which does once what B and W both do; `passing` of what B recomputes on the way to
+      later blocks.
     * Storages: `kept` waits for B, `residue` for W; `held` waits for B once all is remade that blocks receive from
       others.
     * `blocks` are the first operations of the blocks, each with the bytes of what the block received that a stage
@@ -58,7 +58,6 @@ class Prices:
     seconds: tuple[list[float], ...]
     exchange: tuple[list[float], ...]
     saved: list[float]
-    again: list[float]
     passing: list[float]
     kept: list[Use]
     held: list[Use]
@@ -184,8 +183,11 @@ class _Block:
         fused: bool,
     ) -> None:
         self.stage, self.program, self.places, self.length = stage, program, places, length
-        self.choices, self.fused = choices, fused
+        self.choices = choices
         self.own = set[Node]()
+        self.kernels = {
+            op: [*kernel_seconds(piece.module, self._hardware, fused)] for op, piece in program.pieces.items()
+        }
         self.at = {op: self._places_in(piece) for op, piece in program.pieces.items()}
         holders = [n for piece in program.pieces.values() for n in piece.module.graph.find_nodes(op="placeholder")]
         self.resident = storages_behind(n for n in holders if n.meta["slot"].kind not in WAITING)
@@ -203,7 +205,6 @@ class _Block:
             tuple([0.0] * self.length for _ in "FB"),
             [0.0] * self.length,
             [0.0] * self.length,
-            [0.0] * self.length,
             kept,  # type: ignore[arg-type]
             held,  # type: ignore[arg-type]
             residue,  # type: ignore[arg-type]
@@ -215,7 +216,7 @@ class _Block:
         for op, times in zip("FBW", found.seconds, strict=True):
             self._add_seconds(op, times, found)
             self._add_exchanges(op, times, found)
-        for nodes, seconds in self._kernels("BW"):
+        for nodes, seconds in self.kernels["BW"]:
             found.saved[self.at["BW"][nodes[0]]] -= seconds
         return found
 
@@ -227,14 +228,11 @@ class _Block:
             if node.op == "call_function":
                 mark = stack_trace(node)
                 found[node] = self.places[int(mark)][0] if mark.isdecimal() else last
-                again = node.meta.get("pass") == "recompute"
+                again = _is_repeated(node)
                 if mark.isdecimal() and self.places[int(mark)][1] and (again or piece.name == "F"):
                     self.own.add(node)
                 last = last if again else found[node]
         return found
-
-    def _kernels(self, op: str) -> Iterator[tuple[list[Node], float]]:
-        yield from kernel_seconds(self.program.pieces[op].module, self._hardware, self.fused)
 
     @property
     def _hardware(self) -> Hardware:
@@ -242,10 +240,9 @@ class _Block:
         return self.choices.hardware
 
     def _add_seconds(self, op: str, times: list[float], found: Prices) -> None:
-        for nodes, seconds in self._kernels(op):
+        for nodes, seconds in self.kernels[op]:
             place = self.at[op][nodes[0]]
-            again = op == "B" and nodes[0].meta.get("pass") == "recompute"
-            (found.again if again else times)[place] += seconds
+            times[place] += 0 if op == "B" and _is_repeated(nodes[0]) else seconds
             if op != "F":
                 found.saved[place] += seconds
             elif remade := [node for node in nodes if self._passes(node)]:
@@ -313,6 +310,7 @@ class _Block:
         steps: dict[str, list[Step]] = {}
         staying: dict[str, frozenset[Hashable]] = {}
         holders: dict[tuple[str, str], list[Node]] = defaultdict(list)
+        repeated = {nodes[0]: seconds for nodes, seconds in self.kernels["B"] if _is_repeated(nodes[0])}
         for op in "FB":
             graph = pieces[op].module.graph
             known: set[Hashable] = set()
@@ -322,8 +320,8 @@ class _Block:
                 own = self._counted([node])
                 if node.op == "call_function":
                     touches, makes = self._counted([node, *node.all_input_nodes]), own - known
-                    again = node.meta.get("pass") == "recompute"
-                    steps[op].append(Step(self.at[op][node], touches, makes, again, node in self.own))
+                    how = _is_repeated(node), node in self.own, repeated.get(node, 0.0)
+                    steps[op].append(Step(self.at[op][node], touches, makes, *how))
                 elif node.op == "placeholder" and node.meta["slot"] != LOSS:
                     holders[op, node.meta["slot"].kind].append(node)
                 known |= own
@@ -359,6 +357,10 @@ class _Block:
         return frozenset(self._which(t) for t in tensors if storage_key(t) not in self.resident)
 
 
+def _is_repeated(node: Node) -> bool:
+    return node.meta.get("pass") == "recompute"
+
+
 def _alike(one: Any, other: Any) -> bool:
     both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     return both and (one.shape, one.dtype) == (other.shape, other.dtype)
@@ -376,14 +378,13 @@ def exchange_seconds(collective: Collective, choices: Choices, device: str) -> f
 def _joined(canonical: Canonical, blocks: Sequence[tuple[Stage, Prices]]) -> Prices:
     """The prices of blocks in a row, in which a storage that several of them know is one."""
     storages = {n.name: storages_behind([n]) for n in canonical.graph.nodes}
-    found = Prices(([], [], []), ([], []), [], [], [], [], [], [], {}, {}, {}, set())
+    found = Prices(([], [], []), ([], []), [], [], [], [], [], {}, {}, {}, set())
     for number, (stage, prices) in enumerate(blocks):
-        first = len(found.again)
+        first = len(found.saved)
         names = {"received": _received(stage), "sent": _sent(stage), "own": [n.name for n in stage.module.graph.nodes]}
         for times, more in zip((*found.seconds, *found.exchange), (*prices.seconds, *prices.exchange), strict=True):
             times += more
         found.saved += prices.saved
-        found.again += prices.again
         found.passing += prices.passing
         parts = ((found.kept, prices.kept), (found.held, prices.held), (found.residue, prices.residue))
         for uses, part in parts:

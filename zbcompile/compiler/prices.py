@@ -2,38 +2,34 @@
 compiled."""
 
 import copy
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch.fx import Node
 
-from zbcompile.compiler.block_memory import Part
-from zbcompile.compiler.block_prices import Made, Prices, price_line
+from zbcompile.compiler.block_prices import Made, price_line
 from zbcompile.compiler.divided_bytes import DividedBytes
 from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
+from zbcompile.compiler.stage_span import PolicyPrices, StageSpan, StageStart
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices, Policy, Recompute, price_of_policy
-from zbcompile.passes.graph.storage import bytes_behind, tensors_of
-from zbcompile.passes.graph.strides import boundary_like
+from zbcompile.passes.graph.storage import bytes_behind
 from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.memory_estimate import (
     ALONE,
-    DistinctBytes,
     DividedParameter,
     Footprint,
     ReplicaSharding,
 )
 from zbcompile.passes.partition.node_costs import device_of, measured_seconds
 from zbcompile.passes.partition.stage_graphs import legs_of
-from zbcompile.passes.recompute.candidates import is_hinted
 from zbcompile.passes.stage.deduplicate import Tangents
-from zbcompile.passes.torch_private import storage_key
 from zbcompile.schedules import Costs, Placement, Schedule, peak_memory, with_updates
 from zbcompile.schedules.execution.memory import Running, deltas, most_beside, only_while_running, with_messages
 from zbcompile.schedules.ir.actions import BW, GATHERS, REDUCE, B, F, Step, flatten
@@ -56,18 +52,6 @@ class ShardPrice(NamedTuple):
 
 
 WHOLE = ShardPrice()  # of an output layer that is not sharded
-
-
-class PolicyPrices(NamedTuple):
-    """The prices of a line under one policy of recomputing, and its distinct bytes that wait for B (`kept`), for B once
-    everything that blocks receive is remade (`held`), and for W (`residue`); `again` are the operations whose B or W
-    needs something of the forward that is not kept for it."""
-
-    prices: Prices
-    kept: DistinctBytes
-    held: DistinctBytes
-    residue: DistinctBytes
-    again: list[int]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,6 +78,7 @@ class LinePrices:
     _stages: dict[tuple[int, int, Policy], StagePrice] = field(init=False, default_factory=dict)
     _corners: dict[Policy, tuple[Policy, ...]] = field(init=False, default_factory=dict)
     _by_policy: dict[Policy, PolicyPrices] = field(init=False, default_factory=dict)
+    _starts: dict[tuple[Any, ...], StageStart] = field(init=False, default_factory=dict)
     _sent: dict[tuple[tuple[int, ...], str], dict[tuple[int, int], int]] = field(init=False, default_factory=dict)
 
     def with_shard(self, shard: ShardPrice) -> "LinePrices":
@@ -154,17 +139,17 @@ class LinePrices:
         if isinstance(policy, float):
             return self._with_share(begin, end, policy)
         if key not in self._stages:
-            known = self._known(policy)
-            waits = known.kept.within(begin, end) + self._received(begin, policy)[0]
+            known, span = self._known(policy), self._span(begin, end, policy)
+            waits = known.kept.within(begin, end) + sum(span.start.kept.values())
             exchange = (self._sum(each, begin, end) for each in known.prices.exchange)
-            seconds, again = self._seconds(begin, end, policy)
+            seconds, again = self._seconds(span, known)
             self._stages[key] = StagePrice(
                 seconds,
                 again,
                 tuple(exchange),  # type: ignore[arg-type]
                 min(waits, policy) if isinstance(policy, int) else waits,
                 known.residue.within(begin, end),
-                dict(zip((F, B), self._running(begin, end, policy), strict=True)),
+                dict(zip((F, B), span.running(), strict=True)),
                 self.line.boundary_bytes(end - 1) if end < len(self.line.nodes) else 0,
                 self._saved(begin, end, policy, sum(each > 0 for each in seconds[1:])),
                 parameters=self.footprint.resident(begin, end),
@@ -222,25 +207,6 @@ class LinePrices:
         self._corners[first] = tuple(policy for *_, policy in hull)
         return self._corners[first]
 
-    def _received(self, begin: int, policy: Policy) -> tuple[int, int]:
-        """What a stage keeps of what it received, where other stages would remake it: or else, of what its first
-        operations make of that, if these leave nothing for B. With the operation that it is kept before."""
-        read = self._known(policy).again
-        first = bisect_left(read, begin)
-        until = read[first] if first < len(read) else begin
-        later = ((self._remade_before(edge, policy), -edge) for edge in range(begin + 1, until + 1))
-        size, edge = min([(self._arriving(begin, policy), -begin), *later])
-        return size, -edge
-
-    def _arriving(self, begin: int, policy: Policy) -> int:
-        found = self._known(policy).prices.blocks.get(begin)
-        return self._remade_before(begin, policy) if found is None else found
-
-    def _remade_before(self, edge: int, policy: Policy) -> int:
-        """Bytes of what crosses an edge and is remade where no stage begins."""
-        crossing = self.line.live[edge - 1] if edge and policy in ("full", "hints") else ()
-        return bytes_behind(node for node in crossing if policy == "full" or is_hinted(node))
-
     def _messages(self, edges: Sequence[int], placement: Placement) -> dict[tuple[int, int], int]:
         """Bytes by the stages that a message goes from and to: to the next, or straight to the one that reads it."""
         key = tuple(edges), str(placement)
@@ -263,16 +229,17 @@ class LinePrices:
     def _places(self) -> dict[Node, int]:
         return {node: place for place, node in enumerate(self.line.nodes)}
 
-    def _seconds(self, begin: int, end: int, policy: Policy) -> tuple[tuple[float, float, float], float]:
-        """Seconds of F, B and W, and of B's those in which it recomputes. Blocks before one that receives what is
-        remade run again for it, not only for themselves."""
-        prices = self._known(policy).prices
-        last = max((block for block, size in prices.blocks.items() if begin < block < end and size), default=begin)
-        first = min(last, self._received(begin, policy)[1])
-        again = self._sum(prices.passing, first, last) + self._sum(prices.again, last, end)
-        forward, backward, weight = (self._sum(each, begin, end) for each in prices.seconds)
-        backward += again
-        return tuple(each + self._hardware.start * (each > 0) for each in (forward, backward, weight)), again  # type: ignore[return-value]
+    def _span(self, begin: int, end: int, policy: Policy) -> StageSpan:
+        known = self._known(policy), self._known("off")
+        return StageSpan(self.line, self._places, begin, end, *known, policy, self.choices, self._starts)
+
+    def _seconds(self, span: StageSpan, known: PolicyPrices) -> tuple[tuple[float, float, float], float]:
+        """Seconds of F, B and W, and of B's those in which it recomputes."""
+        begin, end = span.begin, span.end
+        again = sum(seconds * self._scales[place] for place, seconds in span.again())
+        forward, backward, weight = (self._sum(each, begin, end) for each in known.prices.seconds)
+        found = forward, backward + again, weight
+        return tuple(each + self._hardware.start * (each > 0) for each in found), again  # type: ignore[return-value]
 
     def _saved(self, begin: int, end: int, policy: Policy, passes: int) -> float:
         """Seconds that BW takes less than B and W: it starts once, they `passes` times."""
@@ -283,73 +250,6 @@ class LinePrices:
         if self.measured is None:
             return sum(seconds[begin:end])
         return sum(a * b for a, b in zip(seconds[begin:end], self._scales[begin:end], strict=True))
-
-    def _running(self, begin: int, end: int, policy: Policy) -> tuple[int, int]:
-        """The most that is alive while F and while B run: at any operation what waits for those up to it, what those
-        behind it have left, what crosses the cuts, and what else is alive."""
-        prices, kept, held, residue, _ = self._known(policy)
-        grown, waits, left = kept.growing(begin, end), held.growing(begin, end), residue.shrinking(begin, end)
-        remade_from = self._received(begin, policy)[1]
-        aside = self._going_past(begin, end)
-        received, sent = ([each for each in self._live(edge) if each not in aside] for edge in (begin, end))
-        arriving, repeated = self._sizes(received), dict[Hashable, int]()
-        if self._arriving(begin, policy):
-            repeated = arriving if remade_from == begin else self._sizes(self._live(remade_from))
-        wanted = repeated or {which: size for which, size in arriving.items() if kept.uses(which, begin, end)}
-        wanted = {which: size for which, size in wanted.items() if which not in prices.viewed}
-        forward = backward = 0
-        gradients = self._gradients(sent)
-        leaving = [tensor for value in sent for tensor in tensors_of(value.meta["val"])]
-        copied = sum(t.nbytes for t in leaving if boundary_like(t, self.choices.exact).stride() != t.stride())
-        for first, memory in reversed(prices.memory.items()):
-            ends = first <= begin or first == remade_from, end <= first + memory.length
-            part = Part(max(0, begin - first), min(end - first, memory.length), *ends)
-            if part.begin >= part.end:
-                continue
-            counted = prices.received[first] if part.begin == 0 else frozenset()  # by the block
-            over = {*self._live(first + part.begin)} & {*self._live(first + part.end)} - aside
-            crossing = arriving | self._sizes(over) | (repeated if first + part.begin >= remade_from else {})
-            values = {which: size for which, size in crossing.items() if which not in counted}
-            ahead = self._gradients(over - {*self._live(end)})
-            behind = 0 if part.last and part.end == memory.length else gradients  # there the block counts them
-            if part.last:
-                gradients -= memory.arrived_for_weights(part)  # further on they are among what was left
-            beside = zip(memory.beside("F", part), memory.beside("B", part), strict=True)
-            for at, (in_forward, in_backward) in enumerate(beside, first + part.begin):
-                if in_forward is not None:
-                    unread = (size for which, size in values.items() if not kept.uses(which, begin, at + 1))
-                    more = sum(unread) + copied * (at == end - 1)
-                    forward = max(forward, grown[at - begin] + in_forward + more)
-                if in_backward is not None:
-                    more = ahead + behind
-                    for which, size in values.items():
-                        before, later = held.uses(which, begin, at + 1), residue.uses(which, at + 1, end)
-                        more += wanted.get(which, 0) * (not before and not later) - size * (before and later)
-                    backward = max(backward, waits[at - begin] + left[at - begin] + in_backward + more)
-        return forward, backward
-
-    def _live(self, edge: int) -> tuple[Node, ...]:
-        return self.line.live[edge - 1] if 0 < edge < len(self.line.nodes) else ()
-
-    def _going_past(self, begin: int, end: int) -> set[Node]:
-        """The values that go straight to stages behind a stage that does not read them."""
-        both = {*self._live(begin)} & {*self._live(end)}
-        return set() if self.choices.relay else {each for each in both if not self._is_read(each, begin, end)}
-
-    def _is_read(self, value: Node, begin: int, end: int) -> bool:
-        """Whether operations between two edges read a value, perhaps through what any stage computes for itself."""
-        places = self._places
-        return any(
-            begin <= places[user] < end if user in places else self._is_read(user, begin, end) for user in value.users
-        )
-
-    def _sizes(self, values: Iterable[Node]) -> dict[Hashable, int]:
-        tensors = (tensor for node in values for tensor in tensors_of(node.meta["val"]))
-        return {storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}
-
-    def _gradients(self, values: Iterable[Node]) -> int:
-        """Bytes of the gradients of some values: each has its own."""
-        return sum(t.nbytes for node in values if node.meta["differentiable"] for t in tensors_of(node.meta["val"]))
 
     def _exchange(self, rows: float) -> float | None:
         """Until every rank has the last stage's output, or the sum of all parts of its gradient."""
@@ -454,19 +354,8 @@ class LinePrices:
             base = self._known("off").prices if policy == "full" else None
             choices = replace(self.choices, recompute=policy)
             prices = price_line(self.canonical, self.line, choices, self.behind, self.made, base, self.fused)
-            count = len(self.line.nodes)
-            kept, held, residue = (DistinctBytes(uses, count) for uses in (prices.kept, prices.held, prices.residue))
-            self._by_policy[policy] = PolicyPrices(prices, kept, held, residue, self._needing(prices, policy))
+            self._by_policy[policy] = PolicyPrices.of(prices, len(self.line.nodes))
         return self._by_policy[policy]
-
-    def _needing(self, prices: Prices, policy: Policy) -> list[int]:
-        kept = Counter[int]()
-        for place, _, size in prices.kept:
-            kept[place] += size
-        if policy != "off":
-            for place, _, size in self._known("off").prices.kept:
-                kept[place] -= size
-        return sorted(place for place, size in kept.items() if (size > 0) == (policy == "off") and size)
 
     @cached_property
     def _has_hints(self) -> bool:

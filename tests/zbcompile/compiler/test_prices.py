@@ -139,14 +139,14 @@ def test_stages_that_are_cut_anywhere(compiled: CompiledExample) -> None:
 
 @cache
 def priced_anywhere(name: str) -> tuple[zbcompile.Example, LaidOut, dict[Policy, LinePrices], list[int]]:
-    """A model's prices under two policies, and the places where a stage may begin: where only values with gradients
+    """A model's prices under three policies, and the places where a stage may begin: where only values with gradients
     cross, so not inside of a dropout."""
     example = gpt() if name == "gpt" else zbcompile.Example(*llama())
     laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, Choices(hardware=HARDWARE))
     line = laid_out.line
     prices: dict[Policy, LinePrices] = {
         each: LinePrices(laid_out.canonical, line, Choices(recompute=each, hardware=HARDWARE))
-        for each in ("off", "2ms/GiB")
+        for each in ("off", "2ms/GiB", "full")
     }
     places = places_of(line)
     found = [at for at in places if all(value.meta["differentiable"] for value in line.live[at - 1])]
@@ -163,19 +163,41 @@ SHORT = 12  # operations; the B of fewer, of an embedding alone, may run nothing
 )
 @examples(6)
 @given(st.data())
-def test_bytes_of_stages_that_are_cut_inside_of_blocks(name: str, peaks: float, data: st.DataObject) -> None:
-    """What waits and the peaks are those of the stages compiled for the same cuts: to the byte, but for what F of a
-    Llama's stage computes of tables in its first block and prices count in each."""
+def test_prices_of_stages_that_are_cut_inside_of_blocks(name: str, peaks: float, data: st.DataObject) -> None:
+    """Seconds, what waits and the peaks are those of the stages compiled for the same cuts: to the byte, but for the
+    tables that each stage of a Llama computes for itself and prices count in each block."""
     example, laid_out, prices, places = priced_anywhere(name)
     first = data.draw(st.sampled_from([at for at in places if SHORT <= at < places[-1] - SHORT]))
     edges = [first, data.draw(st.sampled_from([at for at in places if at >= first + SHORT]))]
-    policy = data.draw(st.sampled_from([*prices]))
+    policy = data.draw(st.sampled_from([*prices] if name == "gpt" else ["off", "2ms/GiB"]))
     order, step = build("1f1b", 3, 4), (example.model, one_microbatch(example))
     program = compile_laid_out(*step, laid_out, order, prices[policy].choices, {}, edges=edges)
     for found, graphs in zip(prices[policy].stages(edges), prices_of(program), strict=True):
         assert (found.kept, found.residue) == (graphs.kept, graphs.residue)
+        if name == "gpt":
+            assert_same_price(found, graphs)
         assert found.running["F"] == pytest.approx(graphs.running["F"], rel=peaks, abs=0)
         assert found.running["B"] == pytest.approx(graphs.running["B"], rel=peaks, abs=0)
+
+
+def assert_same_price(found: StagePrice, graphs: StagePrice) -> None:
+    """Seconds but for rounding, bytes exactly."""
+    assert (*found.seconds, found.again) == pytest.approx((*graphs.seconds, graphs.again), rel=1e-9)
+    assert (found.kept, found.residue) == (graphs.kept, graphs.residue)
+    assert {op: found.running[op] for op in "FB"} == {op: graphs.running[op] for op in "FB"}
+
+
+@pytest.mark.slow
+@pytest.mark.mostly_slow(every=2)
+@pytest.mark.parametrize("edges", [(27, 91), (39, 68), (67, 98), (80, 99)])
+def test_stages_that_remake_everything_and_begin_inside_of_a_block(edges: tuple[int, int]) -> None:
+    """They keep what takes fewest bytes, which need not be what they receive, and what ends inside of a block does not
+    remake what only the rest of it reads."""
+    example, laid_out, prices, _ = priced_anywhere("gpt")
+    order, step = build("1f1b", 3, 4), (example.model, one_microbatch(example))
+    program = compile_laid_out(*step, laid_out, order, prices["full"].choices, {}, edges=list(edges))
+    for found, graphs in zip(prices["full"].stages(edges), prices_of(program), strict=True):
+        assert_same_price(found, graphs)
 
 
 @pytest.mark.slow
