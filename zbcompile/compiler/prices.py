@@ -230,8 +230,9 @@ class LinePrices:
         return {node: place for place, node in enumerate(self.line.nodes)}
 
     def _span(self, begin: int, end: int, policy: Policy) -> StageSpan:
-        known = self._known(policy), self._known("off")
-        return StageSpan(self.line, self._places, begin, end, *known, policy, self.choices, self._starts)
+        known, off = self._known(policy), self._known("off")
+        as_priced: Policy = "off" if known is off else policy
+        return StageSpan(self.line, self._places, begin, end, known, off, as_priced, self.choices, self._starts)
 
     def _seconds(self, span: StageSpan, known: PolicyPrices) -> tuple[tuple[float, float, float], float]:
         """Seconds of F, B and W, and of B's those in which it recomputes."""
