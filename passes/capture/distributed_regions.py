@@ -75,8 +75,8 @@ def _call(
         with torch.autocast(*autocast):
             return function(*pytree.tree_unflatten([read(rest) for read in readers], structure))
 
-    if text:
-        values = [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    if text := "" if any(isinstance(leaf, PendingCall) and not leaf.text for leaf in leaves) else text:
+        values = [() if isinstance(leaf, torch.Tensor) else getattr(leaf, "text", leaf) for leaf in leaves]
         kinds = [(t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in tensors]
         text = _text((text, values, str(structure), str(autocast), str(kinds)))
     return PendingCall(found, title, run, tensors, form and f"{form} {autocast}", text)
@@ -141,12 +141,12 @@ def _is_parallelised(module: nn.Module) -> bool:
     return own or any(getattr(hook, "__module__", "").startswith("torch.distributed.tensor") for hook in hooks)
 
 
-Regions = dict[int, dict[str, Any]]  # id of a module -> its parameters by name, each with what it is a part of
+Region = tuple[dict[str, Any], str]  # the parameters of a module by name, each with what it is a part of; its text
+Regions = dict[int, Region]  # by the id of the module
 
 
 def regions_of(model: nn.Module, args: Any, kwargs: Any) -> Regions:
-    """The modules whose calls become operators: by the id of each, its parameters with the DTensors that they are parts
-    of."""
+    """The modules whose calls become operators. Their texts are those of now: in a trace buffers have no contents."""
     if not any(hasattr(tensor, PART) for tensor in model.parameters()):  # parts of DTensors
         return {}
     trial = _RegionTrial(model)
@@ -162,7 +162,14 @@ def regions_of(model: nn.Module, args: Any, kwargs: Any) -> Regions:
             torch.func.functional_call(model, state, args, kwargs)
     whole = trial.root.inner[0]
     found = _cover(whole, whole.result) or [model]
-    return {id(m): {name: getattr(p, PART, None) for name, p in m.named_parameters()} for m in found}
+    return {id(module): _region(module) for module in found}
+
+
+def _region(module: nn.Module) -> Region:
+    parts = {name: getattr(each, PART, None) for name, each in module.named_parameters()}
+    wholes = [part.whole for part in parts.values() if part is not None]
+    kinds = [str((whole.placements, whole.device_mesh, whole.shape, whole.stride())) for whole in wholes]
+    return parts, _text(([part is None for part in parts.values()], kinds, module))
 
 
 def _wrapped(tensor: torch.Tensor) -> Any:
@@ -205,9 +212,10 @@ def modules_as_operators(found: OpaqueCalls, regions: Regions) -> Iterator[None]
 
 
 def _module_call(
-    found: OpaqueCalls, module: nn.Module, parts: dict[str, Any], args: Any, kwargs: dict[str, Any]
+    found: OpaqueCalls, module: nn.Module, region: Region, args: Any, kwargs: dict[str, Any]
 ) -> PendingCall:
-    """A call of a module in the traced model; `parts` says of which DTensors its parameters are parts."""
+    """A call of a module in the traced model."""
+    parts, text = region
 
     def run(args: Any, kwargs: dict[str, Any], held: dict[str, torch.Tensor]) -> Any:
         state = {name: part.wrap(held[name]) if (part := parts[name]) is not None else held[name] for name in held}
@@ -218,8 +226,6 @@ def _module_call(
     shown = module, pytree.tree_map_only(torch.Tensor, lambda _: torch.Tensor, (args, kwargs)), placements
     pending = any(isinstance(each, PendingCall) for each in pytree.tree_leaves((args, kwargs)))
     form = "" if pending or any(module.children()) else str(shown)
-    wholes = [part and f"{part.whole.shape} {part.whole.stride()}" for part in parts.values()]
-    text = "" if pending else _text((str(placements), wholes, module))
     return _call(found, type(module).__name__, run, given, form, text)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
+from gpt import next_byte_loss
+from llama import Llama, parallelised
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from zbcompile import Example
@@ -130,6 +132,24 @@ def test_equal_stages_of_parts_have_one_graph() -> None:
     assert originals(lambda layers: None) == [0, 2, 2, 3]
     assert originals(lambda layers: setattr(layers[1].mlp.up_proj, "scale", 2.0)) == [0, 1, 2, 3]
     assert originals(lambda layers: layers[1].mlp.up_proj.register_forward_hook(_doubled)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("change", [False, True])
+def test_stages_have_one_graph_whose_layers_have_buffers_and_get_dtensors(change: bool) -> None:
+    """Attention with its own tables, and layers whose norms give parts of a sequence to it. Tables of other numbers
+    are another layer."""
+    with group_without_peers(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model, labels = parallelised(Llama(4, 16, 2, 8), mesh), {mesh.get_group().group_name: "tp"}
+        Parts(model, labels)
+        if change:
+            model.blocks[1].attention.cos.add_(1)
+        tokens = torch.randint(256, (2, 8))
+        microbatch = one_microbatch(Example(model, (tokens,), loss=next_byte_loss, target=tokens))
+        laid_out = lay_out_step(model, microbatch, next_byte_loss, dimensions=labels)
+        cuts = Choices(balance=tuple(f"blocks.{first}" for first in (1, 2, 3)))
+        program = compile_laid_out(model, microbatch, laid_out, build("1f1b", 4, 4), cuts, {})
+    assert [stage.original for stage in program.stages] == ([0, 1, 2, 3] if change else [0, 2, 2, 3])
 
 
 def _doubled(module: nn.Module, given: Any, result: Any) -> Any:
