@@ -49,8 +49,7 @@ class SearchResult:
     * `placements`: the bound of each placement, and the best order found on it;
     * `frontier`, if it was asked for: orders, each with its simulation, that hold less on their fullest rank than all
       that are shorter; the shortest first;
-    * `named`: what every named schedule that fits is on the same placement, the shortest first (of a search that
-      was read from a file only those that come close to it).
+    * `named`: what every named schedule that fits is on the same placement, the shortest first.
     """
 
     schedule: Schedule
@@ -73,6 +72,11 @@ class SearchResult:
     def proven(self) -> bool:
         """Whether nothing can be shorter; never under noise, which the bound does not know."""
         return self.simulation.noise is None and self.objective <= self.bound * ROUNDING
+
+    @property
+    def best_name(self) -> tuple[str, float] | None:
+        """The named schedule that comes nearest, with its objective; None if none fits."""
+        return min(((name, takes) for (name, _), takes in self.names.items()), key=lambda each: each[1], default=None)
 
     def __str__(self) -> str:
         left = "proven optimal" if self.proven else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"

@@ -7,13 +7,13 @@ from dataclasses import replace
 from itertools import product
 from math import inf
 
+from zbcompile import schedules
 from zbcompile.compiler.cut_planning import keep_most, layout_for_makespan, score_of
 from zbcompile.compiler.descent import GAIN, Descent, Score
 from zbcompile.compiler.vocabulary_sharding import WORTH
 from zbcompile.passes.errors import PartitionError
 from zbcompile.planning.layouts import PATIENCE, LayoutSearch, is_large, rounded
 from zbcompile.planning.least_step import LeastStep
-from zbcompile.planning.search_cache import cached_search
 from zbcompile.program.choice import Choice, Layout
 from zbcompile.progress import Say, silent
 from zbcompile.schedules import Schedule, ScheduleError
@@ -157,8 +157,9 @@ def _named_orders(search: LayoutSearch, layout: Layout) -> list[Schedule]:
     costs, count, _ = search.task(layout)
     if count < layout.microbatches or is_large(layout):
         return []
-    task = costs, search.ranks, count, None, layout.placement, layout.barriers, PATIENCE, 0
-    return [order for _, order in cached_search(*task, keep=False).named]
+    task = costs, search.ranks, count, None, (layout.placement,)
+    found = schedules.search(*task, barriers=layout.barriers, seconds=PATIENCE, moves=0, lean=False)
+    return [order for _, order in found.named]
 
 
 def _least_steps(search: LayoutSearch, layout: Layout) -> Iterator[Layout]:

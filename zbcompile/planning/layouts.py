@@ -16,9 +16,18 @@ from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piec
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Limits, choose_edges
 from zbcompile.planning.choose_schedule import named_order, placement_of
-from zbcompile.planning.search_cache import best_name_of, cached_search
 from zbcompile.program.choice import Choice, Layout
-from zbcompile.schedules import Costs, Placement, ScheduleError, SearchResult, Timeline, bound, simulate, with_updates
+from zbcompile.schedules import (
+    Costs,
+    Placement,
+    ScheduleError,
+    SearchResult,
+    Timeline,
+    bound,
+    search,
+    simulate,
+    with_updates,
+)
 from zbcompile.schedules.execution.memory import with_messages
 from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.ir.actions import BW, GATHERS, B, F
@@ -80,9 +89,17 @@ class LayoutSearch:
         else:
             few = GLANCE // (1 + costs.stages * layout.microbatches // MANY)
             moves = None if seconds else 0 if is_large(layout) else few
-            task = costs, self.ranks, count, limits, layout.placement, layout.barriers, seconds or PATIENCE, moves
-            lean = moves != 0 if lean is None else lean
-            found = cached_search(*task, keep=self.choices.balance != "measured", lean=lean)
+            found = search(
+                costs,
+                self.ranks,
+                count,
+                limits,
+                (layout.placement,),
+                seconds=seconds or PATIENCE,
+                moves=moves,
+                barriers=layout.barriers,
+                lean=moves != 0 if lean is None else lean,
+            )
             found = _shorter(found, costs, limits, order)
         whole, prices = whole_step(layout, found.simulation), self.lines[layout.vocab]
         how = self.rows_of(layout), layout.recompute
@@ -99,7 +116,7 @@ class LayoutSearch:
             peak=peak,
             bubble=1 - found.simulation.work * layout.microbatches / count / whole if whole else 0.0,
             basis="the graphs of distinct blocks",
-            best_name=best_name_of(found),
+            best_name=found.best_name,
         )
 
     def timeline(self, choice: Choice, gather: Sequence[float] = ()) -> Timeline:

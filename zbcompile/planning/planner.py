@@ -21,19 +21,19 @@ from zbcompile.passes.machine.hardware import Connection
 from zbcompile.passes.vocabulary.shard_program import even_bounds
 from zbcompile.planning.fastest_layouts import fastest_layouts
 from zbcompile.planning.layouts import LayoutSearch
-from zbcompile.planning.search_cache import NEAR, best_name_of, cached_search
 from zbcompile.prediction.measure_passes import measure_pieces, measured_costs
 from zbcompile.prediction.predict import hardware_of, predicted_costs, prices_of, with_memory
 from zbcompile.program.choice import Choice, Layout
 from zbcompile.program.program import Program
-from zbcompile.schedules import Schedule, SearchResult
+from zbcompile.schedules import Schedule, SearchResult, search
 from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
 from zbcompile.schedules.execution.memory import most_beside, with_messages
 
 SHARE = 0.5  # of the time for the search, spent on layouts; the rest finds the order under the costs of the graphs
 LAYOUTS = 6  # that can be tried on the ranks, or compiled in turn until one fits
 CLOSE = 1.25  # how much longer than the best one the steps of those are that are tried, by prediction
-NAMES = 4  # named schedules that can be tried on the ranks
+NAMES = 4  # named schedules that can be tried on the ranks,
+NEAR = 1.05  # if they take no more than this share of the best order
 
 
 def decide(
@@ -177,9 +177,9 @@ def order_by_graphs(
         held = map(add, choice.resident, most_beside(schedule.placement, costs, running_of(prices_of(program))))
         room = [max(0.0, memory - each) for each in held]
     barriers = program.vocabulary.barriers if program.vocabulary else 1
-    task = costs, schedule.ranks, schedule.microbatches, room, str(schedule.placement), barriers
-    found = cached_search(*task, (1 - SHARE) * budget, keep=not measured)
-    figures: dict[str, Any] = {"bound": float(found.bound), "basis": basis, "best_name": best_name_of(found)}
+    task = costs, schedule.ranks, schedule.microbatches, room, (str(schedule.placement),)
+    found = search(*task, barriers=barriers, seconds=(1 - SHARE) * budget)
+    figures: dict[str, Any] = {"bound": float(found.bound), "basis": basis, "best_name": found.best_name}
     orders = [(float(found.objective), found.origin, found.schedule)]
     orders += [(seconds, order.name, order) for seconds, order in _names_near(found)]
     return [
