@@ -30,8 +30,10 @@ def serve(pipe: Connection) -> None:
 def server() -> Iterator[tuple[int, int]]:
     """The process and port of a store."""
     here, there = multiprocessing.Pipe()
-    process = multiprocessing.get_context("fork").Process(target=serve, args=(there,))
+    context = multiprocessing.get_context("forkserver")  # a fork of this process may find a lock of its threads taken
+    process = context.Process(target=serve, args=(there,))
     process.start()
+    there.close()
     assert process.pid is not None
     yield process.pid, here.recv()
     process.kill()
