@@ -123,7 +123,7 @@ BUDGET = {
     "schedules/searching": 1847,
     "schedules/simulation": 907,
     "schedules/visualization": 950,
-    "zbcompile": 1665,
+    "zbcompile": 1669,
     "zbcompile/api": 1493,
     "zbcompile/backends": 748,
     "zbcompile/batches": 592,

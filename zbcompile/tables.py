@@ -17,6 +17,7 @@ from zbcompile.amounts import (
 )
 
 WIDTH = 100  # characters of a line of text
+LONGEST = 40  # characters of a list in a cell
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def to_line(row: Iterable[Figure]) -> str:
 
 def grid(rows: Sequence[Sequence[Figure]]) -> str:
     """Rows under the names of their figures: numbers to the right, words to the left."""
-    cells = [{each.name: written(each) for each in row} for row in rows]
+    cells = [{each.name: _cell(written(each)) for each in row} for row in rows]
     columns = columns_of(rows)
     room = {name: max(len(head), *(len(row.get(name, "")) for row in cells)) for name, (head, _) in columns.items()}
     lines = [{name: head for name, (head, _) in columns.items()}, {name: "-" * room[name] for name in columns}, *cells]
@@ -135,6 +136,16 @@ def grid(rows: Sequence[Sequence[Figure]]) -> str:
         for line in lines
     )
     return "\n".join(line.rstrip() for line in aligned)
+
+
+def _cell(text: str) -> str:
+    """A list that has no room in a column, such as what each of 64 stages recomputes, is cut off; JSON has all of it.
+
+    >>> _cell(",".join(["0.25"] * 64))
+    '0.25,0.25,0.25,0.25,0.25,0.25,0.25,0....'
+    """
+    is_list = "," in text and " " not in text
+    return f"{text[: LONGEST - 3]}..." if is_list and len(text) > LONGEST else text
 
 
 def columns_of(rows: Sequence[Sequence[Figure]]) -> dict[str, tuple[str, bool]]:
