@@ -165,7 +165,7 @@ class _JointFunction:
         self.forward = frozenset(() if found is None else found[0].graph.nodes)
         pairs = []
         for slot, primal in zip(self.stage.inputs, primals, strict=True):
-            gradient = Slot("gradient" if slot.kind == "parameter" else "input_gradient", slot.name)
+            gradient = gradient_slot(slot)
             pairs += [(gradient, value) for value in interpreter.last_use_first(slot) or [primal]]
         first = first_activations(self.stage)
         pairs += [(Slot("virtual_gradient", node.name), interpreter.env[node]) for node in first]
@@ -234,6 +234,11 @@ class _UseInterpreter(MarkingInterpreter):
     def last_use_first(self, slot: Slot) -> list[torch.Tensor]:
         """The uses of a parameter in eager's order: the last operation first, what one operation reads as it reads."""
         return [value for values in reversed(self.uses.get(slot, [])) for value in values]
+
+
+def gradient_slot(slot: Slot) -> Slot:
+    """The slot of the gradient of a parameter or an activation."""
+    return Slot("gradient" if slot.kind == "parameter" else "input_gradient", slot.name)
 
 
 def first_activations(stage: Stage) -> list[Node]:

@@ -17,7 +17,7 @@ from zbcompile.passes.graph.fx import count_uses, leaf_like, like, operator_name
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import moved_value
 from zbcompile.passes.partition.stage_graphs import Stage
-from zbcompile.passes.split.joint_graph import Joint, data_of, joint_of, trace_joint
+from zbcompile.passes.split.joint_graph import Joint, data_of, gradient_slot, joint_of, trace_joint
 from zbcompile.passes.stage.deduplicate import Renaming, Tangents, compile_distinct
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, storage_key
 
@@ -68,10 +68,15 @@ def segments_of(stage: Stage) -> Iterator[Stage]:
     nodes = [node for node in stage.module.graph.nodes if node.op == "call_function"]
     data = data_of(stage)
     ends = [0, *_ends(stage.module.graph, nodes, data), len(nodes)]
-    results = list(zip(stage.outputs, output_values(stage.module.graph), strict=True))
-    for begin, end in pairwise(ends):
-        later = set(nodes[end:])
-        yield _segment(stage, nodes[begin:end], later, results, data)
+    segment_of = {node: n for n, (begin, end) in enumerate(pairwise(ends)) for node in nodes[begin:end]}
+    results: list[list[tuple[Slot, Node]]] = [[] for _ in ends[1:]]
+    for slot, node in zip(stage.outputs, output_values(stage.module.graph), strict=True):
+        if node in segment_of:
+            results[segment_of[node]].append((slot, node))
+    for n, (begin, end) in enumerate(pairwise(ends)):
+        later = [node for node in nodes[begin:end] if any(segment_of.get(user, n) > n for user in node.users)]
+        leaving = [*results[n], *((_crossing(node, data), node) for node in later)]
+        yield _segment(stage, nodes[begin:end], leaving, data)
 
 
 def _ends(graph: Graph, nodes: Sequence[Node], data: Collection[Node]) -> list[int]:
@@ -93,7 +98,7 @@ def _ends(graph: Graph, nodes: Sequence[Node], data: Collection[Node]) -> list[i
 
 
 def _segment(
-    stage: Stage, nodes: Sequence[Node], later: set[Node], results: Sequence[tuple[Slot, Any]], data: Collection[Node]
+    stage: Stage, nodes: Sequence[Node], leaving: Sequence[tuple[Slot, Node]], data: Collection[Node]
 ) -> Stage:
     graph, copies, own = Graph(), dict[Node, Node](), set(nodes)
     for node in dict.fromkeys(each for user in nodes for each in user.all_input_nodes if each not in own):
@@ -103,8 +108,6 @@ def _segment(
         copies[node].meta = {**kept, "slot": slot}
     for node in nodes:
         copies[node] = graph.node_copy(node, copies.__getitem__)
-    leaving = [(slot, node) for slot, node in results if node in own]
-    leaving += [(_crossing(node, data), node) for node in nodes if not later.isdisjoint(node.users)]
     graph.output(tuple(copies[node] for _, node in leaving))
     module = LazyGraphModule(stage.module, graph, class_name=type(stage.module).__name__)
     return Stage(stage.index, module, tuple(slot for slot, _ in leaving), stage.random)
@@ -138,14 +141,12 @@ def _composed(
         (slot, n) for slot, n in zip(stage.outputs, output_values(stage.module.graph), strict=True) if n is not None
     ]
     outputs = [(slot, found[n.meta["slot"] if n.op == "placeholder" else slot]) for slot, n in results]
-    outputs += [each for slot in stage.inputs for copy in copies for each in copy.gradients if _is_of(slot, each[0])]
-    outputs += [each for copy in copies for each in copy.gradients if each[0].kind == "virtual_gradient"]
+    gradients = [each for copy in copies for each in copy.gradients]
+    by_slot = dict(gradients)
+    outputs += [(slot, by_slot[slot]) for slot in map(gradient_slot, stage.inputs) if slot in by_slot]
+    outputs += [(slot, node) for slot, node in gradients if slot.kind == "virtual_gradient"]
     graph.output([node for _, node in outputs])
     return joint_of(stage, GraphModule({}, graph, class_name="_JointFunction"), inputs, tuple(outputs), exact)
-
-
-def _is_of(slot: Slot, gradient: Slot) -> bool:
-    return gradient == Slot("gradient" if slot.kind == "parameter" else "input_gradient", slot.name)
 
 
 class _Copy:
