@@ -142,8 +142,10 @@ def _composed(
     ]
     outputs = [(slot, found[n.meta["slot"] if n.op == "placeholder" else slot]) for slot, n in results]
     gradients = [each for copy in copies for each in copy.gradients]
-    by_slot = dict(gradients)
-    outputs += [(slot, by_slot[slot]) for slot in map(gradient_slot, stage.inputs) if slot in by_slot]
+    by_slot: dict[Slot, list[Node]] = {}  # a parameter with separate uses has one gradient per use
+    for slot, node in gradients:
+        by_slot.setdefault(slot, []).append(node)
+    outputs += [(slot, node) for slot in map(gradient_slot, stage.inputs) for node in by_slot.get(slot, ())]
     outputs += [(slot, node) for slot, node in gradients if slot.kind == "virtual_gradient"]
     graph.output([node for _, node in outputs])
     return joint_of(stage, GraphModule({}, graph, class_name="_JointFunction"), inputs, tuple(outputs), exact)
