@@ -19,7 +19,7 @@ def test_every_page_is_read() -> None:
     assert "python first.py" in run
     assert "torchrun --standalone --nproc-per-node 2 train.py" in run
     assert "python -m zbcompile.checkpoints verify checkpoints" in run  # DIR stands for a folder
-    assert "python -m zbcompile.plan --help" in run  # the name of a tool alone
+    assert "python -m zbcompile.compile --help" in run  # the name of a tool alone
     assert ".venv/bin/python examples/train_gpt.py" in run  # what stands behind an installation
 
 

@@ -35,7 +35,6 @@ def work_for(name: str, folder: Path) -> list[str]:
         zbcompile.save_checkpoint(folder / "checkpoints", nn.Linear(2, 2), step=1)
     return {
         "inspect": [TARGET, "--ranks", "2"],
-        "plan": [TARGET, "--ranks", "4"],
         "compile": [TARGET, "--output", str(folder / "compiled")],
         "run": [str(folder / "program"), "--data", "examples/text_batches.py:batches", "--steps", "1"],
         "calibrate": ["--output", str(folder / "machine.toml")],

@@ -61,7 +61,7 @@ NOT_RUN = {  # by a part of the command, which ends with "$"
 LONG = re.compile(  # takes more than five minutes on two cores
     r"pytest|mutated_exchanges|_sweep|tests\.support\.(?:damage|killed_saves|killing|two_runs|latecomers|elastic_runs|slow_links|soak)"
     r"|fault_table|hostile_programs|(?:published_gpts|predicted_passes|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
-    r"|zbcompile\.calibrate --output|llama_70b --fake --ranks 64"
+    r"|zbcompile\.calibrate --output"
 )
 RANKS = {  # processes that run a page's snippets, if not two
     "docs/composition.md": 8,

@@ -17,7 +17,6 @@ from zbcompile.version import __version__
 
 COMMANDS = {
     "inspect": ("zbcompile.inspection.inspect_command", "what a model would be compiled to, and how long a step takes"),
-    "plan": ("zbcompile.inspection.plan_command", "every way to divide a number of ranks, to look at before asking"),
     "compile": ("zbcompile.cli.compile_command", "compile ahead of time into a directory"),
     "run": ("zbcompile.cli.run_command", "train a compiled program with a data function"),
     "calibrate": ("zbcompile.cli.calibrate_command", "measure this machine, for predictions"),

@@ -22,7 +22,7 @@ ARGUMENTS = {
     "use_liger_kernel": "its kernels cannot be captured",
     "label_smoothing_factor": "pass compute_loss_func=",
     "neftune_noise_alpha": "add the noise in the model's forward",
-    "auto_find_batch_size": "set per_device_train_batch_size; python -m zbcompile.plan predicts memory",
+    "auto_find_batch_size": "set per_device_train_batch_size; python -m zbcompile.inspect predicts memory",
     "torch_empty_cache_steps": "a step keeps its memory for the next one",
     "batch_eval_metrics": "metrics are computed over the whole evaluation",
     "eval_use_gather_object": "outputs must be tensors",
