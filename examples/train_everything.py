@@ -1,5 +1,5 @@
 """What a training run usually has, in one script: a model of the Hub's kind, autocast, accumulation, clipping, a rate
-schedule, averaged weights, metrics, evaluation before the first step, checkpoints, export and generation.
+schedule, metrics, evaluation before the first step, checkpoints, export and generation.
 
     python examples/train_everything.py                                               two ranks in this process
     torchrun --standalone --nproc-per-node 4 examples/train_everything.py --steps 60  goes on where that one ended, each
@@ -45,10 +45,9 @@ def train(options: argparse.Namespace) -> None:
     pipe = zbcompile.pipeline(model, schedule="zb-h1", microbatches=4, ranks=ranks, loss=loss_and_metrics)
     optimizer = pipe.optimizer(torch.optim.AdamW, lr=3e-3, weight_decay=0.01, clip=1.0)
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
-    ema = zbcompile.ema(pipe, decay=0.95)
     say = print if os.environ.get("RANK", "0") == "0" else lambda *_: None  # one process speaks
 
-    at = zbcompile.load_checkpoint(options.folder / "checkpoints", pipe, optimizer, ema=ema, required=False)
+    at = zbcompile.load_checkpoint(options.folder / "checkpoints", pipe, optimizer, required=False)
     if at.path is not None:
         rate.load_state_dict(at.extra["rate"])
     text = stdlib_text.load()
@@ -64,15 +63,13 @@ def train(options: argparse.Namespace) -> None:
         optimizer.step()
         optimizer.zero_grad()
         rate.step()
-        ema.update()
         if (update + 1) % 10 == 0:
             say(f"update {update + 1}: loss {CALLS * loss.item():.3f}, accuracy {metrics['accuracy'].item():.3f}")
             extra = {"rate": rate.state_dict()}
-            zbcompile.save_checkpoint(options.folder / "checkpoints", pipe, optimizer, ema=ema, extra=extra, keep=2)
+            zbcompile.save_checkpoint(options.folder / "checkpoints", pipe, optimizer, extra=extra, keep=2)
 
-    with ema.applied():  # the pipeline has the averages for its parameters
-        say(f"perplexity of the averages: {perplexity(pipe, text.validation):.1f}")
-        zbcompile.save_weights(options.folder / "trained", pipe)  # what from_pretrained reads
+    say(f"perplexity after update {options.steps}: {perplexity(pipe, text.validation):.1f}")
+    zbcompile.save_weights(options.folder / "trained", pipe)  # what from_pretrained reads
     pipe.close()
     if say is print:
         trained: Any = AutoModelForCausalLM.from_pretrained(options.folder / "trained")

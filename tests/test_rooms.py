@@ -88,7 +88,6 @@ ONE_READER = {
     "passes.verification.stage_rules",
     "passes.vocabulary.trunk",
     "persistence.folder_writer",
-    "persistence.saved_averages",
     "profiling.trace_steps",
     "runtime.equal_results",
     "runtime.placed_step",

@@ -7,7 +7,6 @@ from zbcompile.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from zbcompile import passes as passes, schedules as schedules
-    from zbcompile.api.averages import Averages as Averages, ema as ema
     from zbcompile.api.grad_scaler import GradScaler as GradScaler
     from zbcompile.api.pipeline import Pipeline as Pipeline
     from zbcompile.api.pipeline_function import pipeline as pipeline
@@ -52,7 +51,6 @@ _HOME = {
     "api.pipeline_function": ("pipeline",),
     "persistence.loaded_pipeline": ("load",),
     "api.pipeline": ("Pipeline",),
-    "api.averages": ("Averages", "ema"),
     "options": ("Memory", "Vocab"),
     "api.grad_scaler": ("GradScaler",),
     "profiling.monitor_steps": ("Figures", "monitor"),

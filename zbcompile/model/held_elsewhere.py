@@ -64,9 +64,9 @@ def _refusal(tensor: torch.Tensor) -> str:
         )
     return (
         f"{name} belongs to rank {ranks} of the pipeline, and the module in this process has old values of it, so it "
-        "is not read. Call pipe.eval, pipe.state_dict(full=True), pipe.clip_grad_norm_, zbcompile.save_weights or "
-        "zbcompile.ema; or model.load_state_dict(pipe.state_dict(full=True)), on every rank and before pipe.close(), "
-        "which makes the module whole until the next step."
+        "is not read. Call pipe.eval, pipe.state_dict(full=True), pipe.clip_grad_norm_ or zbcompile.save_weights; or "
+        "model.load_state_dict(pipe.state_dict(full=True)), on every rank and before pipe.close(), which makes the "
+        "module whole until the next step."
     )
 
 

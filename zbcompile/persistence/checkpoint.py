@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from zbcompile.api.averages import Averages
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import agree, from_first, gathered, together
 from zbcompile.distributed.ranks import Ranks
@@ -33,7 +32,6 @@ from zbcompile.persistence.folder_writer import FolderWriter
 from zbcompile.persistence.local_tensors import Holding, holding_of, require_names
 from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optimizer_values
 from zbcompile.persistence.safetensors_files import bytes_of
-from zbcompile.persistence.saved_averages import averages_to_write, counted, load_averages, require_averages
 from zbcompile.persistence.saved_state import SavedState, open_state, record_to_text
 from zbcompile.persistence.saved_values import (
     ONE_PROCESS,
@@ -68,7 +66,6 @@ def save_checkpoint(
     source: Pipeline | nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    ema: Averages | None = None,
     step: int | None = None,
     extra: Any = None,
     keep: int | None = None,
@@ -84,7 +81,6 @@ def save_checkpoint(
     Args:
         source: a pipeline, or a plain model in one process.
         optimizer: over `pipe.parameters()`; its state is saved under the parameters' names.
-        ema: averages of this pipeline, made by `zbcompile.ema`, to be saved as well.
         step: how many steps have been trained; default: `pipe.step_index`, for a plain model 0.
         extra: what else to resume from, such as a scheduler's or a data loader's state dict: None, numbers, strings,
             bytes, tensors, lists, tuples, dicts. It must be the same on all ranks.
@@ -99,8 +95,7 @@ def save_checkpoint(
     >>> zbcompile.save_checkpoint("checkpoints", pipe, optimizer, keep=3)           # doctest: +SKIP
     PosixPath('checkpoints/step-00000020')
     """
-    # averages are as large as whole parameters
-    holding, folder = holding_of(source, whole=ema is not None), Path(folder)
+    holding, folder = holding_of(source), Path(folder)
     ranks, what = holding.ranks, f"saving a checkpoint in {folder}"
     if keep is not None and keep < 1:
         raise PipelineError(f"keep={keep}; expected at least 1, or None to keep all checkpoints.")
@@ -115,11 +110,11 @@ def save_checkpoint(
         given = {"step": count, "wait": wait, "frozen": frozen}
         agree(ranks, given, "call save_checkpoint with different arguments", "Pass the same on every rank.")
         _hold(writer, folder, ranks)
-        tensors, own = together(ranks, what, lambda: _contents(source, holding, optimizer, ema, frozen))
-        _add_process(tensors, own["values"], extra, ranks, ema)
+        tensors, own = together(ranks, what, lambda: _contents(holding, optimizer, frozen))
+        _add_process(tensors, own["values"], extra, ranks)
         partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
-        commit = functools.partial(_commit, partial, _fields(holding, count, ema), keep, writer.lock)
+        commit = functools.partial(_commit, partial, _fields(holding, count), keep, writer.lock)
         _write(ranks, partial, tensors, own, commit, None if wait else writer)
     return final_name(partial)
 
@@ -138,7 +133,6 @@ def load_checkpoint(
     source: Pipeline | nn.Module,
     optimizer: Optimizer | None = None,
     *,
-    ema: Averages | None = None,
     required: bool = True,
     random: bool = True,
     fallback: bool = False,
@@ -154,7 +148,6 @@ def load_checkpoint(
             compiled yet remembers the checkpoint: the first `compile`, `eval` or step fills the parameters, the first
             `compile` or step the optimizer, which `pipe.optimizer` made, and raises if names or shapes differ.
         optimizer: gets the saved state and options; without it only the model is loaded.
-        ema: averages of this pipeline, made by `zbcompile.ema`, which continue from the saved ones.
         required: whether to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
         random: also set the generators of Python, torch and numpy to where the first rank's were.
         fallback: of a folder, take the newest checkpoint that is whole, with a warning on standard error.
@@ -174,7 +167,7 @@ def load_checkpoint(
             return Checkpoint(step=0)
         if found is None:
             raise ranks.refusal(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
-        load = CheckpointLoad(open_state(found), source, optimizer, ema)
+        load = CheckpointLoad(open_state(found), source, optimizer)
         at = together(ranks, f"loading {found}", load.begin)
         if not isinstance(source, Pipeline):
             load(True)
@@ -233,9 +226,7 @@ def _require_shared(partial: Path) -> None:
         )
 
 
-def _contents(
-    source: Any, holding: Holding, optimizer: Optimizer | None, ema: Averages | None, frozen: bool
-) -> tuple[Tensors, Values]:
+def _contents(holding: Holding, optimizer: Optimizer | None, frozen: bool) -> tuple[Tensors, Values]:
     """The tensors that this process writes, and what else it contributes to the record."""
     left_out = {name for name, each in holding.parameters.items() if not (frozen or each.requires_grad)}
     holding = replace(holding, tensors={n: each for n, each in holding.tensors.items() if n not in left_out})
@@ -244,7 +235,6 @@ def _contents(
     found: Values = {f"model.{name}": holding.tensors[name] for name in sorted(whole) if holding.writes(name)}
     mine = {each: part for each, part in parts.items() if each.counts and holding.name_of(each.shown) not in left_out}
     found |= {f"model.{name}": each for name, each in parameters_in_parts(mine, holding).items()}
-    found |= {f"ema.{name}": each for name, each in averages_to_write(ema, source, holding).items()}
     kind, state = (kind_of(optimizer), optimizer_values(optimizer, holding)) if optimizer else (None, {})
     found |= {f"optimizer.{key}": each for key, each in state.items()}
     tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
@@ -252,13 +242,12 @@ def _contents(
     return tensors, {"values": values, "optimizer": kind, "left_out": sorted(left_out)}
 
 
-def _add_process(tensors: Tensors, values: Values, extra: Any, ranks: Ranks, averages: Averages | None) -> None:
+def _add_process(tensors: Tensors, values: Values, extra: Any, ranks: Ranks) -> None:
     """Add the first rank's generators, and `extra`. Raises PipelineError, on every rank, if another rank passes another
-    `extra`, or has other averages: one rank's would be saved."""
+    `extra`: one rank's would be saved."""
     own: Tensors = {}
     data = together(ranks, "saving extra=", lambda: to_data(extra, "extra", own))
     given = {"extra": data, "the tensors of extra": {name: _digest(each) for name, each in own.items()}}
-    given["ema"] = counted(averages)
     remedy = "Pass the same on every rank: what belongs to one rank goes into a list of all, or a file of its own."
     agree(ranks, given, "save one checkpoint with different values", remedy)
     if ranks.is_first:
@@ -270,11 +259,11 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bytes_of(tensor.detach().cpu().contiguous())).hexdigest()
 
 
-def _fields(holding: Holding, step: int, ema: Averages | None) -> Values:
+def _fields(holding: Holding, step: int) -> Values:
     """What the record says of the whole checkpoint."""
     tied = {m.name: m.first for m in holding.model.members if m.saved and m.first != m.name}  # by the others' names
     versions = {"zbcompile": __version__, "torch": torch.__version__}
-    return {**versions, "step": step, "ranks": holding.ranks.count, "tied": tied, "ema": counted(ema)}
+    return {**versions, "step": step, "ranks": holding.ranks.count, "tied": tied}
 
 
 def _commit(
@@ -327,7 +316,6 @@ class CheckpointLoad:
     saved: SavedState
     source: Pipeline | nn.Module
     optimizer: Optimizer | None
-    ema: Averages | None
     filled: bool = False
 
     def begin(self) -> Checkpoint:
@@ -342,7 +330,7 @@ class CheckpointLoad:
         """Fill what can be filled; every rank must call it."""
         if self.filled and not (trains and self.optimizer is not None):
             return
-        holding = holding_of(self.source, whole=self.ema is not None)
+        holding = holding_of(self.source)
         together(holding.ranks, f"loading {self.saved.path}", lambda: self._fill(holding, trains))
         if isinstance(self.source, Pipeline):
             self.source.resume(self.source.step_index, holding.model.names)
@@ -351,7 +339,6 @@ class CheckpointLoad:
     def _fill(self, holding: Holding, trains: bool) -> None:
         saved, left_out = self.saved, self.saved.fields["left_out"]
         _require_same_names(saved, holding)
-        require_averages(saved, self.ema, self.source, holding)
         with blamed(saved):
             if not self.filled:
                 with torch.no_grad():
@@ -363,8 +350,6 @@ class CheckpointLoad:
                     for each, room in rooms.items():
                         if holding.name_of(each.shown) not in left_out:
                             each.refresh(room)
-                    if self.ema is not None:
-                        load_averages(saved, self.ema, holding)
             if self.optimizer is not None and trains:
                 read = functools.partial(read_values, saved, section="optimizer")
                 load_optimizer(self.optimizer, holding, saved.keys("optimizer"), read)

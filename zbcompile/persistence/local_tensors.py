@@ -73,11 +73,11 @@ class Holding:
         )
 
 
-def holding_of(source: Pipeline | nn.Module, whole: bool = True) -> Holding:
-    """The share of this process in a pipeline; of a plain model, all of it. Unless `whole`, parameters that replicas
-    hold in parts are not gathered."""
+def holding_of(source: Pipeline | nn.Module) -> Holding:
+    """The share of this process in a pipeline; of a plain model, all of it. Parameters that replicas hold in parts
+    are not gathered."""
     if isinstance(source, Pipeline):
-        return _of_pipeline(source, whole)
+        return _of_pipeline(source)
     if not isinstance(source, nn.Module):
         raise PipelineError(f"expected a pipeline or an nn.Module, received {type(source).__name__}.")
     facts = facts_of(source, {})
@@ -91,7 +91,7 @@ def _shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
     return {m.name: m.shape for m in facts.members if m.saved and m.first == m.name}
 
 
-def _of_pipeline(pipe: Pipeline, whole: bool) -> Holding:
+def _of_pipeline(pipe: Pipeline) -> Holding:
     facts, ranks, mesh = pipe.program.model, pipe.ranks, pipe.ranks.mesh
     shapes: dict[str, tuple[int, ...] | None] = {}
     stored: dict[str, str] = {}  # the name in a checkpoint by the model's own
@@ -103,7 +103,7 @@ def _of_pipeline(pipe: Pipeline, whole: bool) -> Holding:
             shapes[_of_place(name, by_hand, place, mesh)] = None
         stored[name] = _of_place(name, by_hand, tuple(map(mesh.index, by_hand)), mesh)
         shapes[stored[name]] = tuple(pipe.parts[name].whole.shape) if name in pipe.parts else shape
-    state, parameters, divided = (pipe.state_dict(), dict(pipe.named_parameters()), ()) if whole else pipe.in_parts()
+    state, parameters, divided = pipe.in_parts()
     own = {stored[name]: tensor for name, tensor in _once(state, facts).items()}
     rows = {name for name, tensor in own.items() if is_distributed(tensor) and name not in pipe.parts}
     names = {each: name for name, each in stored.items()}

@@ -56,7 +56,7 @@ def module_of(source: Pipeline | nn.Module) -> nn.Module:
 
 
 def _of_whole_tensors(source: Pipeline | nn.Module) -> Holding:
-    holding = holding_of(source, whole=False)
+    holding = holding_of(source)
     for name in holding.shapes.keys() - holding.model.names.keys():
         raise PipelineError(
             f"{name} is sharded by hand; files of weights hold whole tensors. Make it a DTensor, or use "

@@ -140,10 +140,7 @@ def _checked(path: Path, data: Values) -> SavedState:
     _size(data["step"])
     _require(isinstance(data["optimizer"], str | None), "its optimizer is no name")
     _require(all(type(data[name]) is dict for name in ("values", "tensors")), "a table is missing")
-    averaged, left_out = data["ema"], data["left_out"]
-    if averaged is not None:
-        _require(type(averaged["decay"]) in (int, float), "the decay of `ema` is no number")
-        _size(averaged["updates"])
+    left_out = data["left_out"]
     _require(type(left_out) is list and all(type(each) is str for each in left_out), "`left_out` is no list of names")
     return SavedState(path, data, {name: _tensor(name, entry) for name, entry in data["tensors"].items()})
 

@@ -1,5 +1,5 @@
 """What users of peft, transformers and Lightning do around training, by two processes, beside the same in eager mode:
-adapters that take turns, evaluations before the first step, averages, saving, and the model that is whole again."""
+adapters that take turns, evaluations before the first step, saving, and the model that is whole again."""
 
 import copy
 import os
@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import zbcompile
 from tests.support.pool import Pool
@@ -31,7 +30,6 @@ from lightning_loop import CLIP, LEARNING_RATE, MICROBATCHES, WIDTH, Pipelined, 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[3]
-DECAY = 0.9
 IDS = torch.arange(48).view(4, 12) * 7 % 32
 
 
@@ -123,15 +121,11 @@ def adapters_take_turns() -> None:
 
 def saved_as_transformers_does(folder: str) -> None:
     ours, theirs = gpt2(), gpt2()
-    pipe, average = pipe_of(ours), AveragedModel(theirs, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
+    pipe = pipe_of(ours)
     assert_alike(pipe, theirs)
-    ema = zbcompile.ema(pipe, decay=DECAY)
     for _ in range(2):
         compare_step(pipe, theirs)
-        ema.update()
-        average.update_parameters(theirs)
-    with ema.applied():
-        assert_alike(pipe, average.module)
+    assert_alike(pipe, theirs)
     for refused in (lambda: ours.generate(IDS[:, :4], max_new_tokens=2), lambda: ours.save_pretrained(folder)):
         with pytest.raises(zbcompile.PipelineError):
             refused()
@@ -144,54 +138,47 @@ def saved_as_transformers_does(folder: str) -> None:
     assert torch.equal(one, other)
 
 
-class Averaged(Pipelined):
-    """Validates by the averages of its parameters, and saves them after every epoch."""
+class Validated(Pipelined):
+    """Keeps what its validation computes, and saves a checkpoint after every epoch."""
 
     def __init__(self, pipe: zbcompile.Pipeline, folder: str) -> None:
         super().__init__(pipe)
-        self.folder, self.averages = folder, [zbcompile.ema(pipe, decay=DECAY)]
+        self.folder = folder
         self.outputs: list[Tensor] = []
 
-    def training_step(self, batch: Any, index: int) -> None:
-        super().training_step(batch, index)
-        self.averages[0].update()
-
     def validation_step(self, batch: Any, index: int) -> None:
-        with self.averages[0].applied():
-            self.outputs.append(self.held[0].eval(batch[0]))
+        self.outputs.append(self.held[0].eval(batch[0]))
 
     def on_train_epoch_end(self) -> None:
         optimizer: Any = self.optimizers()
-        zbcompile.save_checkpoint(self.folder, self.held[0], optimizer.optimizer, ema=self.averages[0])
+        zbcompile.save_checkpoint(self.folder, self.held[0], optimizer.optimizer)
 
 
 def fitted_by_lightning(folder: str) -> tuple[list[float], list[Tensor], dict[str, Tensor]]:
-    """The losses, what was validated, and the averages as they were saved."""
+    """The losses, what was validated, and the parameters as they were saved."""
     options: dict[str, Any] = {"microbatches": MICROBATCHES, "loss": torch.nn.functional.cross_entropy, "exact": True}
     pipe = zbcompile.pipeline(model(), schedule="zb-h1", **options)
-    module = Averaged(pipe, folder)
+    module = Validated(pipe, folder)
     quiet = {"enable_checkpointing": False, "enable_progress_bar": False, "logger": False, "devices": 1}
     trainer = lightning.Trainer(max_epochs=1, accelerator="cpu", num_sanity_val_steps=1, **quiet)  # type: ignore[arg-type]
     trainer.fit(module, loader(0), loader(1))
     later = zbcompile.pipeline(model(), schedule="1f1b", **options)
-    averages = zbcompile.ema(later, decay=DECAY)
     optimizer = later.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, clip=CLIP)
-    zbcompile.load_checkpoint(folder, later, optimizer, ema=averages)
+    zbcompile.load_checkpoint(folder, later, optimizer)
     later.compile(torch.zeros(8, WIDTH), target=torch.zeros(8, dtype=torch.long))
-    return module.losses, module.outputs, averages.state_dict(full=True)
+    return module.losses, module.outputs, later.state_dict(full=True)
 
 
 def assert_as_eager(fitted: Sequence[tuple[list[float], list[Tensor], dict[str, Tensor]]]) -> None:
     net = model()
-    average = AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(DECAY))
     first = copy.deepcopy(net)
-    losses = eager(net, lambda: average.update_parameters(net))
+    losses = eager(net)
     for found, outputs, state in fitted:
         assert found == losses
         inputs = [batch[0] for batch in loader(1)]
-        for output, by, rows in zip(outputs, (first, *[average.module] * 6), (inputs[0], *inputs), strict=True):
+        for output, by, rows in zip(outputs, (first, *[net] * 6), (inputs[0], *inputs), strict=True):
             torch.testing.assert_close(output, by(rows).detach())
-        assert_same_tensors(state, dict(average.module.named_parameters()), "averages")
+        assert_same_tensors(state, net.state_dict(), "saved")
 
 
 def test_adapters_take_turns(pool: Pool) -> None:
@@ -199,11 +186,11 @@ def test_adapters_take_turns(pool: Pool) -> None:
     pool.run(adapters_take_turns, timeout=240)
 
 
-def test_saving_averages_and_generation(pool: Pool, tmp_path: Path) -> None:
+def test_saving_and_generation(pool: Pool, tmp_path: Path) -> None:
     pool.run(saved_as_transformers_does, str(tmp_path), timeout=240)
 
 
-def test_lightning_validates_by_averages_and_saves_them(pool: Pool, tmp_path: Path) -> None:
+def test_lightning_validates_and_saves(pool: Pool, tmp_path: Path) -> None:
     assert_as_eager(pool.run(fitted_by_lightning, str(tmp_path), timeout=240))
 
 
