@@ -106,16 +106,6 @@ ITEMS = (
         ("--rounds", "2", "--schedules", "zb-h1"),
     ),
     Item(
-        *("calibrate", "the machine, measured", 300),
-        ("-m", "zbcompile.calibrate", "--output", "{output}/machine.toml"),
-        ("--quick",),
-    ),
-    Item(
-        *("predicted", "measured passes beside predicted ones", 240),
-        (f"{BENCHMARKS}/predicted_passes.py", "{output}/machine.toml"),
-        ("gpt", "--rounds", "1"),
-    ),
-    Item(
         *("one-gpu", "two processes on one GPU, messages staged through the host", 120),
         (*TORCHRUN, f"{BENCHMARKS}/one_gpu.py", *TRAIN[1:], "--verify"),
         SMALL,

@@ -62,7 +62,7 @@ ORDER = {
         ),
         *("profiling", "program_cache", "planning", "torch_pipelining", "api", "persistence", "integrations", "cli"),
         "inspection",
-        *("compile", "run", "inspect", "calibrate", "checkpoints", "doctor", "__main__"),
+        *("compile", "run", "inspect", "checkpoints", "doctor", "__main__"),
     ),
 }
 OTHERS = {"schedules": set(), "passes": set(), "zbcompile": {"passes", "schedules"}}  # which folders each may import
@@ -72,7 +72,7 @@ FOR_ALL = {  # import nothing of the library but each other
 }
 MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several rooms have
 
-DOORS = {"compile", "run", "inspect", "calibrate", "checkpoints", "doctor"}
+DOORS = {"compile", "run", "inspect", "checkpoints", "doctor"}
 # Files below 100 lines with one reader, each a feature of its own. Do not add one without need.
 ONE_READER = {
     "api.repeated_steps",

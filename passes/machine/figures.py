@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
 from zbcompile.field_check import TEXT, Field
@@ -10,7 +9,6 @@ from zbcompile.passes.torch_names import NAMED
 
 SMALLEST, LARGEST = 1e-15, 1e24  # of a positive figure: beyond these, times overflow or have no digits left
 BETWEEN = f"from {SMALLEST:g} to {LARGEST:g}"
-KINDS = ("product", "convolution", "convolution_backward")  # of measured products
 
 
 def _number(value: Any) -> bool:
@@ -38,15 +36,6 @@ def _tiles(value: Any) -> bool:
     return areas is not None and areas == sorted(areas, reverse=True)
 
 
-def _curve(value: Any) -> bool:
-    rows = _rows(value, lambda row: len(row) == 2 and all(map(_positive, row)))
-    return rows and len(value) > 0 and all(low < high for (low, _), (high, _) in pairwise(value))
-
-
-def _products(value: Any) -> bool:
-    return _rows(value, lambda row: len(row) == 5 and all(map(_count, row[:4])) and _positive(row[4]))
-
-
 def _connection(value: Any) -> bool:
     given = value._asdict() if hasattr(value, "_asdict") else value
     keys = isinstance(given, Mapping) and given.keys() == {"latency", "bandwidth"}
@@ -70,15 +59,5 @@ PEAKS = Field(
     _table(NAMED["dtype"].__contains__, 1),
     'a table from dtypes, such as "bfloat16", to FLOP per second',
     POSITIVE,
-)
-PRODUCTS = Field(
-    _table(KINDS.__contains__),
-    f"a table with any of {', '.join(KINDS)}",
-    Field(_products, "rows of [batch, m, n, k, seconds], whole numbers and seconds above 0"),
-)
-OPERATIONS = Field(
-    _table(),
-    "a table by the names of operators",
-    Field(_curve, "at least one [bytes, seconds], both above 0, by rising bytes"),
 )
 SOURCES = Field(_table(), "a table of strings", TEXT)

@@ -27,16 +27,6 @@ class Connection(NamedTuple):
     bandwidth: float
 
 
-class Product(NamedTuple):
-    """A measured product of matrices: `batch` times [m, k] by [k, n]."""
-
-    batch: int
-    m: int
-    n: int
-    k: int
-    seconds: float
-
-
 @dataclass(frozen=True)
 class Hardware:
     """One device, its host and its links. Seconds, bytes, FLOP per second (a multiply-add is two).
@@ -46,7 +36,7 @@ class Hardware:
         peak: FLOP/s of dense products by dtype ("bfloat16").
         bandwidth: Bytes/s of the device's memory, and `bandwidth_efficiency` what a large kernel gets of it.
         memory: Bytes of the device's memory; None if unlimited.
-        launch: From one kernel to the next, at least, and `viewing` what a view takes.
+        launch: From one kernel to the next, at least.
         start: What the host does between two passes.
         overlaps: Whether a kernel's arithmetic hides the bytes that it moves; else the two add up.
         product_efficiency: What a large product gets of the peak, and `attention_efficiency` a fused attention kernel.
@@ -58,12 +48,6 @@ class Hardware:
             a collective inside of the graphs gets: None as `within`, and without that what gloo gets on one machine.
         paired: Whether every two ranks of a node have a link of their own, `within`, instead of a switch: a collective
             of n ranks then gets n - 1 of them.
-        products: Measured ones of a "product", a "convolution" and a "convolution_backward" (as the products that they
-            are).
-        operations: Measured kernels: by the operator's name, (bytes moved, seconds) by rising bytes, of attention by
-            FLOPs; "" is for all others.
-        spread: How far apart measured times lie, as a share of them to both sides; None of figures that were not
-            measured several times. Predictions say it, as "+-".
         sources: Where the figures come from, by field.
 
     Raises CompileError for a figure that cannot be.
@@ -78,7 +62,6 @@ class Hardware:
     bandwidth_efficiency: float = 1.0
     memory: float | None = None
     launch: float = 0.0
-    viewing: float = 0.0
     start: float = 0.0
     overlaps: bool = True
     product_efficiency: float = 1.0
@@ -92,9 +75,6 @@ class Hardware:
     between: Connection | None = None
     exchange: Connection | None = None
     paired: bool = False
-    products: Mapping[str, Sequence[Product]] = field(default_factory=dict)
-    operations: Mapping[str, Sequence[Sequence[float]]] = field(default_factory=dict)
-    spread: float | None = None
     sources: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -104,8 +84,6 @@ class Hardware:
         for name in _CONNECTIONS:
             if isinstance(given := getattr(self, name), Mapping):
                 object.__setattr__(self, name, Connection(**given))
-        products = {name: tuple(Product(*each) for each in found) for name, found in self.products.items()}
-        object.__setattr__(self, "products", products)
 
     def __hash__(self) -> int:
         return hash((self.name, self.bandwidth))
@@ -180,7 +158,7 @@ class Hardware:
         return channel.latency + times * size / channel.bandwidth if channel else 0.0
 
     def __str__(self) -> str:
-        return self.name if self.spread is None else f"{self.name} (+- {self.spread:.1%})"
+        return self.name
 
 
 _CONNECTIONS = ("within", "between", "exchange")
@@ -195,11 +173,8 @@ FIGURES = {
     "tiles": figures.TILES,
     "random": figures.POSITIVE.or_none(),
     "node_ranks": figures.COUNT.or_none(),
-    "products": figures.PRODUCTS,
-    "operations": figures.OPERATIONS,
     "sources": figures.SOURCES,
-    "spread": figures.AMOUNT.or_none(),
-    **dict.fromkeys(("launch", "viewing", "start", "depth"), figures.AMOUNT),
+    **dict.fromkeys(("launch", "start", "depth"), figures.AMOUNT),
     **dict.fromkeys(("bandwidth_efficiency", "product_efficiency", "attention_efficiency"), figures.SHARE),
     **dict.fromkeys(_CONNECTIONS, figures.CONNECTION.or_none()),
 }

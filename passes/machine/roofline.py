@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -13,14 +12,13 @@ from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.storage import bytes_moved, is_view, storages_read, tensors_of
 from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.machine.fusion import fused_kernels, kernel_bytes
-from zbcompile.passes.machine.hardware import Hardware, Product
+from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.torch_private import TO_COPY, FakeTensorMode
 
 aten = torch.ops.aten
 # Operations that draw random numbers, and those that run no kernel.
 RANDOM = frozenset({aten.bernoulli, aten.native_dropout, aten.rand, aten.rand_like, aten.randn_like})
 NOTHING = frozenset({aten.detach, aten.empty_like, aten.empty, aten.alias})
-NEAR = 3  # measured products that one is estimated from
 EDGE = 16.0  # multiply-adds in the time of one load: how the efficiency of a tile falls with its edges
 
 
@@ -77,13 +75,10 @@ def node_seconds(node: Node, flops: int, hardware: Hardware) -> float:
     if is_getitem(node) or is_collective(node):  # exchanges are priced by their channels
         return 0.0
     if is_view(node) or _packet(node) in NOTHING:
-        return hardware.viewing
+        return 0.0
     moved = bytes_moved(node)
     if flops:
         return product_seconds(node, flops, moved, hardware)
-    measured = hardware.operations.get(_name(node)) or hardware.operations.get("")
-    if measured:
-        return interpolated(measured, moved)
     return _kernel_seconds(moved, _random_numbers([node]), hardware)
 
 
@@ -103,24 +98,9 @@ def product_seconds(node: Node, flops: int, moved: int, hardware: Hardware) -> f
     peak = hardware.peak_of(next(dtypes, ""))
     moving = moved / (hardware.bandwidth * hardware.bandwidth_efficiency)
     shape = product_of(node)
-    name = _name(node)
-    if shape is None and name in hardware.operations:
-        return interpolated(hardware.operations[name], flops)
-    samples = hardware.products.get(name if "convolution" in name else "product", ())
-    if samples and shape is not None:
-        whole = flops / (2 * math.prod(shape))  # both gradients of a convolution, say, are two
-        product = whole * _like_samples(shape, samples) * hardware.peak_of("float32") / peak
-        return product + _filled(node) / (hardware.bandwidth * hardware.bandwidth_efficiency)
     share = hardware.attention_efficiency if shape is None else product_share(shape, hardware)
     arithmetic = flops / (peak * share)
     return hardware.launch + (max(arithmetic, moving) if hardware.overlaps else arithmetic + moving)
-
-
-def _filled(node: Node) -> int:
-    """The bytes that experts who take turns fill with zeros before; the products write them again."""
-    if not _name(node).startswith("grouped_mm_fallback"):
-        return 0
-    return sum(t.numel() * t.element_size() for t in tensors_of(node.meta["val"]))
 
 
 def product_share(shape: Shape, hardware: Hardware) -> float:
@@ -163,29 +143,6 @@ def product_of(node: Node) -> Shape | None:
 
 def _convolution(taken: Sequence[int], weight: Sequence[int], made: Sequence[int], groups: Any) -> Shape:
     return Shape(int(groups), made[0] * math.prod(made[2:]), weight[0] // int(groups), math.prod(weight[1:]))
-
-
-def _like_samples(shape: Shape, samples: Sequence[Product]) -> float:
-    """Seconds from the measured products that are nearest in all dimensions: their time per multiplication."""
-    near = sorted((_distance(shape, s), s.seconds / math.prod(s[:4])) for s in samples)[:NEAR]
-    weights = [1 / (far + 1e-6) ** 2 for far, _ in near]
-    mean = sum(w * math.log(each) for w, (_, each) in zip(weights, near, strict=True)) / sum(weights)
-    return math.exp(mean) * math.prod(shape)
-
-
-def _distance(shape: Shape, sample: Product) -> float:
-    return sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(shape, sample[:4], strict=True)) ** 0.5
-
-
-def interpolated(samples: Sequence[Sequence[float]], moved: float) -> float:
-    """Seconds of a kernel that moves this many bytes: interpolated between measurements, in proportion beyond the
-    largest."""
-    if moved >= samples[-1][0]:
-        return samples[-1][1] * moved / samples[-1][0]
-    for (low, fast), (high, slow) in pairwise(samples):
-        if moved < high:
-            return fast + (slow - fast) * max(0.0, moved - low) / (high - low)
-    return samples[0][1]
 
 
 def _name(node: Node) -> str:

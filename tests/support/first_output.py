@@ -37,7 +37,6 @@ def work_for(name: str, folder: Path) -> list[str]:
         "inspect": [TARGET, "--ranks", "2"],
         "compile": [TARGET, "--output", str(folder / "compiled")],
         "run": [str(folder / "program"), "--data", "examples/text_batches.py:batches", "--steps", "1"],
-        "calibrate": ["--output", str(folder / "machine.toml")],
         "checkpoints": ["verify", str(folder / "checkpoints")],
         "doctor": ["--checkpoint", str(folder / "disk")],
         "schedules": ["search", "--ranks", "4", "--microbatches", "8"],

@@ -38,7 +38,7 @@ _BASES = {
 }
 _SPEED = (
     "Times are in FLOPs of a nominal core, which moves a byte in the time of five: this machine is not known. "
-    "For seconds: --hardware FILE, which python -m zbcompile.calibrate writes; --costs measured; or the record "
+    "For seconds: --hardware with the profile of a machine; --costs measured; or the record "
     "of a step as --costs."
 )
 
@@ -116,10 +116,8 @@ class Summary:
     def _prediction(self) -> Table:
         now, sent, limit = self.timeline, count_messages(self.program), self._memory_limit
         notes = [_SPEED] if self.unit == "FLOP" else []
-        spread = self.prediction.basis.spread
         figures = [
             Figure("step", now.makespan, self.unit, "step"),
-            Figure("+-", spread and spread * now.makespan, self.unit, "step"),
             Figure("predicted", self.prediction.basis.text),
             Figure("bubble of the busiest rank", now.bubble, "share", "step"),
             Figure("idle of all ranks", idle_share(now), "share", "step"),

@@ -28,13 +28,12 @@ NAMED_COSTS = ("flops", "uniform", "measured")
 
 @dataclass(frozen=True)
 class Basis:
-    """Costs and where they are from: `unit` of the times ("s" or "passes"), `text` for a reader; `spread` of the
-    hardware that they were predicted for, None of others; the `prices` that they are from, if they are from any."""
+    """Costs and where they are from: `unit` of the times ("s" or "passes"), `text` for a reader; the
+    `prices` that they are from, if they are from any."""
 
     costs: Costs
     unit: str
     text: str
-    spread: float | None = None
     prices: tuple[StagePrice, ...] = ()
 
 
@@ -52,7 +51,7 @@ def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
         exchanges = f"; exchanges outside of the pipeline: {channels}" if program.exchanges else ""
         text = f"from FLOPs and bytes on {hardware}, {messages}{exchanges}"
         prices = prices_of(program, fused)
-        return Basis(predicted_costs(program, fused, prices=prices), "s", text, hardware.spread, prices)
+        return Basis(predicted_costs(program, fused, prices=prices), "s", text, prices)
     if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
         forward, backward, weight = (
             tuple(int(op in stage.pieces and not stage.pieces[op].empty) for stage in program.stages) for op in "FBW"
