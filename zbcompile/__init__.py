@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from zbcompile.api.pipeline import Pipeline as Pipeline
     from zbcompile.api.pipeline_function import pipeline as pipeline
     from zbcompile.batches.example import Example as Example
-    from zbcompile.batches.padding import buckets as buckets
     from zbcompile.errors import (
         FaultError as FaultError,
         PipelineError as PipelineError,
@@ -58,7 +57,6 @@ _HOME = {
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
     "model.experts": ("ExpertExchange",),
     "model.huggingface_plan": ("apply_tensor_parallel_plan", "divide_experts"),
-    "batches.padding": ("buckets",),
     "model.seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError", "PlacementError"),
     "passes.machine.hardware": ("Hardware",),

@@ -60,7 +60,7 @@ def for_lightning(names: dict[str, Any]) -> None:
     names |= {"lightning": lightning, "loader": loader, "other": loader, "pipe": pipe}
 
 
-def for_buckets(names: dict[str, Any]) -> None:
+def for_lengths(names: dict[str, Any]) -> None:
     """Samples of 300 tokens, and a model that gives the loss of a batch of them."""
     torch, nn = names["torch"], names["nn"]
 
@@ -94,7 +94,7 @@ BEFORE: dict[str, Callable[[dict[str, Any]], None]] = {  # by a part of the snip
     ".optimizer(": close_optimizers,
     "PipelineAccelerator(": forget_accelerator,
     "LightningModule": for_lightning,
-    "zbcompile.buckets(": for_buckets,
+    "def pad_to_few_lengths(": for_lengths,
     "MoE(": for_experts,
     "\npipe.close()\nmodel.load_state_dict(": trained,
 }
