@@ -72,32 +72,6 @@ FOR_ALL = {  # import nothing of the library but each other
 }
 MANY = {"__init__", "__main__", "errors", "torch_private"}  # names that several rooms have
 
-DOORS = {"compile", "run", "inspect", "checkpoints", "doctor"}
-# Files below 100 lines with one reader, each a feature of its own. Do not add one without need.
-ONE_READER = {
-    "api.repeated_steps",
-    "backends.inductor",
-    "faults.turns",
-    "inspection.closed_form",
-    "inspection.compared_schedules",
-    "integrations.accelerator",
-    "passes.machine.figures",
-    "passes.serialization.operators",
-    "passes.split.defer_sums",
-    "passes.verification.exchanges",
-    "passes.verification.stage_rules",
-    "passes.vocabulary.trunk",
-    "persistence.folder_writer",
-    "profiling.trace_steps",
-    "runtime.equal_results",
-    "runtime.placed_step",
-    "runtime.tied_gradients",
-    "schedules.generators.dualpipe",
-    "schedules.generators.gpipe_1f1b",
-    "schedules.searching.justification",
-    "tracebacks",
-}
-
 
 def modules() -> dict[str, tuple[str, Path]]:
     """Dotted name -> (top-level folder, file)."""
@@ -218,32 +192,6 @@ def test_rooms_are_not_halls() -> None:
     """More than about two dozen modules side by side hide what a reader looks for."""
     crowd = Counter(file.parent for _, file in MODULES.values())
     assert max(crowd.values()) <= 24, crowd.most_common(3)
-
-
-@cache
-def examples() -> str:
-    return "\n".join(file.read_text(encoding="utf-8") for file in (ROOT / "examples").rglob("*.py"))
-
-
-def readers_of(name: str) -> int:
-    """How many modules import a module; a public name counts as one more, and so do the examples together."""
-    read = sum(name in targets for targets in arrows().values())
-    return read + (name in public_names().values()) + (f"from {name} import" in examples())
-
-
-def test_a_small_file_has_a_second_reader() -> None:
-    """Less than 100 lines with one reader belong into the reader's file, unless `ONE_READER` has them: one feature
-    each, beside files that would grow long. Users read the doors of commands and what runs as `__main__`."""
-    small = set()
-    for name in arrows():
-        top, file = MODULES[name]
-        is_door = top == "zbcompile" and file.parent == ROOT / top and room(name) in DOORS
-        is_door |= file.stem.endswith("_command")
-        lines = len(file.read_text(encoding="utf-8").splitlines())
-        if lines < 100 and readers_of(name) < 2 and not is_door and file.stem != "__main__":
-            small.add(name.removeprefix("zbcompile."))
-    assert small <= ONE_READER, sorted(small - ONE_READER)
-    assert {f"zbcompile.{each}" for each in ONE_READER} <= MODULES.keys()
 
 
 @pytest.mark.slow
