@@ -67,7 +67,7 @@ GPU_TESTS = (
     "tests/zbcompile/backends/test_cuda_graphs.py",
 )
 ITEMS = (
-    Item("doctor", "what the machine has", 60, ("-m", "zbcompile.doctor")),
+    Item("machine", "what the machine has", 60, ("-m", "torch.utils.collect_env")),
     Item(
         "tests", "the tests that need a GPU", 600, ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *GPU_TESTS)
     ),

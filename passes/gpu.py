@@ -33,10 +33,6 @@ def is_available() -> bool:
     return torch.cuda.is_available()
 
 
-def device_names() -> list[str]:
-    return [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
-
-
 def device_count() -> int:
     return torch.cuda.device_count()
 

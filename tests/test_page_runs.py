@@ -18,7 +18,6 @@ def test_every_page_is_read() -> None:
     run = [command.shell for command in commands if not command.left_out]
     assert "python first.py" in run
     assert "torchrun --standalone --nproc-per-node 2 train.py" in run
-    assert "python -m zbcompile.checkpoints verify checkpoints" in run  # DIR stands for a folder
     assert "python -m zbcompile.compile --help" in run  # the name of a tool alone
     assert ".venv/bin/python examples/train_gpt.py" in run  # what stands behind an installation
 

@@ -62,7 +62,7 @@ ORDER = {
         ),
         *("profiling", "program_cache", "planning", "torch_pipelining", "api", "persistence", "integrations", "cli"),
         "inspection",
-        *("compile", "run", "inspect", "checkpoints", "doctor", "__main__"),
+        *("compile", "run", "inspect", "__main__"),
     ),
 }
 OTHERS = {"schedules": set(), "passes": set(), "zbcompile": {"passes", "schedules"}}  # which folders each may import

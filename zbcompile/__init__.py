@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         Checkpoint as Checkpoint,
         load_checkpoint as load_checkpoint,
         save_checkpoint as save_checkpoint,
+        verify_checkpoint as verify_checkpoint,
     )
     from zbcompile.persistence.checkpoint_directory import latest_checkpoint as latest_checkpoint
     from zbcompile.persistence.loaded_pipeline import load as load
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 
 _HOME = {
     "persistence.checkpoint_directory": ("latest_checkpoint",),
-    "persistence.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint"),
+    "persistence.checkpoint": ("Checkpoint", "load_checkpoint", "save_checkpoint", "verify_checkpoint"),
     "batches.example": ("Example",),
     "inspection.explain_model": ("Explanation", "explain"),
     "api.pipeline_function": ("pipeline",),

@@ -17,9 +17,7 @@ from pathlib import Path
 
 import torch
 from tabulate import tabulate
-from torch import nn
 
-import zbcompile
 from tests.support.damage import save_program
 from zbcompile.cli.command_table import COMMANDS
 
@@ -31,14 +29,10 @@ def work_for(name: str, folder: Path) -> list[str]:
     """Arguments with which the command has something to do."""
     if name == "run" and not (folder / "program").exists():
         save_program(folder)
-    if name == "checkpoints" and not (folder / "checkpoints").exists():
-        zbcompile.save_checkpoint(folder / "checkpoints", nn.Linear(2, 2), step=1)
     return {
         "inspect": [TARGET, "--ranks", "2"],
         "compile": [TARGET, "--output", str(folder / "compiled")],
         "run": [str(folder / "program"), "--data", "examples/text_batches.py:batches", "--steps", "1"],
-        "checkpoints": ["verify", str(folder / "checkpoints")],
-        "doctor": ["--checkpoint", str(folder / "disk")],
         "schedules": ["search", "--ranks", "4", "--microbatches", "8"],
     }[name]
 

@@ -100,7 +100,7 @@ class Command:
         text = re.sub(rf"\b(?:{'|'.join(STANDS_FOR)})\b", lambda found: STANDS_FOR[found[0]], text)
         if text.startswith("examples/"):
             return f"python {text}"
-        return f"{text} --help" if MENTION.fullmatch(text) and not text.endswith("doctor") else text
+        return f"{text} --help" if MENTION.fullmatch(text) else text
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,12 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
-from zbcompile.distributed.process_group import find_ranks, is_alone
-from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.options import OPTIONS, PARAGRAPHS
 from zbcompile.passes.errors import CompileError
@@ -64,17 +60,6 @@ class Command:
             if dist.is_initialized() and not of_caller:
                 dist.destroy_process_group()
         return 0
-
-
-@contextmanager
-def ranks_for(what: str, device: Callable[[], torch.device], timeout: float) -> Iterator[Ranks]:
-    """The ranks of a command under torchrun, or this process alone, watched while they do `what`."""
-    ranks = find_ranks(device, 1 if is_alone() else None, None, timeout)
-    try:
-        with ranks.watch.region(what):
-            yield ranks
-    finally:
-        ranks.watch.close()
 
 
 def _fail(command: str, error: Exception, debug: bool) -> int:

@@ -19,8 +19,6 @@ COMMANDS = {
     "inspect": ("zbcompile.inspection.inspect_command", "what a model would be compiled to, and how long a step takes"),
     "compile": ("zbcompile.cli.compile_command", "compile ahead of time into a directory"),
     "run": ("zbcompile.cli.run_command", "train a compiled program with a data function"),
-    "checkpoints": ("zbcompile.cli.checkpoints_command", "verify, list and prune folders of checkpoints"),
-    "doctor": ("zbcompile.cli.doctor_command", "check a machine or a cluster"),
     "schedules": ("zbcompile.schedules.__main__", "orders without a model: list, show, check, compare, search"),
 }
 HELP = Path(__file__).parent / "help"

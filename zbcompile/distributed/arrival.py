@@ -65,7 +65,7 @@ class Rendezvous:
             f"rank {self.rank} of {self.ranks} found no process group after {waited}: {why}. Start all processes, "
             "with the same MASTER_ADDR and MASTER_PORT, on machines that reach each other by "
             f"{os.environ.get(VARIABLE, 'the address of their host name')} (set {VARIABLE} to the interface; "
-            "python -m zbcompile.doctor shows them), or give them more timeout=."
+            "`ip address` shows them), or give them more timeout=."
         )
 
     @property

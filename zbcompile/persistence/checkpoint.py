@@ -119,6 +119,21 @@ def save_checkpoint(
     return final_name(partial)
 
 
+def verify_checkpoint(path: str | Path) -> None:
+    """Compares every file of a checkpoint, or of each checkpoint in a folder, with its checksums.
+
+    Raises PipelineError for a damaged checkpoint, and if there is none.
+
+    >>> zbcompile.verify_checkpoint("checkpoints")                                  # doctest: +SKIP
+    """
+    checkpoints = candidates(path)
+    if not checkpoints:
+        there = Path(path).is_dir()
+        raise PipelineError(f"{path} holds no checkpoint." if there else f"there is no folder {path}.")
+    for checkpoint in checkpoints:
+        open_state(checkpoint).require_whole()
+
+
 def hold_folder(folder: str | Path, pipe: Pipeline) -> None:
     """Refuse other runs that write checkpoints into `folder`, until `pipe` is closed; every rank must call it.
 

@@ -8,7 +8,7 @@ This needs only a file system with atomic renames.
 
 import re
 import shutil
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from zbcompile.errors import PipelineError
@@ -99,17 +99,6 @@ def _place(checkpoint: Path) -> tuple[int, int]:
     match = _NAME.fullmatch(checkpoint.name)
     assert match is not None
     return int(match[1]), int(match[2] or 0)
-
-
-def prune(folder: Path, kept: Collection[Path]) -> list[Path]:
-    """Remove all checkpoints in `folder` but `kept`, and the remains of interrupted saves; what was removed."""
-    remains = [*folder.glob(".step-*"), *(each for each in checkpoints_in(folder) if each not in kept)]
-    try:
-        for path in remains:
-            shutil.rmtree(path) if path.name.startswith(".") else _drop([path])
-    except OSError as error:
-        raise PipelineError(f"{error.filename} cannot be removed: {error.strerror}.") from None
-    return remains
 
 
 def _drop(checkpoints: Sequence[Path]) -> None:

@@ -27,7 +27,7 @@ def test_the_list(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.Monkey
     assert [line.split()[0] for line in listed] == ["tests", "train"]
     with pytest.raises(SystemExit):
         gpu_hour.parse(["--list", "--only", "nothing"])
-    assert "--only nothing: expected doctor, tests" in capsys.readouterr().err
+    assert "--only nothing: expected machine, tests" in capsys.readouterr().err
 
 
 def test_every_item_is_there() -> None:

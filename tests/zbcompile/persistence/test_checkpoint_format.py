@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import zbcompile
 from tests.support.generated import examples
-from zbcompile.checkpoints import main
 from zbcompile.persistence.checkpoint_directory import INDEX
 from zbcompile.persistence.checkpoint_values import from_data, to_data
 from zbcompile.persistence.safetensors_files import bytes_of, write_safetensors
@@ -168,7 +167,8 @@ def test_pickles_are_never_read(trained: tuple[nn.Linear, torch.optim.Optimizer]
     for path in (old, tmp_path):
         with pytest.raises(zbcompile.PipelineError, match=r"pickles, which are never read\.$"):
             zbcompile.load_checkpoint(path, model)
-    assert main(["verify", str(old)]) == 2
+    with pytest.raises(zbcompile.PipelineError, match=r"pickles, which are never read"):
+        zbcompile.verify_checkpoint(old)
     for version in (1, 2):
         (old / INDEX).write_text(json.dumps({"format": "zbcompile checkpoint", "version": version}))
         with pytest.raises(zbcompile.PipelineError, match=rf"of an older release \(format {version}\), .* not read\.$"):
@@ -176,10 +176,10 @@ def test_pickles_are_never_read(trained: tuple[nn.Linear, torch.optim.Optimizer]
     assert not trap.exists()
 
 
-def test_a_folder_that_is_missing_or_empty_is_said_to_be_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_missing_or_empty_is_said_to_be_so(tmp_path: Path) -> None:
     for path, says in ((tmp_path / "missing", "there is no folder"), (tmp_path, "holds no checkpoint")):
-        assert main(["verify", str(path)]) == 2
-        assert says in capsys.readouterr().err
+        with pytest.raises(zbcompile.PipelineError, match=says):
+            zbcompile.verify_checkpoint(path)
 
 
 def test_a_folder_falls_back_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +196,6 @@ def test_a_folder_falls_back_only_if_asked(tmp_path: Path, capsys: pytest.Captur
     assert zbcompile.load_checkpoint(tmp_path, model, fallback=True).step == 2
     assert model.bias.tolist() == [2, 2]
     assert "SKIPPING A DAMAGED CHECKPOINT" in capsys.readouterr().err
-    assert main(["verify", str(tmp_path)]) == 2
-    assert main(["list", str(tmp_path)]) == main(["prune", str(tmp_path), "--keep", "1"]) == 0
-    assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
-    assert main(["verify", str(tmp_path)]) == 0
+    with pytest.raises(zbcompile.PipelineError, match=r"the checksum of .* differs"):
+        zbcompile.verify_checkpoint(tmp_path)
+    zbcompile.verify_checkpoint(tmp_path / "step-00000002")
