@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 import zbcompile
 from tests.support.oracle import PROBLEMS, Gradients, Problem, eager_step, optimizer_of
 from tests.support.pool import Pool
+from tests.support.shared_parameters import SHARED_PARAMETERS
 from tests.support.zoo import ZOO
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step
 from zbcompile.compiler.paired_schedule import in_order
@@ -49,8 +50,8 @@ class Trained:
 
 
 def problem_of(name: str) -> Problem:
-    """One of the oracle's own problems, or a model of the zoo."""
-    return PROBLEMS[name] if name in PROBLEMS else ZOO[name]
+    """One of the oracle's own problems, a model that shares parameters, or a model of the zoo."""
+    return {**ZOO, **SHARED_PARAMETERS, **PROBLEMS}[name]
 
 
 def pipelined(case: Case) -> Trained:

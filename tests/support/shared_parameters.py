@@ -1,0 +1,141 @@
+"""Models that use a parameter several times, as problems of the oracle."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.oracle import WIDTH, Batch, Loss, Problem
+
+VOCABULARY, LENGTH = 24, 6
+
+
+class Loop(nn.Module):
+    """A residual block that is applied `uses` times, between `before` and `after` layers that are applied once."""
+
+    def __init__(self, uses: int, before: int = 1, after: int = 1) -> None:
+        super().__init__()
+        self.uses = uses
+        self.before = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(before))
+        self.norm, self.block = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.after = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(after))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.before:
+            x = x + torch.tanh(layer(x))
+        for _ in range(self.uses):
+            x = x + torch.tanh(self.block(self.norm(x)))
+        for layer in self.after:
+            x = x + torch.tanh(layer(x))
+        return x
+
+
+class TransposedLoop(nn.Module):
+    """A tied embedding, and a block of two layers whose first weight is read transposed as well."""
+
+    def __init__(self, uses: int = 5) -> None:
+        super().__init__()
+        self.uses = uses
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for _ in range(self.uses):
+            x = x + self.narrow(F.gelu(self.wide(x)))
+        return (x @ self.wide.weight.T) @ self.embed.weight.T
+
+
+class SharedScale(nn.Module):
+    """Layers that each have a weight of their own and read one scale twice, and a first layer without it."""
+
+    def __init__(self, layers: int = 6) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = x + torch.tanh(x)
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x * self.scale) * self.scale)
+        return x
+
+
+class ThreeEmbeddings(nn.Module):
+    """One embedding for the tokens, for their neighbours after the first layer, and for the logits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        for index, layer in enumerate(self.layers):
+            x = x + torch.tanh(layer(x))
+            x = x + self.embed(tokens.roll(1, 1)) if index == 0 else x
+        return x @ self.embed.weight.T
+
+
+@dataclass(frozen=True)
+class Cast:
+    """Makes a model in another dtype."""
+
+    make: Callable[[], nn.Module]
+    dtype: torch.dtype
+
+    def __call__(self) -> nn.Module:
+        return self.make().to(self.dtype)
+
+
+def _albert() -> nn.Module:
+    """One group of weights for six layers; the embedding is the output layer, too."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    sizes = {"vocab_size": VOCABULARY, "embedding_size": 8, "hidden_size": 16, "intermediate_size": 32}
+    layers = {"num_hidden_layers": 6, "num_attention_heads": 2, "max_position_embeddings": 16}
+    return AlbertForMaskedLM(AlbertConfig(**sizes, **layers, hidden_dropout_prob=0.1))
+
+
+def _rows(size: int, dtype: torch.dtype = torch.float32) -> Batch:
+    return Batch((torch.randn(size, WIDTH).to(dtype),), {}, torch.randn(size, WIDTH).to(dtype))
+
+
+def _tokens(size: int) -> Batch:
+    return Batch((torch.randint(VOCABULARY, (size, LENGTH)),), {}, torch.randint(VOCABULARY, (size, LENGTH)))
+
+
+def _labelled(size: int) -> Batch:
+    tokens = torch.randint(VOCABULARY, (size, LENGTH))
+    return Batch((), {"input_ids": tokens, "labels": tokens})
+
+
+def _token_loss(logits: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+def _typed(make: Callable[[], nn.Module], dtype: torch.dtype, loss: Loss = F.mse_loss) -> Problem:
+    return Problem(Cast(make, dtype), loss, partial(_rows, dtype=dtype))
+
+
+SHARED_PARAMETERS: Mapping[str, Problem] = {
+    # Two ranks: the block is on both of them, on several stages of each, or on the first or the last stage alone.
+    "loop-3": Problem(partial(Loop, 3), F.mse_loss, _rows),
+    "loop-5": Problem(partial(Loop, 5), F.mse_loss, _rows),
+    "loop-8": Problem(partial(Loop, 8), F.mse_loss, _rows),
+    "loop-first": Problem(partial(Loop, 3, before=0, after=9), F.mse_loss, _rows),
+    "loop-last": Problem(partial(Loop, 3, before=9, after=0), F.mse_loss, _rows),
+    "loop-once": Problem(partial(Loop, 1, before=3, after=3), F.mse_loss, _rows),
+    "loop-3-bfloat16": _typed(partial(Loop, 3), torch.bfloat16),
+    "loop-3-float64": _typed(partial(Loop, 3), torch.float64),
+    "transposed-loop": Problem(TransposedLoop, _token_loss, _tokens),
+    "shared-scale": Problem(SharedScale, F.mse_loss, _rows),
+    "shared-scale-bfloat16": _typed(SharedScale, torch.bfloat16),
+    "three-embeddings": Problem(ThreeEmbeddings, _token_loss, _tokens),
+    "albert": Problem(_albert, None, _labelled),
+}
