@@ -29,7 +29,6 @@ RANKS, MICROBATCHES = 4, 8  # of the pictures
 WHEN = {
     "gpipe": "Never for training; it is the reference for everything else, and the order of forward-only runs.",
     "1f1b": "When splitting is not worth it: long pipelines of tiny stages, or many microbatches per rank.",
-    "eager-1f1b": "When hops between ranks are slow and memory is left: it hides both ways of every hop.",
     "1f1b-overlap": "When each layer waits for collectives (experts): a forward runs beside a backward.",
     "interleaved-1f1b": "When backward passes cannot be split, and messages are cheap.",
     "interleaved-1f1b-overlap": "As 1f1b-overlap, with several stages on a rank and a smaller bubble.",
@@ -43,7 +42,6 @@ WHEN = {
     "zb-v": "No bubble in the memory of 1F1B, and the loss on the first rank; it sends more messages.",
     "v-half": "When activations must take half of 1F1B's memory.",
     "v-min": "When activations must take a third of 1F1B's memory, whatever it costs in time.",
-    "1f1b-v": "Two thirds of 1F1B's memory without splitting the backward.",
     "dualpipe": "For comparison: two copies of the model for the overlap that dualpipe-v has with one.",
     "dualpipe-v": "Mixtures of experts: every exchange of tokens runs beside the products of another microbatch.",
     "auto": "When stages differ, memory is limited in bytes or hops cost time ([how](../search.md)).",

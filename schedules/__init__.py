@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.checking.schedule_rules import Report as Report, check as check
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
     from zbcompile.schedules.execution.memory import peak_memory as peak_memory
-    from zbcompile.schedules.execution.noise import Noise as Noise
     from zbcompile.schedules.generators.interlaced import interlaced as interlaced
     from zbcompile.schedules.generators.registry import (
         admits as admits,
@@ -54,7 +53,6 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.simulation.closed_forms import ClosedForm as ClosedForm, closed_form as closed_form
     from zbcompile.schedules.simulation.critical_path import Leg as Leg, chain as chain, critical_path as critical_path
     from zbcompile.schedules.simulation.idle_causes import Idle as Idle
-    from zbcompile.schedules.simulation.message_slack import Slack as Slack, message_slack as message_slack
     from zbcompile.schedules.simulation.timeline import Span as Span, Timeline as Timeline, simulate as simulate
     from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace as to_chrome_trace
     from zbcompile.schedules.visualization.figure import to_html as to_html
@@ -69,7 +67,6 @@ _HOME = {
     "checking.schedule_rules": "Report check",
     "errors": "ScheduleError",
     "execution.memory": "peak_memory",
-    "execution.noise": "Noise",
     "generators.interlaced": "interlaced",
     "generators.registry": "admits names smallest_microbatches",
     "generators.vocabulary_insertion": "with_vocabulary",
@@ -86,7 +83,6 @@ _HOME = {
     "simulation.closed_forms": "ClosedForm closed_form",
     "simulation.critical_path": "Leg chain critical_path",
     "simulation.idle_causes": "Idle",
-    "simulation.message_slack": "Slack message_slack",
     "simulation.timeline": "Span Timeline simulate",
     "visualization.chrome_trace": "to_chrome_trace",
     "visualization.figure": "to_html",

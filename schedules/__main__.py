@@ -1,4 +1,4 @@
-"""`python -m zbcompile.schedules`: list schedules, show, check, compare, search. No torch, no GPU."""
+"""`python -m zbcompile.schedules`: list schedules, show, check, compare. No torch, no GPU."""
 
 import argparse
 import os
@@ -11,7 +11,6 @@ from zbcompile.amounts import plain
 from zbcompile.progress import Progress, Say, silent
 from zbcompile.schedules.checking.schedule_rules import check
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.generators.interlaced import interlaced
 from zbcompile.schedules.generators.registry import AUTO, FAMILIES, find, names
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
@@ -20,18 +19,14 @@ from zbcompile.schedules.ir.files import ENDS_OF_SCHEDULES, load, save
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, parts
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build
-from zbcompile.schedules.searching.hunt import SearchResult
-from zbcompile.schedules.searching.order_search import search
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
-from zbcompile.schedules.visualization.step_tables import rank_table, slack_table, step_table
+from zbcompile.schedules.visualization.step_tables import rank_table, step_table
 from zbcompile.schedules.visualization.text import format_timeline, summary
 from zbcompile.schedules.visualization.write import ENDINGS, write_comparison, write_picture
-from zbcompile.tables import Figure, grid, to_text
+from zbcompile.tables import Figure, grid
 from zbcompile.untrusted_text import read_json
 
 INTERLACED = "interlaced"  # no name of `build`: it needs vocabulary layers to interlace
-UNITS = {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-CUT = 4  # stages per rank of a model to be searched for without a costs file
 EXAMPLES = """examples:
   python -m zbcompile.schedules list
   python -m zbcompile.schedules show zb-v --ranks 4 --microbatches 8
@@ -41,8 +36,6 @@ EXAMPLES = """examples:
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --ranks 8 --microbatches 24 --costs costs.json
   python -m zbcompile.schedules compare 1f1b zb-h1 zb-v --picture compared.svg
   python -m zbcompile.schedules compare 1f1b interlaced --barriers 1
-  python -m zbcompile.schedules search --ranks 4 --microbatches 8 --costs costs.json --memory 40GiB
-  python -m zbcompile.schedules formula zb-h1 --ranks 4 --microbatches 8
 
 A costs file is a JSON object with a list per stage, e.g. {"forward": [1, 1], "backward": [1, 1], "weight": [1, 1],
 "comm": 0.1}; neighbours are merged, or stages cut evenly, for schedules with another number of stages.
@@ -89,20 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--picture", metavar="FILE", help="draw all on one time axis: .txt, .svg or .html")
     compare.add_argument("--sort", choices=("given", "makespan", "cost", "memory"), default="given")
     compare.set_defaults(command=_compare)
-    formula = commands.add_parser("formula", help="the closed forms of a schedule, and when they hold")
-    formula.add_argument("schedule", help="a name in any spelling")
-    formula.add_argument("--ranks", type=_count, metavar="N", help="with --microbatches: evaluate, and simulate")
-    formula.add_argument("--microbatches", type=_count, metavar="N")
-    formula.add_argument("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
-    formula.set_defaults(command=_formula, memory_limit=None, barriers=None)
-    searching = commands.add_parser("search", help="the shortest order for given costs, and its distance from the best")
-    _add_search_arguments(searching)
-    searching.set_defaults(command=_search)
-    for command in (show, searching):
-        command.add_argument(
-            "--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}"
-        )
-        command.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv, .json or .txt")
+    show.add_argument("--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}")
+    show.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv, .json or .txt")
     for command in (show, compare):
         add = command.add_argument
         add("--ranks", type=_count, default=4, metavar="N", help="default 4")
@@ -110,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
         add("--memory-limit", type=float, metavar="X", help="for zb-1p and zb-2p, in units of activation")
         add("--chunks", type=_count, metavar="N", help="stages per rank, for the interleaved schedules")
         add("--barriers", type=int, choices=(1, 2), help="insert vocabulary passes S and T with this many barriers")
-    for command in (show, checking, compare, formula, searching):
+    for command in (show, checking, compare):
         _add_model_arguments(command)
     return parser
 
@@ -121,27 +102,6 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     add("--times", type=_times, default=(1, 1, 1), metavar="F,B,W", help="times of a rank's share of the model")
     add("--comm", type=float, default=0, metavar="X", help="time of a hop between ranks; default 0")
     add("--residue", type=float, metavar="X", help="memory kept from B to W, if F to B keeps 1; default 1")
-
-
-def _add_search_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--ranks", type=int, default=4, metavar="N", help="default 4")
-    add("--microbatches", type=int, default=8, metavar="N", help="default 8")
-    add("--memory", type=_sizes, metavar="X[,X...]", help="for activations, of every rank or one each; 40GiB works too")
-    add("--placements", type=lambda text: text.split(","), metavar="P,...", help="of linear, looped:N, v, dual")
-    add("--no-barrier", action="store_true", help="the longest own span of a rank counts, not the whole step")
-    add("--seconds", type=float, default=20, metavar="X", help="at most; default 20")
-    add("--moves", type=int, metavar="N", help="how many moves, for the same order every time")
-    add("--seed", type=int, default=0, metavar="N", help="of the moves; default 0")
-    add("--noise", type=float, metavar="X", help="judge by the ninth of ten steps whose passes spread by this share")
-    add("--late", type=float, default=0.0, metavar="X", help="with --noise: messages are late by this share on average")
-    add("--barriers", type=int, choices=(1, 2), default=1, help="of vocabulary passes, if the costs have them")
-
-
-def _sizes(text: str) -> float | list[float]:
-    parts = [(part, next((unit for unit in UNITS if part.endswith(unit)), "")) for part in text.split(",")]
-    found = [float(part.removesuffix(unit)) * UNITS.get(unit, 1) for part, unit in parts]
-    return found if len(found) > 1 else found[0]
 
 
 def _count(text: str) -> int:
@@ -245,30 +205,6 @@ def _write(timeline: Timeline, program: Schedule | Lowered, options: argparse.Na
         print(f"wrote {options.save}")
 
 
-def _search(options: argparse.Namespace) -> None:
-    model = _model(options, options.ranks)
-    costs = model if options.costs else model.resized(CUT * options.ranks)
-    noise = None if options.noise is None else Noise(options.noise, options.late)
-    given = (costs, options.ranks, options.microbatches, options.memory, options.placements, not options.no_barrier)
-    found = search(*given, options.seconds, options.moves, options.seed, noise, options.barriers)
-    print(f"{found}\n\n{_placement_table(found)}")
-    step, buffers = found.simulation, check(lower(found.schedule)).receive_buffers or ()
-    print(f"\n{grid(rank_table(step, receive_buffers=buffers).rows)}\n\n{to_text([slack_table(step)])}", end="")
-    limits = options.memory if isinstance(options.memory, Sequence) else [options.memory] * options.ranks
-    within = () if options.memory is None else tuple(map(float, limits))
-    _write(replace(found.simulation, memory_limits=within), found.schedule, options)
-
-
-def _placement_table(found: SearchResult) -> str:
-    rows = []
-    for placement, (least, value) in found.placements.items():
-        names = {name: takes for (name, where), takes in found.names.items() if where == placement}
-        best = min(names, key=names.__getitem__, default="none fits")
-        rows.append((str(placement), least, value, best, names.get(best)))
-    heads = ("placement", "bound", "searched", "best name", "takes")
-    return grid([[*map(Figure, heads, row)] for row in rows])
-
-
 def _compare(options: argparse.Namespace) -> None:
     timelines, refused = [], []
     for text in options.schedules or names():
@@ -287,18 +223,6 @@ def _compare(options: argparse.Namespace) -> None:
         print(f"left out: {reason}")
     if options.picture:
         print(f"wrote {write_comparison(timelines, options.picture)}")
-
-
-def _formula(options: argparse.Namespace) -> None:
-    from zbcompile.schedules.simulation.closed_forms import closed_form, format_closed_form  # sympy: half a second
-
-    if options.schedule == INTERLACED or Path(options.schedule).suffix in ENDS_OF_SCHEDULES:
-        raise ScheduleError(f"{options.schedule} has no closed form; `show` simulates it")
-    form = closed_form(options.schedule)
-    if (options.ranks is None) != (options.microbatches is None):
-        raise ScheduleError("a formula takes both --ranks and --microbatches, or neither")
-    timeline = None if options.ranks is None else simulate(*_step(options.schedule, options))
-    print(format_closed_form(form, timeline))
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from tqdm import tqdm
 
 from zbcompile.schedules import Costs, search
 from zbcompile.schedules.ir.actions import Action, B, F, W
-from zbcompile.schedules.searching.annealing import draws_of
 from zbcompile.schedules.searching.clock import Order, PassTimes
 from zbcompile.schedules.searching.problem import ROUNDING, Problem, Words
 from zbcompile.schedules.searching.question import problems_of
@@ -128,7 +127,7 @@ class _Model:
         self.model.minimize(objective)
 
     def hint(self, words: Words) -> None:
-        clock = PassTimes(Order(self.problem, words), *draws_of(self.problem, None)[0])
+        clock = PassTimes(Order(self.problem, words))
         for n, begin in enumerate(self.begin):
             self.model.add_hint(begin, int((clock.end[n] - self.problem.time[n]) * self.scale))
 

@@ -15,7 +15,6 @@ from itertools import chain, takewhile
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.noise import Draw
 from zbcompile.schedules.ir.actions import (
     COLLECTIVES,
     COMPUTE,
@@ -131,11 +130,10 @@ def require_fit(program: Schedule | Lowered, costs: Costs) -> None:
         raise ScheduleError(f"costs of {costs.stages} stages for {schedule.stages} stages of {schedule.name}; {hint}")
 
 
-def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> Outcome:
+def run(program: Schedule | Lowered, costs: Costs) -> Outcome:
     """Run every rank until it is done or waits for an event that will never happen.
 
     A schedule is run with messages buffered without limit, a lowered program with sends that wait for their receive.
-    With `draw` every action takes its own time.
     """
     require_fit(program, costs)
     schedule, orders = parts(program)
@@ -158,8 +156,6 @@ def run(program: Schedule | Lowered, costs: Costs, draw: Draw | None = None) -> 
     for rank, order in enumerate(orders):
         rows = make_rows.of_rank(rank)
         triples: Iterable[Any] = _triples(order, rows, make_rows) if several or has_pairs(order) else order
-        if draw is not None:
-            triples = _drawn(triples, rows, draw)
         routines.append(_rank(rank, triples, rows, begin[rank], end[rank], happened, waiting, ready))
     while ready:
         rank = ready.popleft()
@@ -250,16 +246,6 @@ def _pair_triples(pair: Pair, rows: Rows, costs: Costs) -> Iterator[Triple]:
     yield f"may {op}", stage, microbatch
     yield both, other_stage, other_microbatch
     yield f"did {op}", stage, microbatch
-
-
-def _drawn(triples: Iterable[Triple], rows: Rows, draw: Draw) -> Iterator[Triple]:
-    """Every action with the time and delay that a draw gives it; for a pair, those of its backward."""
-    for key, stage, microbatch in triples:
-        need, delay, time, make = rows[key][stage]
-        op = key if isinstance(key, str) else key[-1]
-        longer, later = draw.factors(Action(op, stage, microbatch))
-        rows["drawn"] = {stage: (need, delay * later, None if time is None else time * longer, make)}
-        yield "drawn", stage, microbatch
 
 
 class _RowsOf(NamedTuple):

@@ -1,6 +1,6 @@
 """GPipe and the 1F1B family: one stage a rank, the backward fused."""
 
-from zbcompile.schedules.generators.interleaved import interleaved_one_f_one_b, overlapped_interleaved
+from zbcompile.schedules.generators.interleaved import overlapped_interleaved
 from zbcompile.schedules.generators.order_writer import Writer
 from zbcompile.schedules.generators.task import Order, Orders, Task, each_rank
 
@@ -54,18 +54,6 @@ def one_f_one_b(task: Task, rank: int) -> Order:
             write.f(rank)
         write.bw(rank)
     return tuple(write.order)
-
-
-def eager_one_f_one_b(task: Task) -> Orders:
-    """1F1B with a warm-up twice as long, 2(p-1-r) forwards, so that messages travel while the ranks compute.
-
-    Bubble (p-1)(T_F+T_B+T_W) + 2(p-1) hops, independent of m, while that of 1F1B grows with m; peak 2(p-r)-1
-    activations on rank r (Megatron-LM's and AWS Neuron's "eager 1F1B"). On 2 ranks, 4 microbatches::
-
-        F0.0  F0.1  F0.2   BW0.0         F0.3  BW0.1         BW0.2         BW0.3
-              F1.0  BW1.0  F1.1   BW1.1        F1.2   BW1.2  F1.3   BW1.3
-    """
-    return interleaved_one_f_one_b(task)
 
 
 def overlapped_one_f_one_b(task: Task) -> Orders:

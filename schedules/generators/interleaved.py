@@ -1,8 +1,9 @@
 """The interleaved schedules: v chunks a rank, stage s on rank s mod p (Narayanan et al., arXiv 2104.04473, figure 4).
 
 All of them run the forwards of a rank in the same order: microbatches in groups, a whole group on the first chunk, then
-on the second, and so on; backwards the same with the chunks reversed. With one chunk they are eager 1F1B, 1F1B in pairs
-and ZB-H1. `group=` sets the size of the groups; the last group is what is left, so any number of microbatches works.
+on the second, and so on; backwards the same with the chunks reversed. With one chunk they are 1F1B with a warm-up of
+2(p-1-r) forwards, 1F1B in pairs, and ZB-H1. `group=` sets the size of the groups; the last group is what is left, so
+any number of microbatches works.
 """
 
 from collections.abc import Iterator

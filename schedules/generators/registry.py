@@ -68,7 +68,6 @@ def _interleaved(name: str, generate: Generator, *aliases: str) -> Family:
 FAMILIES = (
     Family("gpipe", gpipe_1f1b.gpipe),
     Family("1f1b", gpipe_1f1b.one_f_one_b, aliases=("pipedream-flush",)),
-    Family("eager-1f1b", gpipe_1f1b.eager_one_f_one_b),
     Family("1f1b-overlap", gpipe_1f1b.overlapped_one_f_one_b),
     _interleaved("interleaved-1f1b", interleaved.interleaved_one_f_one_b),
     _interleaved("interleaved-1f1b-overlap", interleaved.overlapped_interleaved),
@@ -82,7 +81,6 @@ FAMILIES = (
     Family("zb-v", zb_v.zb_v, placement="v", chunks=2, aliases=("zbv-zero-bubble",)),
     Family("v-half", v_half_v_min.v_half, placement="v", chunks=2),
     Family("v-min", v_half_v_min.v_min, placement="v", chunks=2),
-    Family("1f1b-v", v_half_v_min.one_f_one_b_v, placement="v", chunks=2),
     Family("dualpipe", dualpipe.dualpipe, placement="dual", rule=WIDE_AND_EVEN),
     Family("dualpipe-v", dualpipe.dualpipe_v, placement="v", chunks=2, rule=WIDE),
 )

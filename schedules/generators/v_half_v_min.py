@@ -1,4 +1,4 @@
-"""V-Half, V-Min and 1F1B-V: a half, a third and two thirds of 1F1B's memory (Qi et al., arXiv 2405.15362).
+"""V-Half and V-Min: a half and a third of 1F1B's memory (Qi et al., arXiv 2405.15362).
 
 A *building block* gives every pass of one microbatch a slot; repeated every six slots it is a schedule whose memory
 follows from the lifespans inside the block. Then, as in the paper, it is squeezed (every rank runs its order as early
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from zbcompile.schedules.generators.list_scheduler import Floor, begins, dispatch, spans
 from zbcompile.schedules.generators.task import Orders, Task
-from zbcompile.schedules.ir.actions import BW, Action, B, F, W, flatten
+from zbcompile.schedules.ir.actions import Action, B, F, W
 from zbcompile.schedules.ir.placement import Placement
 
 Actions = tuple[tuple[Action, ...], ...]
@@ -73,31 +73,6 @@ def v_half(task: Task) -> Orders:
                     F2.0  F3.0  F2.1  F3.1              B3.0  B2.0  B3.1  B2.1  W3.0  W2.0  W3.1  W2.1
     """
     return _from_block(task, v_half_block)
-
-
-def one_f_one_b_v_block(p: int, rank: int) -> Block:
-    """One slot per hop forward, two backward, and three more after every third rank, where the period is full."""
-    start = 2 * p + (0 if p % 3 else 3)
-    phase = -(p + 2) % 3  # backwards since the last full period
-    b1, b0 = (2 * count + 3 * ((phase + count) // 3) for count in (rank, 2 * p - 1 - rank))
-    return Block(rank, 2 * p - 1 - rank, start + b1, start + b0)
-
-
-def one_f_one_b_v(task: Task) -> Orders:
-    """1F1B in a V: two thirds of 1F1B's memory with fused backwards (sail-sg's "1f1bv"; the same paper's appendix).
-
-    Peak (2p+3)//3 microbatches, bubble about that of 1F1B at equal times. On 3 ranks, 2 microbatches::
-
-        F0.0  F0.1                    F5.0  BW5.0  F5.1  BW5.1  BW0.0  BW0.1
-              F1.0  F1.1        F4.0        F4.1  BW4.0  BW4.1  BW1.0  BW1.1
-                    F2.0  F3.0  F2.1  F3.1              BW3.0  BW2.0  BW3.1  BW2.1
-    """
-    costs = task.costs_or_equal
-    whole = tuple(map(sum, zip(costs.backward, costs.weight, strict=True)))
-    none = (0,) * costs.stages
-    fused = replace(costs, backward=whole, weight=none, residue=none)
-    orders = _from_block(replace(task, costs=fused), one_f_one_b_v_block)
-    return tuple(tuple(a._replace(op=BW) if a.op == B else a for a in flatten(o) if a.op != W) for o in orders)
 
 
 BLOCKS: Mapping[str, Callable[[int, int], Block]] = {"v-min": v_min_block, "v-half": v_half_block}

@@ -2,9 +2,8 @@
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-from zbcompile.schedules.execution.noise import Draw, Noise
 from zbcompile.schedules.searching.clock import Move, Order, PassTimes
 from zbcompile.schedules.searching.problem import HUGE, MANY, Problem, Words
 
@@ -15,32 +14,14 @@ CRITICAL = 0.85  # share of moves that shift a pass of the critical path
 EVENNESS = 0.01  # how much the mean end of all ranks adds to the objective: it leads across plateaus
 LOOK = 64  # moves between two readings of the clock
 
-Times = tuple[Sequence[float], Sequence[float]]  # of the passes, and how long what each waits for is under way
-
-
-def draws_of(problem: Problem, noise: Noise | None) -> list[Times]:
-    """The times of each draw of the noise; without noise one draw, the costs as they are."""
-    delays = [waits[0][1] if waits else 0.0 for waits in problem.waits]
-    if noise is None:
-        return [(problem.time, delays)]
-    found: list[Times] = []
-    for number in range(noise.draws):
-        factors = list(map(Draw(noise, number).factors, problem.actions))
-        times = [time * longer for time, (longer, _) in zip(problem.time, factors, strict=True)]
-        late = [delay * later for delay, (_, later) in zip(delays, factors, strict=False)]
-        found.append((times, late))
-    return found
-
 
 class Annealer:
-    """Simulated annealing from one order. It minimises the `quantile` of the objective over the draws; of one draw, the
-    objective itself."""
+    """Simulated annealing from one order."""
 
-    def __init__(self, problem: Problem, words: Words, draws: Sequence[Times], quantile: float, seed: int) -> None:
-        self.problem, self.draws = problem, draws
+    def __init__(self, problem: Problem, words: Words, seed: int) -> None:
+        self.problem = problem
         self.order = Order(problem, words)
-        self.clocks = [PassTimes(self.order, *draw) for draw in draws]
-        self.counted = max(0, math.ceil(quantile * len(draws)) - 1)
+        self.clock = PassTimes(self.order)
         self.generator = random.Random(seed)
         self.unit = sum(problem.time) / len(problem.time)
         self.path: list[int] = []
@@ -79,8 +60,7 @@ class Annealer:
 
     def _accept(self, value: float, score: float) -> None:
         self.value, self.score, self.path = value, score, []
-        for clock in self.clocks:
-            clock.log = []
+        self.clock.log = []
         if value < self.best:
             self.best, self.best_words = value, [list(word) for word in self.order.words]
 
@@ -88,24 +68,19 @@ class Annealer:
         stop = move.start + len(move.passes)
         word = self.order.words[move.rank]
         changed = [*move.passes, *word[stop : stop + 1]]
-        latest = allowed if len(self.clocks) == 1 else math.inf
-        for clock in self.clocks:
-            clock.retail(move.rank, move.start, stop)
-            if not clock.settle(changed, latest):
-                return False
-        return True
+        self.clock.retail(move.rank, move.start, stop)
+        return self.clock.settle(changed, allowed)
 
     def _take_back(self, back: Move) -> None:
         self.order.make(back)
-        for clock in self.clocks:
-            clock.undo()
-            clock.retail(back.rank, back.start, back.start + len(back.passes))
+        self.clock.undo()
+        self.clock.retail(back.rank, back.start, back.start + len(back.passes))
 
     def _judge(self) -> tuple[float, float]:
         """The objective, and the score by which moves are accepted."""
-        lasts = [clock.last() for clock in self.clocks]
-        value = sorted(map(max, lasts))[self.counted]
-        return value, value + EVENNESS * sum(map(sum, lasts)) / (len(lasts) * len(lasts[0]))
+        last = self.clock.last()
+        value = max(last)
+        return value, value + EVENNESS * sum(last) / len(last)
 
     def _pick(self) -> int:
         draw = self.generator.random
@@ -113,8 +88,9 @@ class Annealer:
         if draw() >= CRITICAL and passes <= HUGE:
             return int(draw() * passes)
         if not self.path:
-            clock = self.clocks[int(draw() * len(self.clocks))] if len(self.clocks) > 1 else self.clocks[0]
-            self.path = [n for n in clock.critical()[: LATE if passes > HUGE else None] if n < passes]  # from its end
+            self.path = [
+                n for n in self.clock.critical()[: LATE if passes > HUGE else None] if n < passes
+            ]  # from its end
         return self.path[int(draw() * len(self.path))]
 
     def _distance(self) -> int:

@@ -92,19 +92,19 @@ class Order:
 
 
 class PassTimes:
-    """When every pass of an order ends, given the times of the passes and the delays of what they wait for.
+    """When every pass of an order ends.
 
     `tail[n]` is the least that follows pass n: the rest of its rank's word, and the rank's `offset`. An evaluation
     stops at a pass that ends too late for its tail.
     """
 
-    def __init__(self, order: Order, time: Sequence[float], delay: Sequence[float]) -> None:
+    def __init__(self, order: Order) -> None:
         problem = order.problem
         self.order, self.problem = order, problem
         self.passes = len(problem.actions)
-        self.time: list[float] = [*time, *(0,) * (len(problem.waits) - self.passes), 0]
+        self.time: list[float] = [*problem.time, *(0,) * (len(problem.waits) - self.passes), 0]
         self.wait = [waits[0][0] if waits else order.nothing for waits in problem.waits]
-        self.delay = delay
+        self.delay = [waits[0][1] if waits else 0.0 for waits in problem.waits]
         self.end: list[float] = [0.0] * (order.nothing + 1)
         self.tail: list[float] = [0.0] * (order.nothing + 1)
         self.log: list[tuple[int, float]] = []

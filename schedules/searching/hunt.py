@@ -1,15 +1,13 @@
 """The search: named schedules and other starting orders, improved by turns and annealing, and its result."""
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from operator import sub
 
 from zbcompile.schedules.execution.memory import peak_memory
-from zbcompile.schedules.execution.noise import Noise
 from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.searching.annealing import Annealer, draws_of
+from zbcompile.schedules.searching.annealing import Annealer
 from zbcompile.schedules.searching.justification import Justifier, turned_around
 from zbcompile.schedules.searching.lower_bound import lower_bound
 from zbcompile.schedules.searching.problem import HUGE, LARGE, ROUNDING, Problem, Words
@@ -17,7 +15,7 @@ from zbcompile.schedules.searching.search_budget import Budget, SearchProgress
 from zbcompile.schedules.searching.starting_orders import HEURISTIC, named_orders, one_by_one
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
-LEVELS = 6  # of memory, for a frontier
+LEVELS = 6  # bisections of memory
 ONE_BY_ONE, LEAN = "one microbatch after the other", "zb-1p"  # origins of orders in less memory
 STARTS = 4  # orders of a placement to turn around
 TURN = 6  # times as long as preparing for turns: the first turn
@@ -43,12 +41,10 @@ class SearchResult:
 
     * `schedule`, called "auto", and its `simulation`; `bound`: no order of any admitted placement is shorter under the
       costs as they are;
-    * `objective`: the makespan (without barrier the cost; with noise their quantile), `gap`: objective / bound - 1;
+    * `objective`: the makespan (without barrier the cost), `gap`: objective / bound - 1;
     * `origin`: the order that it was made from; `moves`: how many were tried, in how many `seconds`;
     * `names`: what every named schedule that fits takes, by name and placement;
     * `placements`: the bound of each placement, and the best order found on it;
-    * `frontier`, if it was asked for: orders, each with its simulation, that hold less on their fullest rank than all
-      that are shorter; the shortest first;
     * `named`: what every named schedule that fits is on the same placement, the shortest first.
     """
 
@@ -62,7 +58,6 @@ class SearchResult:
     names: dict[tuple[str, str], float]
     placements: dict[str, tuple[float, float]]
     named: tuple[tuple[float, Schedule], ...] = field(default=(), repr=False, compare=False)
-    frontier: tuple[tuple[Timeline, Schedule], ...] = field(default=(), repr=False, compare=False)
 
     @property
     def gap(self) -> float:
@@ -70,8 +65,8 @@ class SearchResult:
 
     @property
     def proven(self) -> bool:
-        """Whether nothing can be shorter; never under noise, which the bound does not know."""
-        return self.simulation.noise is None and self.objective <= self.bound * ROUNDING
+        """Whether nothing can be shorter."""
+        return self.objective <= self.bound * ROUNDING
 
     @property
     def best_name(self) -> tuple[str, float] | None:
@@ -94,10 +89,9 @@ class SearchResult:
 class Hunt:
     """One search: the candidates, the bounds of the placements, and what is left of the budget."""
 
-    def __init__(self, problems: Sequence[Problem], budget: Budget, seed: int, noise: Noise | None) -> None:
-        self.problems, self.budget, self.seed, self.noise = problems, budget, seed, noise
+    def __init__(self, problems: Sequence[Problem], budget: Budget, seed: int) -> None:
+        self.problems, self.budget, self.seed = problems, budget, seed
         self.bounds = {each: lower_bound(each, quick=budget.late) for each in problems}
-        self.draws = {problem: draws_of(problem, noise) for problem in problems}
         self.pool: list[Candidate] = []
         self.names: dict[tuple[str, str], float] = {}
         self.named: dict[Problem, list[tuple[float, Schedule]]] = {}
@@ -124,21 +118,6 @@ class Hunt:
             if self.budget.made == before:
                 break
             moves *= GROWTH
-
-    def run_within_less(self, budget: Budget) -> None:
-        """Search again within amounts of memory that are smaller and smaller, down to that of one microbatch after the
-        other."""
-        most, least = (max(map(_peak, some)) for some in (self._shortest(), self.pool[:1]))
-        for left in range(LEVELS, 0, -1):
-            level = least + (most - least) * (left - 1) / LEVELS
-            lean = {problem: _within(problem, level) for problem in self.problems}
-            fitting = {each: problem for problem, each in lean.items() if each.fits(one_by_one(each))}
-            if not fitting or budget.over:
-                break
-            hunt = Hunt(list(fitting), budget.part(1 / left, 0.5 / LEVELS), self.seed, self.noise)
-            hunt.run()
-            self.budget.made += hunt.budget.made
-            self.pool += [replace(each, problem=fitting[each.problem]) for each in hunt.pool]
 
     def run_as_short(self) -> None:
         """Halve the memory of the shortest order again and again, as long as another one is as short."""
@@ -175,8 +154,8 @@ class Hunt:
         return [problem for problem in self.problems if best > self._target(problem)]
 
     def _target(self, problem: Problem) -> float:
-        """The value that no order can improve on; under noise none is known."""
-        return self.bounds[problem] * ROUNDING if self.noise is None else 0.0
+        """The value that no order can improve on."""
+        return self.bounds[problem] * ROUNDING
 
     def _take(self, problem: Problem, origin: str, words: Words, named: Schedule | None = None) -> None:
         """Add a candidate; of a named schedule that may have pairs, both with them and without."""
@@ -184,8 +163,8 @@ class Hunt:
             self.progress.show(min(c.value for c in self.pool), min(self.bounds.values()), self.budget.spent)
         for schedule in (named, None) if named is not None else (None,):
             if schedule is None or problem.costs.overlap or problem.costs.pairs:  # else a pair opened is no longer
-                timeline = simulate(schedule or problem.schedule(words), problem.costs, self.noise)
-                value = timeline.quantile(problem.barrier)
+                timeline = simulate(schedule or problem.schedule(words), problem.costs)
+                value = timeline.makespan if problem.barrier else timeline.cost
                 self.pool.append(Candidate(problem, value, origin, words, schedule))
                 if named is not None:
                     key = origin, str(problem.placement)
@@ -212,8 +191,7 @@ class Hunt:
         problem = candidate.problem
         if self.budget.over:
             return
-        quantile = self.noise.quantile if self.noise else 1
-        annealer = Annealer(problem, candidate.words, self.draws[problem], quantile, self.seed + self.budget.made)
+        annealer = Annealer(problem, candidate.words, self.seed + self.budget.made)
         self._run(annealer, moves, 0, candidate.origin)
 
     def _run(self, worker: Justifier | Annealer, moves: float, first: float, origin: str) -> None:
@@ -235,30 +213,19 @@ class Hunt:
         least = min(candidate.value for candidate in self.pool)
         return [candidate for candidate in self.pool if candidate.value <= least * ROUNDING]
 
-    def _frontier(self) -> Iterator[tuple[Timeline, Schedule]]:
-        """The candidates that hold less than all that are shorter."""
-        least = math.inf
-        for _, peak, each in sorted(((c.value, _peak(c), c) for c in self.pool), key=lambda each: each[:2]):
-            if peak < least:
-                least, simulation = peak, simulate(_schedule_of(each), each.problem.costs, self.noise)
-                yield simulation, simulation.schedule
-
-    def found(self, frontier: bool = False) -> SearchResult:
+    def found(self) -> SearchResult:
         best = min(self._shortest(), key=_fullest)
         problem = best.problem
-        simulation = simulate(_schedule_of(best), problem.costs, self.noise)
-        objective = simulation.quantile(problem.barrier)
+        simulation = simulate(_schedule_of(best), problem.costs)
+        objective = simulation.makespan if problem.barrier else simulation.cost
         bound = min(self.bounds.values())
-        if objective < bound <= objective * ROUNDING and self.noise is None:  # sums differ in their last bits
+        if objective < bound <= objective * ROUNDING:  # sums differ in their last bits
             bound = objective
         on = {p: min(c.value for c in self.pool if c.problem is p) for p in {c.problem: None for c in self.pool}}
         placements = {str(p.placement): (self.bounds[p], value) for p, value in on.items()}
         made = best.origin, self.budget.made, self.budget.spent
         named = tuple(sorted(self.named.get(problem, ()), key=lambda each: each[0]))
-        curve = tuple(self._frontier()) if frontier else ()
-        return SearchResult(
-            simulation.schedule, simulation, bound, objective, *made, self.names, placements, named, curve
-        )
+        return SearchResult(simulation.schedule, simulation, bound, objective, *made, self.names, placements, named)
 
 
 def _schedule_of(candidate: Candidate) -> Schedule:

@@ -11,7 +11,6 @@ import random
 from collections.abc import Callable, Sequence
 from operator import sub
 
-from zbcompile.schedules.searching.annealing import draws_of
 from zbcompile.schedules.searching.clock import Order, PassTimes
 from zbcompile.schedules.searching.dispatcher import Direction, DispatchedOrder
 from zbcompile.schedules.searching.problem import Problem, Words
@@ -30,7 +29,7 @@ def turned_around(
 ) -> Words | None:
     """The shorter of two orders: the given one dispatched backward in time, and that one dispatched forward again,
     unless it is `late()`. None if memory admits no order."""
-    clock = PassTimes(Order(problem, words), *draws_of(problem, None)[0])
+    clock = PassTimes(Order(problem, words))
     turned = Direction(problem, backward=True).dispatch([-end for end in clock.end], patience)
     if turned is None:
         return None
@@ -64,7 +63,7 @@ class Justifier:
         """Continue from the next starting order; after the last of them, from the best order found."""
         self.started, self.stale, self.value = number, 0, math.inf
         words = self.starts[number] if number < len(self.starts) else self.best_words or self.starts[0]
-        clock = PassTimes(Order(self.problem, words), *draws_of(self.problem, None)[0])
+        clock = PassTimes(Order(self.problem, words))
         self.begin, self.end = [*map(sub, clock.end, self.problem.time)], clock.end
 
     def _turn(self) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable, Sequence
 
 from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.noise import Noise, as_noise
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.searching.hunt import Hunt, SearchResult
@@ -23,9 +22,7 @@ def search(
     seconds: float = 20,
     moves: int | None = None,
     seed: int = 0,
-    noise: Noise | float | None = None,
     barriers: int = 1,
-    frontier: bool = False,
     lean: bool = True,
 ) -> SearchResult:
     """Search the shortest order of `microbatches` on `ranks`, and say how far from the best it can be.
@@ -33,12 +30,11 @@ def search(
     `costs` are those of the whole model cut into the largest number of stages that may be used, merged for fewer, or a
     function from a number of stages to costs. `placements` ("linear", "looped:2", "v", ...) are all that the costs
     allow by default; "dual", which keeps two copies of every stage, only on request. `memory_limit` is one number or
-    one for each rank, in the unit of `costs.activation`. With `barrier` the makespan counts, else the cost; with
-    `noise` their quantile over drawn times. `barriers` is that of `with_vocabulary`, for costs with S and T.
+    one for each rank, in the unit of `costs.activation`. With `barrier` the makespan counts, else the cost.
+    `barriers` is that of `with_vocabulary`, for costs with S and T.
 
     Of equally short orders it finds the one whose fullest rank holds least; `lean=False` saves looking for one that
-    holds still less. With `frontier` half of the budget goes to orders that hold less: `found.frontier` has the
-    shortest within each amount of memory. It stops when the bound is met, after `moves` tried changes (0: the best of
+    holds still less. It stops when the bound is met, after `moves` tried changes (0: the best of
     the orders to start from) or after `seconds`. What it tries does not depend on how much of either it gets: the same
     seed and number of moves find the same order, and more never a longer one. Ctrl-C returns the best so far. Raises
     `ScheduleError` if nothing fits, and for costs or placements that do not fit the ranks.
@@ -54,19 +50,17 @@ def search(
         raise ScheduleError(f"moves={moves!r:.80}; expected a whole number from 0 on, or None")
     budget = Budget(seconds, moves)
     problems = problems_of(costs, ranks, microbatches, memory_limit, placements, barrier, barriers)
-    hunt = Hunt(problems, budget.part(0.5, 0.5) if frontier else budget, seed, as_noise(noise))
+    hunt = Hunt(problems, budget, seed)
     try:
         hunt.run()
-        if frontier:
-            hunt.run_within_less(budget)
-        elif lean:
+        if lean:
             hunt.run_as_short()
     except KeyboardInterrupt:
         if not hunt.pool:
             raise
     finally:
         hunt.progress.end()
-    return hunt.found(frontier)
+    return hunt.found()
 
 
 def bound(

@@ -1,8 +1,7 @@
 """A predicted step: when each action runs, the length of the step, the memory of every rank, and why ranks wait."""
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
@@ -10,12 +9,11 @@ from typing import NamedTuple
 from zbcompile.schedules.execution.deadlock import require_finished
 from zbcompile.schedules.execution.event_loop import Outcome, run, without_collector
 from zbcompile.schedules.execution.memory import deltas, peak_memory
-from zbcompile.schedules.execution.noise import Draw, Noise, as_noise
 from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Picturable, Schedule, parts
-from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Waits
+from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Input, Waits
 
 
 class Span(NamedTuple):
@@ -39,7 +37,6 @@ class Timeline(Picturable):
       1 - work/cost.
     * `peak_memory[rank]`, in the unit of `costs.activation`.
     * `memory_limits[rank]`, in that unit, if the order was asked to keep within some: pictures draw them.
-    * `noise`, `drawn`: what `simulate` was given, and one timeline for each draw; see `quantile`.
     * `spans`: every step, rank by rank in order of time; `idle`: every gap, with its cause.
     """
 
@@ -47,14 +44,7 @@ class Timeline(Picturable):
     costs: Costs
     run: Outcome
     peak_memory: tuple[float, ...]
-    noise: Noise | None = None
-    drawn: tuple["Timeline", ...] = ()
     memory_limits: tuple[float, ...] = ()
-
-    def quantile(self, barrier: bool = True) -> float:
-        """The makespan (without `barrier` the cost) that the share `noise.quantile` of the drawn steps stays within."""
-        found = sorted(t.makespan if barrier else t.cost for t in self.drawn or (self,))
-        return found[math.ceil(len(found) * (self.noise.quantile if self.noise else 1)) - 1]
 
     @property
     def schedule(self) -> Schedule:
@@ -124,6 +114,16 @@ class Timeline(Picturable):
         """Finds, for every step, the input that held it up."""
         return Waits(self.program, self.costs, self.run)
 
+    def messages(self) -> Iterator[tuple[int, int, Input]]:
+        """Yields for every message between two ranks the rank and the index of the step that uses it, and its source.
+
+        Collectives of the vocabulary passes are left out.
+        """
+        for rank, order in enumerate(parts(self.program)[1]):
+            for index, step in enumerate(order):
+                if step[0] not in COMMUNICATION and not self.waits.is_collective(rank, index):
+                    yield from ((rank, index, n) for n in self.waits.inputs(rank, index) if n.rank != rank)
+
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
         """The possible causes of idle time; overhead only if it was measured."""
@@ -156,11 +156,8 @@ def _first_start(order: Sequence[Step], begins: Sequence[float]) -> float:
 
 
 @without_collector()
-def simulate(program: Schedule | Lowered, costs: Costs | None = None, noise: Noise | float | None = None) -> Timeline:
+def simulate(program: Schedule | Lowered, costs: Costs | None = None) -> Timeline:
     """Run a schedule, or a lowered program, under `costs` (default: every pass takes 1, hops are free).
-
-    With `noise` (a `Noise`, or the relative spread of every pass) the step is also run under drawn times: see
-    `drawn` and `quantile` of the result, whose other figures are those of the costs as they are.
 
     Every rank runs its order; a step begins when its rank is free and what it needs has arrived. A result is available
     on another rank `costs.hop` after its pass has ended; a hop occupies neither rank. In a schedule messages are
@@ -176,10 +173,4 @@ def simulate(program: Schedule | Lowered, costs: Costs | None = None, noise: Noi
     costs = costs or Costs.uniform(schedule.stages)
     outcome = run(program, costs)
     require_finished(program, outcome)
-    timeline = Timeline(program, costs, outcome, peak_memory(schedule, costs))
-    noise = as_noise(noise)
-    if noise is None:
-        return timeline
-    draws = (Draw(noise, number) for number in range(noise.draws))
-    drawn = tuple(replace(timeline, run=run(program, costs, draw)) for draw in draws)
-    return replace(timeline, noise=noise, drawn=drawn)
+    return Timeline(program, costs, outcome, peak_memory(schedule, costs))

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from zbcompile.schedules.ir.actions import flatten
-from zbcompile.schedules.simulation.message_slack import messages
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.text import summary
 
@@ -51,7 +50,7 @@ def flows(
     """Arrows from the step that makes a message to the one that takes it, each bound to the step around its time;
     `start` is that of the timeline in the trace, and `prefix` tells the messages of several timelines apart."""
     run = timeline.run
-    for number, (rank, index, needed) in enumerate(messages(timeline)):
+    for number, (rank, index, needed) in enumerate(timeline.messages()):
         name = {"name": str(needed.action), "cat": "message", "id": f"{prefix}{number}", "pid": pid}
         begin, end = run.begin[needed.rank][needed.step], run.end[needed.rank][needed.step]
         yield {"ph": "s", **name, "tid": needed.rank, "ts": _number((start + (begin + end) / 2) * unit)}

@@ -1,9 +1,8 @@
-"""Tables of a step: by rank, by schedule and by link."""
+"""Tables of a step: by rank and by schedule."""
 
 from collections.abc import Sequence
 
 from zbcompile.schedules.ir.dependencies import count_messages
-from zbcompile.schedules.simulation.message_slack import slack_rows
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.tables import Figure, Table
 
@@ -58,20 +57,3 @@ def step_table(timelines: Sequence[Timeline]) -> Table:
         for t in timelines
     ]
     return Table("schedules", rows=rows)
-
-
-def slack_table(timeline: Timeline, time: str = "") -> Table:
-    """Per link, how late its messages may be without a longer step; without rows if no rank sends any."""
-    rows = [
-        [
-            Figure("ranks", link),
-            Figure("messages", count),
-            Figure("least slack", least, time),
-            Figure("median slack", middle, time),
-            Figure("without slack", none),
-        ]
-        for link, count, least, middle, none in slack_rows(timeline)
-    ]
-    return Table(
-        "slack", "A message without slack that is late lengthens the step. On each link:" if rows else "", rows
-    )

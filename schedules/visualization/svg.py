@@ -10,7 +10,6 @@ from zbcompile.amounts import plain
 from zbcompile.schedules.ir.actions import Action, flatten
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.simulation.critical_path import critical_path
-from zbcompile.schedules.simulation.message_slack import messages
 from zbcompile.schedules.simulation.timeline import Span, Timeline
 from zbcompile.schedules.visualization.looks import IDLE_LOOKS, patterns
 from zbcompile.schedules.visualization.shapes import picture, shape, window
@@ -192,7 +191,7 @@ class StepPicture:
     def messages(self) -> Iterator[str]:
         """A line per message, from the end of the step that makes it to the beginning of the one that takes it."""
         run = self.timeline.run
-        for rank, index, needed in messages(self.timeline):
+        for rank, index, needed in self.timeline.messages():
             start, end = self.x(run.end[needed.rank][needed.step]), self.x(run.begin[rank][index])
             yield f"M{start:g},{self.middle(needed.rank):g}L{end:g},{self.middle(rank):g}"
 

@@ -87,38 +87,6 @@ def test_errors_go_to_stderr_with_their_exit_code(tmp_path: Path) -> None:
         assert output == "" or "picture" in str(arguments)
 
 
-@pytest.mark.slow
-def test_formulas_with_their_conditions_and_the_simulator_beside_them(capsys: pytest.CaptureFixture[str]) -> None:
-    for name in sorted({*names()} - {"auto"}):
-        assert main(["formula", name]) == 0
-        symbolic = capsys.readouterr().out
-        assert symbolic.startswith(f"{name}: p ranks")
-        assert "simulated" not in symbolic
-        assert ("no closed-form makespan" in symbolic) == (name in ("zb-1p", "zb-2p"))
-        assert main(["formula", name, "--ranks", "4", "--microbatches", "8"]) == 0
-        for line in capsys.readouterr().out.splitlines():
-            if line.startswith("    here "):
-                value, _, simulated = line.partition(", simulated ")
-                bound = name in ("zb-1p", "zb-2p")
-                assert float(value.split()[-1]) == pytest.approx(float(simulated)) or bound, (name, line)
-
-
-def test_what_has_no_closed_form_says_so_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments, text in (
-        (("interlaced",), "error: interlaced has no closed form"),
-        (("auto",), "error: auto has no closed form"),
-        (("mine.csv",), "error: mine.csv has no closed form"),
-        (("1f1b", "--ranks", "4"), "takes both --ranks and --microbatches"),
-    ):
-        assert main(["formula", *arguments]) == 1
-        captured = capsys.readouterr()
-        assert captured.out == ""
-        assert text in captured.err
-        assert captured.err.count("\n") == 1
-    assert main(["formula", "zb-v", "--ranks", "4", "--microbatches", "8", "--comm", "1"]) == 0
-    assert "simulated 41.5; the condition does not hold here" in capsys.readouterr().out
-
-
 def test_the_interlaced_pipeline_is_compared_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "1f1b", "interlaced", "--barriers", "1"]) == 0
     rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]

@@ -33,7 +33,6 @@ from zbcompile.program.manifest import SavedProgram
 from zbcompile.program.program import Program
 from zbcompile.progress import Say
 from zbcompile.schedules import Timeline, simulate, write_comparison, write_picture
-from zbcompile.schedules.visualization.step_tables import slack_table
 from zbcompile.schedules.visualization.units import for_trace, in_units
 from zbcompile.tables import Figure, Table, to_data, to_text
 
@@ -137,8 +136,6 @@ def _explain_idle(subject: Subject) -> Iterator[Table]:
 def _critical_path(subject: Subject) -> Iterator[Table]:
     step, unit = _step(subject)
     yield critical_table(step, unit)
-    if subject.record is None:
-        yield slack_table(step, unit)
 
 
 def _timeline(subject: Subject) -> Iterator[Table]:

@@ -6,7 +6,6 @@ from dataclasses import dataclass, fields
 from zbcompile.amounts import format_change, format_time
 from zbcompile.compiler.compile_example import CompiledExample
 from zbcompile.compiler.stage_price import running_of
-from zbcompile.inspection.closed_form import with_equal_stages
 from zbcompile.inspection.request import Prediction
 from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
 from zbcompile.passes.machine.flops import without_formula
@@ -127,9 +126,6 @@ class Summary:
             Figure("messages", sent.count, "", "step"),
             Figure("sent", sent.bytes, "B", "step"),
         ]
-        if (equal := with_equal_stages(self.prediction.timeline)) is not None:
-            figures.append(Figure("bubble of equal stages", equal.bubble, "share", "step"))
-            notes.append(f"The same work in equal stages: by the closed form of {equal.schedule}, {equal.formula}.")
         return facts("prediction", [each for each in figures if each.value is not None], "One step, predicted", notes)
 
     @property

@@ -17,7 +17,6 @@ from zbcompile.schedules.ir.schedule import parse_order
 PROMISED_PEAK: dict[str, Callable[[int, int], int]] = {
     "gpipe": lambda p, m: m,
     "1f1b": lambda p, m: min(m, p),
-    "eager-1f1b": lambda p, m: min(m, 2 * p - 1),
     "1f1b-overlap": lambda p, m: min(m, 2 * p),
     "interleaved-1f1b": lambda p, m: min(2 * m, _group(p, m) + 2 * p - 1),
     "interleaved-1f1b-overlap": lambda p, m: min(2 * m, _group(p, m) + 2 * p),
@@ -31,7 +30,6 @@ PROMISED_PEAK: dict[str, Callable[[int, int], int]] = {
     "zb-v": lambda p, m: min(2 * m, 2 * p),
     "v-half": lambda p, m: min(2 * m, 2 * ((p + 2) // 2)),
     "v-min": lambda p, m: min(2 * m, 2 * ((p + 4) // 3)),
-    "1f1b-v": lambda p, m: min(2 * m, 2 * ((2 * p + 3) // 3)),
     "dualpipe": lambda p, m: p + 1,
     "dualpipe-v": lambda p, m: 2 * p + 1,
     "auto": lambda p, m: 2 * m,  # without a limit it promises none

@@ -11,10 +11,9 @@ import pytest
 from zbcompile import schedules
 from zbcompile.schedules import Costs, ScheduleError, admits, build, names, smallest_microbatches
 
-LINEAR = ("gpipe", "1f1b", "eager-1f1b", "1f1b-overlap", "zb-h1", "zb-h1-lazy", "zb-h2", "zb-1p", "zb-2p")
+LINEAR = ("gpipe", "1f1b", "1f1b-overlap", "zb-h1", "zb-h1-lazy", "zb-h2", "zb-1p", "zb-2p")
 CHUNKED = (
     "looped-bfs",
-    "1f1b-v",
     "interleaved-1f1b",
     "interleaved-1f1b-overlap",
     "interleaved-zb",
@@ -41,7 +40,6 @@ def test_any_spelling_builds_the_same(spelling: str) -> None:
     [
         ("ScheduleGPipe", "gpipe"),
         ("ScheduleLoopedBFS", "looped-bfs"),
-        ("1f1bv", "1f1b-v"),
         ("Schedule1F1B", "1f1b"),
         ("ScheduleInterleaved1F1B", "interleaved-1f1b"),
         ("ScheduleInterleavedZeroBubble", "interleaved-zb"),

@@ -41,7 +41,7 @@ def test_one_rank_sends_nothing() -> None:
 
 def test_receives_do_not_pile_up() -> None:
     """The number of open receives does not grow with the number of microbatches."""
-    for name in ("1f1b", "eager-1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "interleaved-1f1b"):
+    for name in ("1f1b", "zb-h1", "zb-h2", "zb-v", "dualpipe-v", "interleaved-1f1b"):
         short, long = (check(lower(build(name, 4, m))).receive_buffers for m in (16, 128))
         assert short == long, name
     assert max(check(lower(build("zb-v", ranks=8, microbatches=64))).receive_buffers or ()) == 3

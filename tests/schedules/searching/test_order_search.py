@@ -15,7 +15,6 @@ from tests.support.hostile_costs import outcome
 from tests.support.plain_clock import ends_of
 from zbcompile.schedules import (
     Costs,
-    Noise,
     ScheduleError,
     bound,
     build,
@@ -26,11 +25,10 @@ from zbcompile.schedules import (
     search,
     simulate,
 )
-from zbcompile.schedules.__main__ import main
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators.registry import FAMILIES, admitted_task, find, generated
 from zbcompile.schedules.searching import hunt, starting_orders
-from zbcompile.schedules.searching.annealing import Annealer, draws_of
+from zbcompile.schedules.searching.annealing import Annealer
 from zbcompile.schedules.searching.clock import Order, PassTimes
 from zbcompile.schedules.searching.dispatcher import BETWEEN_LOOKS, Direction, _Dispatch
 from zbcompile.schedules.searching.justification import Justifier, turned_around
@@ -106,65 +104,23 @@ def test_exact_numbers_stay_exact() -> None:
     assert search(costs, 3, 4, moves=200).objective == Fraction(14, 3)
 
 
-@pytest.mark.parametrize("draws", [None, Noise(0.2, links=1.0, draws=3)])
-def test_every_move_is_timed_as_the_simulator_would(draws: Noise | None) -> None:
-    """After hundreds of moves, kept or taken back, every clock and every memory is that of a fresh evaluation."""
+def test_every_move_is_timed_as_the_simulator_would() -> None:
+    """After hundreds of moves, kept or taken back, the clock and every memory are those of a fresh evaluation."""
     generator = random.Random(5)
     costs = uneven(generator, 6, vocab_s=(0.2,) * 6, vocab_t=(0.3,) * 6)
     (problem,) = problems_of(costs, 3, 5, 9.0, ["v"], True, 1)
     _, words, _ = next(iter(named_orders(problem)))
-    annealer = Annealer(problem, words, draws_of(problem, draws), 0.9, seed=1)
+    annealer = Annealer(problem, words, seed=1)
     annealer.run(lambda moves: moves / 700, target=0)
     assert problem.fits(annealer.order.words)
-    for clock in annealer.clocks:
-        fresh = PassTimes(annealer.order, clock.time, clock.delay)
-        assert fresh.complete
-        assert fresh.end == pytest.approx(clock.end)
-        assert fresh.tail == pytest.approx(clock.tail)
-        assert ends_of(problem, annealer.order.words, clock.time, clock.delay) == pytest.approx(clock.end[:-1])
+    clock, fresh = annealer.clock, PassTimes(annealer.order)
+    assert fresh.complete
+    assert fresh.end == pytest.approx(clock.end)
+    assert fresh.tail == pytest.approx(clock.tail)
+    assert ends_of(problem, annealer.order.words, clock.time, clock.delay) == pytest.approx(clock.end[:-1])
     schedule = problem.schedule(annealer.best_words)
     check(lower(schedule), costs)
-    assert simulate(schedule, costs, draws).quantile() == pytest.approx(annealer.best)
-
-
-def test_noise_is_of_the_action_not_of_the_order() -> None:
-    """Two orders are compared under the same times; without spread a draw is the step itself."""
-    schedule, costs = build("zb-h1", 3, 6), Costs.uniform(3, comm=0.5)
-    step = simulate(schedule, costs, Noise(0.2, links=0.5, draws=4))
-    assert len({round(t.busy[0], 9) for t in step.drawn}) == 4
-    other = simulate(build("zb-h2", 3, 6), costs, Noise(0.2, links=0.5, draws=4))
-    assert [t.busy for t in other.drawn] == [pytest.approx(t.busy) for t in step.drawn]
-    assert simulate(schedule, costs, Noise(0)).quantile() == step.makespan
-    assert step.makespan < step.quantile()
-
-
-def test_search_under_noise_is_judged_by_the_quantile() -> None:
-    costs = uneven(random.Random(8), 6)
-    noise = Noise(0.3, links=2.0, draws=5)
-    found = search(costs, 3, 6, placements=["linear"], noise=noise, moves=300)
-    assert found.objective == found.simulation.quantile() <= min(found.names.values())
-
-
-@pytest.mark.parametrize("limit", [None, 8.0])
-def test_a_frontier_is_the_curve_of_time_against_memory(limit: float | None) -> None:
-    """From the shortest order to the one that holds least, each holding less than all that are shorter; every named
-    schedule lies on the curve or above it."""
-    costs = uneven(random.Random(2), 4)
-    found = search(costs, 4, 8, limit, frontier=True, moves=4000, seconds=600)
-    points = [(simulation.makespan, max(simulation.peak_memory)) for simulation, _ in found.frontier]
-    assert len(points) > 3
-    assert points == sorted(points)
-    assert [peak for _, peak in points] == sorted((peak for _, peak in points), reverse=True)
-    assert (found.objective, found.schedule) == (points[0][0], found.frontier[0][1])
-    assert points[-1][1] == pytest.approx(max(costs.activation))
-    for simulation, schedule in found.frontier:
-        check(lower(schedule), costs)
-        assert simulate(schedule, costs).makespan == simulation.makespan
-    for name in ("1f1b", "zb-h1", "gpipe"):
-        timeline = simulate(build(name, 4, 8), costs)
-        if limit is None or max(timeline.peak_memory) <= limit:
-            assert any(t <= timeline.makespan and m <= max(timeline.peak_memory) for t, m in points)
-    assert not search(costs, 4, 8, limit, moves=0).frontier
+    assert simulate(schedule, costs).makespan == pytest.approx(annealer.best)
 
 
 def test_costs_without_a_finite_sum_are_refused() -> None:
@@ -388,7 +344,6 @@ def test_interrupting_returns_the_best_so_far(monkeypatch: pytest.MonkeyPatch) -
         ({"placements": []}, "placements is empty"),
         ({"placements": ["looped:3"]}, "cannot be merged into the 12 stages of placement looped:3"),
         ({"ranks": 0}, "ranks=0; expected a whole number"),
-        ({"noise": -0.5}, "expected shares of at least 0"),
     ],
 )
 def test_wrong_arguments(arguments: dict, message: str) -> None:
@@ -412,22 +367,7 @@ def test_a_circle_is_no_order() -> None:
     problem = Problem(build("1f1b", 2, 2).placement, 2, costs)
     words = one_by_one(problem)
     words[0] = sorted(words[0], key=lambda n: problem.actions[n].op)  # B before F
-    assert not PassTimes(Order(problem, words), *draws_of(problem, None)[0]).complete
-
-
-def test_the_command_line_searches_and_saves(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    costs, file = tmp_path / "costs.json", tmp_path / "found.csv"
-    costs.write_text(uneven(random.Random(4), 4).to_json())
-    given = ["--ranks", "2", "--microbatches", "4", "--costs", str(costs), "--moves", "200", "--seconds", "60"]
-    assert main(["search", *given, "--memory", "6,5", "--save", str(file)]) == 0
-    output = capsys.readouterr().out
-    assert output.startswith("auto: ")
-    assert "the best name, " in output
-    assert "least slack" in output
-    assert main(["show", str(file), "--costs", str(costs)]) == 0
-    assert main(["search", *given, "--memory", "1KiB,1"]) == 1
-    assert "rank 1 needs" in capsys.readouterr().err
-    assert main(["search", *given, "--noise", "0.1", "--placements", "v", "--no-barrier"]) == 0
+    assert not PassTimes(Order(problem, words)).complete
 
 
 SAMPLES = {
@@ -467,11 +407,3 @@ def test_a_large_step_is_searched_at_its_end_and_never_longer_than_a_name() -> N
     assert len(found.schedule.orders[0]) * 16 > hunt.HUGE
     assert found.bound <= found.objective <= min(found.names.values())
     check(found.schedule, costs)
-
-
-def test_under_noise_nothing_is_called_proven() -> None:
-    """The bound is that of the costs as they are: it neither ends such a search nor proves anything."""
-    found = search(Costs.uniform(2), 2, 4, placements=["linear"], noise=Noise(0.3, draws=3), moves=130)
-    assert found.moves >= 130
-    assert found.bound == 13
-    assert not found.proven

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 
-from zbcompile.schedules import Costs, Noise, ScheduleError, build, check, search
+from zbcompile.schedules import Costs, ScheduleError, build, check, search
 
 COSTS = Costs.uniform(4)
 
@@ -22,8 +22,6 @@ COSTS = Costs.uniform(4)
         ),
         (lambda: search(COSTS, 4, 8, seconds=-1), "seconds=-1; expected"),
         (lambda: search(COSTS, 4, 8, moves=-1), "moves=-1; expected"),
-        (lambda: search(COSTS, 4, 8, noise=float("nan")), r"spread=nan.*; expected shares"),
-        (lambda: Noise(draws=True), "draws=True.*; expected shares"),
         (lambda: check(None), "received None; expected a Schedule or a Lowered"),
     ],
 )

@@ -10,7 +10,6 @@ import pytest
 
 from zbcompile.schedules import Costs, ScheduleError, build, simulate
 from zbcompile.schedules.simulation.critical_path import critical_path
-from zbcompile.schedules.simulation.message_slack import message_slack
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
 from zbcompile.schedules.visualization.figure import to_html
@@ -87,7 +86,7 @@ def test_messages_and_the_critical_path_are_drawn_on_demand() -> None:
     t = timeline()
     also = to_svg(t, also=("messages", "critical"))
     lines = {box.get("class"): box.get("d", "") for box in ElementTree.fromstring(also).iter(f"{SVG}path")}
-    assert lines["also wide messages"].count("M") == len(message_slack(t))
+    assert lines["also wide messages"].count("M") == len(list(t.messages()))
     assert lines["also wide critical"].count("H") == len(critical_path(t))
     assert 'class="also' not in to_svg(t)
 
