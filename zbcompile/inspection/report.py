@@ -20,7 +20,6 @@ from zbcompile.prediction.advice import (
     idle_by_cause,
     what_limits,
 )
-from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import count_messages, hardware_of, prices_of
 from zbcompile.prediction.rank_memory import RankMemory, complete_peak, copies_bytes, gathers_of, rank_memories
 from zbcompile.schedules import format_schedule, format_timeline
@@ -201,9 +200,8 @@ class Summary:
 
     def _memory(self) -> Table:
         names = [each.name for each in fields(RankMemory)]
-        for name in ("gathered", "communicators"):
-            if not any(getattr(memory, name) for memory in self.memory):
-                names.remove(name)
+        if not any(memory.gathered for memory in self.memory):
+            names.remove("gathered")
         rows = [
             [
                 Figure("rank", rank),
@@ -215,7 +213,6 @@ class Summary:
         notes = [
             'Copies are what pipe.optimizer(validate="after") keeps besides.',
             *self._gathers(),
-            *self._communicators(),
             *self._fit(),
         ]
         return Table("memory", "Memory of the ranks: the most at any moment, and of all together", rows, notes)
@@ -226,16 +223,6 @@ class Summary:
             counts = gathers_of(self.program, self.sharding)
             each = ", ".join(map(str, counts))
             yield f"A step gathers the parameters of a stage {sum(counts)} times; by rank: {each}."
-
-    def _communicators(self) -> Iterator[str]:
-        """The memory of NCCL on the rank that has the most neighbours."""
-        every = [communicators_of(self.program, rank, self.sharding.replicas) for rank in range(len(self.memory))]
-        most = max(every, key=lambda each: each.links)
-        if most.links:
-            yield (
-                f"A rank has up to {most.links + most.groups} NCCL communicators, {most.links} of them links to "
-                f"another rank, in which up to {most.waiting} thread blocks wait; max_ctas= makes links smaller."
-            )
 
     def _fit(self) -> Iterator[str]:
         """Whether the fullest rank is within the limit."""

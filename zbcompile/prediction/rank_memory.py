@@ -24,7 +24,6 @@ from zbcompile.passes.partition.memory_estimate import (
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
-from zbcompile.prediction.communicators import communicators_of
 from zbcompile.prediction.predict import hardware_of, predicted_costs, prices_of
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import AFTER, arrivals_of, assign_buffers, completed_sends
@@ -63,7 +62,6 @@ class RankMemory:
       what was sent and is not known to have arrived.
     * `collectives`: the copies in which small gradients travel to other replicas.
     * `gathered`: the most that divided parameters take while they are gathered, with copies of small ones under way.
-    * `communicators`: on a GPU, the buffers that NCCL takes at most (`communicators_of`).
     """
 
     parameters: int
@@ -73,7 +71,6 @@ class RankMemory:
     messages: int
     collectives: int
     gathered: int
-    communicators: int
     peak: int
 
 
@@ -153,8 +150,7 @@ def _memory(
         tied = sum(gradient_bytes(value, program.choices.dtype_of_sum(value.dtype)) for value in shared)
         always -= sum(each.gradient for each in lives.values()) + tied
     waiting = max(moment.total for moment in moments)
-    communicators = communicators_of(program, rank, replicas).bytes
-    stays = parameters + always + state + communicators
+    stays = parameters + always + state
     return RankMemory(
         parameters=int(parameters),
         gradients=int(always + max(m.gradients for m in moments) + parts + last.sums + tied),
@@ -163,7 +159,6 @@ def _memory(
         messages=int(max(m.messages for m in moments)),
         collectives=int(collectives),
         gathered=int(max(m.gathered for m in moments)),
-        communicators=communicators,
         peak=int(stays + max(waiting, parts + collectives + last.messages + last.sums + last.gradients + tied)),
     )
 
