@@ -58,10 +58,6 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
-
-
 def identity(device: torch.device) -> str:
     """A name that no other device of any machine has."""
     return str(torch.cuda.get_device_properties(device).uuid)

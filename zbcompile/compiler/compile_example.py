@@ -5,7 +5,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,10 +13,9 @@ import torch
 
 from zbcompile.batches.batch import Microbatch, whole_batch
 from zbcompile.batches.example import Example
-from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_again, lay_out_step, whole_of
+from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step, whole_of
 from zbcompile.compiler.inference import Computation, Frame, compile_forward
 from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices
@@ -32,8 +31,7 @@ _NOT_THE_MODELS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
 class CompiledExample:
     """A compiled example. `dropped` names outputs that training does not keep, `warnings` what capturing warned of.
 
-    `laid_out` is the captured step, `seconds` the measured times by which it was cut; a program that was read has
-    neither.
+    `laid_out` is the captured step; a program that was read has none.
     """
 
     example: Example
@@ -41,7 +39,6 @@ class CompiledExample:
     dropped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     laid_out: LaidOut | None = None
-    seconds: Mapping[str, float] = field(default_factory=dict)
 
 
 class Planner(Protocol):
@@ -81,7 +78,7 @@ def compile_example(
         step = example.model, microbatch, laid_out, schedule, choices, seconds
         program = compile_laid_out(*step, observe=observe, edges=edges)
         program = planner.finish(program) if planner else program
-    return CompiledExample(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), laid_out, seconds)
+    return CompiledExample(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), laid_out)
 
 
 def compile_example_forward(example: Example, computes: str, frame: Frame) -> Program:
@@ -93,17 +90,6 @@ def compile_example_forward(example: Example, computes: str, frame: Frame) -> Pr
     with _warnings():
         microbatch = whole_batch(example.args, kwargs, labels).whole
         return compile_forward(example.model, microbatch, Computation(computes), frame)
-
-
-def compile_again(inspected: CompiledExample, schedule: Schedule, choices: Choices) -> Program:
-    """The program of the same captured step for another schedule or other choices; raises as `compile_example`."""
-    if inspected.laid_out is None:
-        raise PipelineError("a program read from a directory cannot be compiled again: it does not hold the model.")
-    example, microbatch = inspected.example, one_microbatch(inspected.example)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        laid_out = lay_out_again(inspected.laid_out, microbatch, choices, schedule)
-        return compile_laid_out(example.model, microbatch, laid_out, schedule, choices, inspected.seconds)
 
 
 def read_saved(folder: Path) -> CompiledExample:

@@ -101,13 +101,6 @@ def whole_of(laid_out: LaidOut) -> LaidOut:
     return LaidOut(laid_out.captured, laid_out.sharding.whole, lay_out_line(laid_out.sharding.whole), None)
 
 
-def lay_out_again(laid_out: LaidOut, microbatch: Microbatch, choices: Choices, schedule: Schedule) -> LaidOut:
-    """The same captured step for other choices: with the output layer sharded, or not."""
-    whole = laid_out.canonical if laid_out.sharding is None else laid_out.sharding.whole
-    with without_autocast(microbatch):
-        return _laid_out(laid_out.captured, whole, schedule, choices, make_manager())
-
-
 def _laid_out(
     captured: Captured, whole: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager
 ) -> LaidOut:

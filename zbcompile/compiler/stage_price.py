@@ -81,11 +81,9 @@ def price_of(
     choices: Choices,
     device: str,
     fused: bool = False,
-    factors: Mapping[str, float] | None = None,
 ) -> StagePrice:
-    """The price of a compiled stage; `fused`: see `kernel_seconds`, `factors`: how much longer passes take."""
-    given = factors or {}
-    times = {op: pass_seconds(piece, hardware, fused, given.get(op, 1.0)) for op, piece in stage.pieces.items()}
+    """The price of a compiled stage; `fused`: see `kernel_seconds`."""
+    times = {op: pass_seconds(piece, hardware, fused) for op, piece in stage.pieces.items()}
     forward, backward, weight = (times.get(op, 0.0) for op in "FBW")
     saved = max(0.0, backward + weight - times["BW"]) if "BW" in times else 0.0
     (all_f, hides_f), (all_b, hides_b) = (exchange_of(stage, op, choices, device) for op in "FB")
@@ -100,9 +98,9 @@ def running_bytes(stage: StageProgram, local: Set[Slot] = frozenset()) -> dict[s
     return {op: transient_bytes(stage, op, True, local=local) + aside.get(op, 0) for op in stage.pieces}
 
 
-def pass_seconds(piece: Piece, hardware: Hardware, fused: bool = False, factor: float = 1.0) -> float:
+def pass_seconds(piece: Piece, hardware: Hardware, fused: bool = False) -> float:
     """Seconds of a pass without its exchanges."""
-    return 0.0 if piece.empty else factor * (hardware.start + seconds_of(piece.module, hardware, fused))
+    return 0.0 if piece.empty else hardware.start + seconds_of(piece.module, hardware, fused)
 
 
 def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:

@@ -1,7 +1,7 @@
 """The reasons for a step's length: the longest idle intervals of a rank, and the critical path."""
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 
 from zbcompile.amounts import format_share, format_time
 from zbcompile.errors import PipelineError
@@ -115,6 +115,23 @@ def critical_table(timeline: Timeline, unit: str) -> Table:
     step = f"The step of {order.name} with {order.microbatches} microbatches"
     title = f"{step} takes {length} because of this chain of {len(path)} actions: {kinds}."
     return Table("critical path", title, rows, ["Making anything else faster does not shorten the step."])
+
+
+def idle_by_cause(timeline: Timeline) -> dict[str, float]:
+    """Returns the share of all ranks' time in which they are idle, by cause, largest first."""
+    total: dict[str, float] = defaultdict(float)
+    for idle in timeline.idle:
+        total[idle.cause] += idle.end - idle.start
+    whole = timeline.schedule.ranks * timeline.makespan
+    shares = {cause: time / whole for cause, time in total.items()} if whole else {}
+    return dict(sorted(shares.items(), key=lambda item: -item[1]))
+
+
+def format_idle(shares: Mapping[str, float]) -> str:
+    """Returns one sentence with the causes whose share is not negligible."""
+    parts = [f"{cause} {share:.1%}" for cause, share in shares.items() if share >= 0.0005]
+    total = sum(shares.values())
+    return f"Ranks are idle {total:.1%} of the time: {', '.join(parts)}." if parts else "No rank is idle."
 
 
 def _actions(legs: Sequence[Leg]) -> str:

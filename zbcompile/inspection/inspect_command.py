@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zbcompile.cli.command_line import Command, split_options
-from zbcompile.cli.compile_arguments import add_division, add_plan, quiet, schedule_of, with_options
+from zbcompile.cli.compile_arguments import add_division, add_plan
 from zbcompile.env import VARIABLES
 from zbcompile.inspection.compared_schedules import compare, compared_names
 from zbcompile.inspection.graphs import (
@@ -21,22 +21,15 @@ from zbcompile.inspection.graphs import (
     write_graphs,
 )
 from zbcompile.inspection.idle_report import critical_table, exchanges, idle_intervals, require_rank
-from zbcompile.inspection.report import OtherCompilations, Summary
-from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for, predicted
+from zbcompile.inspection.report import Summary
+from zbcompile.inspection.request import SCHEMA, Request, Subject
 from zbcompile.passes.partition.memory_estimate import ReplicaSharding
 from zbcompile.passes.pass_list.run_passes import PassManager
-from zbcompile.prediction.advice import ImpossibleChange, Peak
-from zbcompile.prediction.predict import left_on_last
-from zbcompile.prediction.rank_memory import complete_peak
-from zbcompile.prediction.recompile_trials import run_trials
-from zbcompile.program.manifest import SavedProgram
-from zbcompile.program.program import Program
 from zbcompile.progress import Say
-from zbcompile.schedules import Timeline, simulate, write_comparison, write_picture
+from zbcompile.schedules import Timeline, write_comparison, write_picture
 from zbcompile.schedules.visualization.units import for_trace, in_units
 from zbcompile.tables import Figure, Table, to_data, to_text
 
-MANY_OPERATIONS = 2500  # above this, a model is recompiled only on request: it takes several minutes on a laptop
 EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt
   python -m zbcompile.inspect examples/targets.py:gpt --schedule zb-h1 --ranks 4 --microbatches 8
@@ -156,52 +149,13 @@ def _sharding(request: Request) -> ReplicaSharding:
     return ReplicaSharding(request.replicas, request.zero, request.reshard)
 
 
-def _peak_of(subject: Subject, program: Program | None = None) -> Peak:
-    model, here = subject.inspected.example.model, subject.inspected.program
-    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
-    return complete_peak(program or here, tensors, _sharding(subject.request))
-
-
 def _measured(subject: Subject) -> Iterator[Table]:
     assert subject.comparison is not None
-    yield from subject.comparison.tables(_peak_of(subject))
+    yield from subject.comparison.tables()
 
 
 def _summary(subject: Subject) -> Iterator[Table]:
-    tried = _tried(subject)
-    yield from Summary(subject.inspected, subject.prediction, tried, _sharding(subject.request)).tables()
-
-
-def _tried(subject: Subject) -> OtherCompilations:
-    """Compile the model's other graphs and predict their steps. Not if all passes are taken to be equally long."""
-    request, inspected, now = subject.request, subject.inspected, subject.prediction
-    unsharded = _unsharded(subject)
-    if request.quick or now.basis.unit != "s":
-        return OtherCompilations(*unsharded)
-    reason = ""
-    if inspected.laid_out is None:
-        reason = "they need the model, which is not here; inspect the function that makes it"
-    elif (operations := len(inspected.laid_out.line.nodes)) > MANY_OPERATIONS and not request.thorough:
-        reason = f"the model has {operations:,} operations, so this takes minutes; --thorough does it"
-    if reason:
-        return OtherCompilations(*unsharded, impossible=(ImpossibleChange("--recompute, --vocab, other cuts", reason),))
-    with quiet(request):
-        costs, peak_of = now.basis.costs, lambda program: _peak_of(subject, program)
-        return OtherCompilations(*unsharded, *run_trials(inspected, costs, request.say, peak_of, request.fused))
-
-
-def _unsharded(subject: Subject) -> tuple[float | None, float | None]:
-    """The predicted step with the output layer on the last stage, see `OtherCompilations`."""
-    program, request = subject.inspected.program, subject.request
-    if program.vocabulary is None or isinstance(program, SavedProgram):
-        return None, None
-    plain = with_options(request, vocab="off", microbatches=program.schedule.microbatches)
-    schedule = schedule_of(plain)
-    if schedule.shards:  # a schedule file that contains vocabulary passes has no form without them
-        return None, None
-    whole = compile_for(subject.inspected.example, schedule, plain).program
-    left = simulate(schedule, left_on_last(subject.prediction.basis.costs))
-    return left.makespan, predicted(whole, plain).timeline.makespan
+    yield from Summary(subject.inspected, subject.prediction, _sharding(subject.request)).tables()
 
 
 PARTS: dict[str, Part] = {
@@ -271,8 +225,6 @@ def _add_output(group: Any) -> None:
         type=Path,
         help="a recorded step (pipe.last_step.save), to compare with its prediction",
     )
-    add("--quick", action="store_true", help="leave out predictions that need another compilation")
-    add("--thorough", action="store_true", help="make those predictions however large the model is")
     add("--json", action="store_true", help="the tables as JSON")
 
 

@@ -1,4 +1,4 @@
-"""A recorded step compared with its prediction: where they differ, rank by rank, and what to try."""
+"""A recorded step compared with its prediction: where they differ, rank by rank."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -7,15 +7,6 @@ from typing import Any
 
 from zbcompile.amounts import format_share, format_signed, format_time
 from zbcompile.errors import PipelineError
-from zbcompile.prediction.advice import (
-    Peak,
-    advice_table,
-    alternatives,
-    format_idle,
-    idle_by_cause,
-    waiting_peak,
-    what_limits,
-)
 from zbcompile.prediction.predict import Basis
 from zbcompile.program.step_record import StepRecord, mean_seconds
 from zbcompile.schedules import Schedule, Timeline, format_timeline, simulate, with_updates
@@ -59,8 +50,8 @@ class StepComparison:
         """In notebooks, the predicted step above the measured one."""
         return figure(in_units([self.predicted, self.measured]))
 
-    def tables(self, peak: Peak = waiting_peak) -> Iterator[Table]:
-        """The report of `--measured`; `peak` says what the fullest rank holds."""
+    def tables(self) -> Iterator[Table]:
+        """The report of `--measured`."""
         schedule, in_process = self.predicted.schedule, self.record.in_process
         yield facts(
             "measured",
@@ -86,9 +77,6 @@ class StepComparison:
         title, picture = _pictures(self.predicted, self.measured)
         yield Table("steps", title, picture=picture)
         yield Table("notes", notes=[f"- {note}" for note in self.notes])
-        replayed = simulate(self.measured.schedule, self.measured.costs)  # as `inspect --costs` with the record has it
-        limits = f"{what_limits(replayed)} {format_idle(idle_by_cause(replayed))}"
-        yield advice_table(alternatives(replayed, peak), limits)
 
     @property
     def ranks(self) -> list[list[Figure]]:

@@ -1,27 +1,17 @@
 """The summary of a compiled program: its tables, from the model to the order of every rank."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
-from zbcompile.amounts import format_change, format_time
 from zbcompile.compiler.compile_example import CompiledExample
 from zbcompile.compiler.stage_price import running_of
+from zbcompile.inspection.idle_report import format_idle, idle_by_cause
 from zbcompile.inspection.request import Prediction
 from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
 from zbcompile.passes.machine.flops import without_formula
 from zbcompile.passes.partition.memory_estimate import ALONE, ReplicaSharding
-from zbcompile.prediction.advice import (
-    Alternative,
-    ImpossibleChange,
-    advice_table,
-    alternatives,
-    format_idle,
-    front,
-    idle_by_cause,
-    what_limits,
-)
 from zbcompile.prediction.predict import count_messages, hardware_of, prices_of
-from zbcompile.prediction.rank_memory import RankMemory, complete_peak, copies_bytes, gathers_of, rank_memories
+from zbcompile.prediction.rank_memory import RankMemory, copies_bytes, gathers_of, rank_memories
 from zbcompile.schedules import format_schedule, format_timeline
 from zbcompile.schedules.ir.actions import flatten
 from zbcompile.schedules.visualization.step_tables import idle_share
@@ -41,18 +31,6 @@ _SPEED = (
 )
 
 
-@dataclass(frozen=True)
-class OtherCompilations:
-    """The results of other compilations: the step with the output layer whole on the last stage instead of sharded,
-    with the other layers as they are or redistributed around it (None if not asked for), other graphs, and changes
-    that are impossible."""
-
-    unsharded_step: float | None = None
-    redistributed_step: float | None = None
-    alternatives: tuple[Alternative, ...] = ()
-    impossible: tuple[ImpossibleChange, ...] = ()
-
-
 class Summary:
     """The tables of a compiled example under a prediction."""
 
@@ -60,10 +38,9 @@ class Summary:
         self,
         inspected: CompiledExample,
         prediction: Prediction,
-        tried: OtherCompilations = OtherCompilations(),
         sharding: ReplicaSharding = ALONE,
     ) -> None:
-        self.inspected, self.prediction, self.tried = inspected, prediction, tried
+        self.inspected, self.prediction = inspected, prediction
         self.program, self.model = inspected.program, inspected.example.model
         self.timeline, self.unit = prediction.shown, prediction.unit
         self.sizes = {name: (p.numel(), p.numel() * p.element_size()) for name, p in self.model.named_parameters()}
@@ -71,7 +48,6 @@ class Summary:
         self.prices = prediction.basis.prices or prices_of(self.program)
         running = running_of(self.prices)
         self.memory = rank_memories(self.program, prediction.timeline.costs, tensors, sharding, running)
-        self.peak = complete_peak(self.program, tensors, sharding, running)
         self.sharding = sharding
 
     def tables(self) -> Iterator[Table]:
@@ -88,7 +64,6 @@ class Summary:
         yield self._orders()
         yield Table("notes", "Notes" if (notes := [f"- {each}" for each in self._notes()]) else "", notes=notes)
         yield self._prediction()
-        yield self._advice()
 
     def _model(self) -> Table:
         program = self.program
@@ -113,7 +88,8 @@ class Summary:
 
     def _prediction(self) -> Table:
         now, sent, limit = self.timeline, count_messages(self.program), self._memory_limit
-        notes = [_SPEED] if self.unit == "FLOP" else []
+        notes = [format_idle(idle_by_cause(self.prediction.timeline)), self.program.cuts.overweight]
+        notes = [note for note in notes if note] + ([_SPEED] if self.unit == "FLOP" else [])
         figures = [
             Figure("step", now.makespan, self.unit, "step"),
             Figure("predicted", self.prediction.basis.text),
@@ -130,16 +106,6 @@ class Summary:
     @property
     def _memory_limit(self) -> float | None:
         return self.program.choices.memory or hardware_of(self.program).memory
-
-    def _advice(self) -> Table:
-        """The limits of the step and the alternatives that were tried. The generators know no vocabulary passes."""
-        timeline = self.prediction.timeline
-        here = () if self.program.vocabulary else alternatives(timeline, self.peak)
-        found = (*here, *self.tried.alternatives)
-        kept = front(a for a in found if a.option.startswith("--schedule"))  # wherever they cut
-        found = tuple(a for a in found if a in kept or not a.option.startswith("--schedule"))
-        limits = f"{what_limits(timeline)} {format_idle(idle_by_cause(timeline))} {self.program.cuts.overweight}"
-        return advice_table(found, limits.rstrip(), self.tried.impossible)
 
     def _loads(self) -> tuple[Sequence[float], str]:
         """The load of every stage, in the unit by which the model was cut; times are those of the predicted step."""
@@ -236,7 +202,7 @@ class Summary:
             yield f"Rank {rank}, the fullest, fits in {limit / 1e9:g} GB with {left:.3g} to spare."
 
     def _vocabulary(self) -> Table:
-        found, tried = self.program.vocabulary, self.tried
+        found = self.program.vocabulary
         if found is None:
             return Table("vocabulary")
         figures = [
@@ -247,23 +213,7 @@ class Summary:
             Figure("logits", "wait from S to T" if found.tiling.keep else "are recomputed by T"),
             Figure("barriers", found.barriers),
         ]
-        around = "the layers redistributed around it (--vocab off)"
-        steps = ((tried.unsharded_step, "with the other layers where they are now"), (tried.redistributed_step, around))
-        scale, unit = self.prediction.speed or 1.0, self.unit
-        notes = [
-            f"Whole on the last stage, {where}: step {format_time(scale * step, unit)}; sharded "
-            f"{format_change(self.prediction.timeline.makespan / step - 1)}."
-            for step, where in steps
-            if step is not None
-        ]
-        figures += [
-            Figure(name, step and scale * step, unit, "step")
-            for name, step in (
-                ("unsharded step", tried.unsharded_step),
-                ("redistributed step", tried.redistributed_step),
-            )
-        ]
-        return facts("vocabulary", figures, "Output layer sharded over all ranks", notes)
+        return facts("vocabulary", figures, "Output layer sharded over all ranks")
 
     def _orders(self) -> Table:
         rows = [

@@ -22,7 +22,7 @@ from zbcompile.schedules import Schedule, Timeline, simulate
 from zbcompile.schedules.visualization.units import for_trace, in_flops, in_units
 from zbcompile.schedules.visualization.write import ENDINGS
 
-SCHEMA = "zbcompile.inspect/2"
+SCHEMA = "zbcompile.inspect/3"
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,6 @@ class Request(Plan):
     critical_path: bool
     timeline: Path | None
     measured: Path | None
-    quick: bool
-    thorough: bool
     json: bool
     say: Say
 

@@ -1,1 +1,1 @@
-"""Predicted steps and memory, measured passes, advice."""
+"""Predicted steps and memory, measured passes."""

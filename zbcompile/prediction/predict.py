@@ -1,7 +1,7 @@
 """The time and memory of a step, predicted from the compiled graphs without running them."""
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,9 @@ def hardware_of(program: Program) -> Hardware:
     return program.choices.hardware or hardware_for(program.device_type)
 
 
-def prices_of(
-    program: Program, fused: bool = False, factors: Mapping[str, float] | None = None
-) -> tuple[StagePrice, ...]:
+def prices_of(program: Program, fused: bool = False) -> tuple[StagePrice, ...]:
     """The price of every stage on the program's hardware, where its schedule places it; arguments as of `price_of`."""
-    how = hardware_of(program), program.choices, program.device_type, fused, factors
+    how = hardware_of(program), program.choices, program.device_type, fused
     distinct = {stage.original: stage for stage in reversed(program.stages)}
     found = {original: price_of(stage, *how) for original, stage in distinct.items()}
     local = [_local(stage, program.schedule.placement) for stage in program.stages]
@@ -96,18 +94,16 @@ def _local(stage: StageProgram, placement: Placement) -> set[Slot]:
 def predicted_costs(
     program: Program,
     fused: bool = False,
-    factors: Mapping[str, float] | None = None,
     prices: Sequence[StagePrice] = (),
 ) -> Costs:
-    """Seconds of the passes by their operations on the program's hardware, and its links; `factors` are how much longer
-    each pass takes than that (`factors_of`), `prices` those of the stages, if they are known already (`prices_of`)."""
+    """Seconds of the passes by their operations on the program's hardware, and its links; `prices` are
+    those of the stages, if they are known already (`prices_of`)."""
     hardware = hardware_of(program)
-    costs = costs_of(prices or prices_of(program, fused, factors), **_links(program, hardware))
+    costs = costs_of(prices or prices_of(program, fused), **_links(program, hardware))
     if program.vocabulary is None:
         return costs
-    factors = factors or {}
     shards = [
-        {op: pass_seconds(piece, hardware, fused, factors.get(op, 1.0)) for op, piece in pieces.items()}
+        {op: pass_seconds(piece, hardware, fused) for op, piece in pieces.items()}
         for pieces in program.vocabulary.pieces
     ]
     return with_shard_times(costs, program.schedule, program.vocabulary, shards)
@@ -131,28 +127,6 @@ def _links(program: Program, hardware: Hardware) -> dict[str, Any]:
     apart = {(a, b): hardware.connection(a, b) for pair in pairs for a, b in (pair, pair[::-1])}
     links = [Link(*pair, *c) for pair, c in sorted(apart.items()) if c is not None and c != hardware.within]
     return {"comm": hardware.within.latency, "bandwidth": hardware.within.bandwidth, "links": tuple(links)}
-
-
-def factors_of(costs: Costs, predicted: Costs) -> dict[str, float]:
-    """How much longer each pass takes under `costs` than `predicted`, over all stages."""
-    ops = {op: (sum(costs.times(op)), sum(predicted.times(op))) for op in ("F", "B", "W")}
-    mean, both = (_ratio(ops[op] for op in several) for several in ("FBW", "BW"))
-    found = {op: _ratio([pair], mean) for op, pair in ops.items()}
-    return found | {"S": mean, "T": mean, "BW": both}
-
-
-def _ratio(pairs: Iterable[tuple[float, float]], default: float = 1.0) -> float:
-    now, before = (sum(column) for column in zip(*pairs, strict=True))
-    return now / before if before else default
-
-
-def left_on_last(costs: Costs) -> Costs:
-    """`costs` with the output layer whole on the last stage: its F, B and W each take a
-    third of what S and T of all shards do together."""
-    third = (sum(costs.vocab_s) + sum(costs.vocab_t)) / 3
-    times = {name: getattr(costs, name) for name in ("forward", "backward", "weight")}
-    changed: dict[str, Any] = {name: (*each[:-1], each[-1] + third) for name, each in times.items()}
-    return replace(costs, **changed | dict.fromkeys(("vocab_s", "vocab_t", "vocab_state"), (0.0,) * costs.stages))
 
 
 def with_memory(costs: Costs, program: Program) -> Costs:

@@ -1,9 +1,9 @@
 """Predicts what each rank holds at every moment of a step, by walking through its lowered order: parameters, gradients,
 optimizer state, activations, messages, the copies of collectives."""
 
-from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, partial
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.predict import hardware_of, predicted_costs, prices_of
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import AFTER, arrivals_of, assign_buffers, completed_sends
-from zbcompile.schedules import Costs, lower, simulate, with_updates
+from zbcompile.schedules import Costs, simulate, with_updates
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import (
     COMPUTE,
@@ -44,7 +44,6 @@ from zbcompile.schedules.ir.actions import (
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, receives_before
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.lowering.edges import Message, edges_of
-from zbcompile.schedules.simulation.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -110,24 +109,6 @@ def rank_memories(
     `running` those of its passes, if they are known already (`running_of`)."""
     moments = partial(held_in_step, program, costs, running or running_of(prices_of(program)), model, sharding)
     return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
-
-
-def complete_peak(
-    program: Program,
-    model: Mapping[str, torch.Tensor],
-    sharding: ReplicaSharding = ALONE,
-    running: Mapping[str, Sequence[float]] | None = None,
-) -> Callable[[Timeline], float]:
-    """A function that says for a timeline how many bytes the fullest rank of `program` holds at most under its
-    schedule; `running` as of `rank_memories`."""
-    known = cache(lambda: running or running_of(prices_of(program)))
-
-    def peak(timeline: Timeline) -> float:
-        schedule = replace(timeline.schedule, ways=program.schedule.ways)
-        other = program if schedule == program.schedule else replace(program, lowered=lower(schedule))
-        return max(memory.peak for memory in rank_memories(other, timeline.costs, model, sharding, known()))
-
-    return peak
 
 
 def _memory(

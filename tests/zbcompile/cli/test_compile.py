@@ -174,7 +174,7 @@ def test_a_directory_is_inspected_as_its_model_is(
     target: str, program: Path, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(Path(target).parent)  # a program knows a source file's name, not its folder
-    for request in (("--json", "--quick"), ("--graph", "1.B")):
+    for request in (("--json",), ("--graph", "1.B")):
         of_model = command(zbcompile.inspect.main, target, *PLAN, *request)
         of_program = command(zbcompile.inspect.main, program, *request)
         assert of_program == (0, of_model[1], "")

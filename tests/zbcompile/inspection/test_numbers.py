@@ -1,7 +1,6 @@
 """Numbers that were once wrong or misleading, each made by hand small enough to say what it must be.
 
-What is held while messages travel is counted in tests/zbcompile/prediction/test_rank_memory.py; what limits a step, and
-which schedules nothing beats, in tests/zbcompile/prediction/test_advice.py; FLOPs of experts in
+What is held while messages travel is counted in tests/zbcompile/prediction/test_rank_memory.py; FLOPs of experts in
 tests/passes/machine/test_flops.py.
 """
 
@@ -24,8 +23,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.machine.roofline import seconds_of
 from zbcompile.prediction.predict import predicted_costs
-from zbcompile.prediction.rank_memory import complete_peak, rank_memories
-from zbcompile.prediction.recompile_trials import _judged, _trials
+from zbcompile.prediction.rank_memory import rank_memories
 from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, build, simulate, to_svg
 from zbcompile.schedules.visualization.step_tables import rank_table
@@ -123,23 +121,6 @@ def test_the_cut_and_the_step_are_of_one_balance(inspect: Callable[..., Any]) ->
     assert f"the heaviest rank carries {ratio:.2f} times the mean load" in found["notes"]["balance"][0]
 
 
-def test_recomputation_is_advised_by_what_is_alive() -> None:
-    """Not by what waits, of which it leaves almost nothing."""
-    whole, rebuilt = layers(), layers("full")
-    costs = predicted_costs(whole)
-    before = simulate(whole.schedule, costs)
-    (trial,) = (each for each in _trials(whole) if each.option == "--recompute full")
-    after = predicted_costs(rebuilt)
-    (advised,) = _judged(trial, rebuilt, after, before, lambda program: complete_peak(program or whole, {}))
-    then = simulate(rebuilt.schedule, after)
-    peaks = [
-        max(memory.peak for memory in rank_memories(program, timeline.costs, {}))
-        for program, timeline in ((whole, before), (rebuilt, then))
-    ]
-    assert advised.peak_ratio == pytest.approx(peaks[1] / peaks[0], rel=1e-6)
-    assert advised.peak_ratio > max(then.peak_memory) / max(before.peak_memory)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [pytest.param("net", marks=pytest.mark.beyond_sample), "half"])
 def test_fake_models_run_on_a_gpu(name: str, inspect: Callable[..., Any]) -> None:
@@ -206,7 +187,7 @@ def test_a_bubble_beside_idle_ranks_says_whose_it_is(tmp_path: Path, capsys: pyt
     (tmp_path / "numbers_net.py").write_text(TARGET)
     costs = tmp_path / "costs.json"
     costs.write_text(json.dumps({"forward": [2, 1], "backward": [2, 1], "weight": [2, 1], "comm": 0}))
-    options = ("--ranks", "2", "--schedule", "1f1b", "--quick", "--costs", str(costs))
+    options = ("--ranks", "2", "--schedule", "1f1b", "--costs", str(costs))
     assert main([f"{tmp_path / 'numbers_net.py'}:net", *options]) == 0
     text = " ".join(capsys.readouterr().out.split())
     share, idle = (
