@@ -53,6 +53,7 @@ DEBUG_NAN = Switch(
     "ZBCOMPILE_DEBUG_NAN",
     "stop at the first operation that produces a NaN or infinity, and name its stage, pass, microbatch and line (slow)",
 )
+DUMP = Folder("ZBCOMPILE_DUMP", "write the graphs of every pass of the compiler into files of this folder")
 ORDERED = Switch(
     "ZBCOMPILE_ORDERED",
     "send messages over gloo as NCCL does: one connection per direction of two ranks, matched by order alone",
@@ -70,4 +71,4 @@ TRACEBACK = Switch(
     "show in errors all frames of torch and of this package, and on every rank what the first one prints",
 )
 OF_MESSAGES = (ORDERED, PAIR_STREAMS)  # these change what ranks send, or when: all ranks set them alike
-VARIABLES = (CACHE, CHECK, DEBUG_NAN, ORDERED, PAIR_STREAMS, TORCH_LOGS, TRACEBACK)
+VARIABLES = (CACHE, CHECK, DEBUG_NAN, DUMP, ORDERED, PAIR_STREAMS, TORCH_LOGS, TRACEBACK)

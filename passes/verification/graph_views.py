@@ -52,6 +52,12 @@ class GraphView:
         return list(zip(self.outputs, output_values(self.module.graph), strict=False))
 
 
+def count_operations(made: Any) -> int:
+    """Returns how many operations the graphs of an artifact have. BW of a stage, which repeats B and W, is left out."""
+    is_pair = isinstance(made, tuple)  # its halves belong to two stages
+    return sum(len(view.calls) for view in graphs_of(made) if view.kind != "BW" or is_pair)
+
+
 def graphs_of(made: Any) -> Iterator[GraphView]:
     """The graphs in an artifact of the compiler; `made` may also be a tuple of artifacts."""
     if isinstance(made, tuple):

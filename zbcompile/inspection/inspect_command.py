@@ -11,18 +11,17 @@ from zbcompile.cli.compile_arguments import add_division, add_plan
 from zbcompile.env import VARIABLES
 from zbcompile.inspection.compared_schedules import compare, compared_names
 from zbcompile.inspection.graphs import (
-    difference,
+    PassLog,
     graph_table,
     merge_pairs,
     pass_table,
     require_stage,
     stage_and_pass,
-    stage_and_passes,
     write_graphs,
 )
 from zbcompile.inspection.idle_report import critical_table, exchanges, idle_intervals, require_rank
 from zbcompile.inspection.report import Summary
-from zbcompile.inspection.request import SCHEMA, Request, Subject
+from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for
 from zbcompile.passes.partition.memory_estimate import ReplicaSharding
 from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.progress import Say
@@ -35,7 +34,6 @@ EXAMPLES = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt --schedule zb-h1 --ranks 4 --microbatches 8
   python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B
   python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/
-  python -m zbcompile.inspect examples/targets.py:gpt --diff 1.split accumulate
   python -m zbcompile.inspect examples/targets.py:gpt --passes
   python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --timeline step.svg
   python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v --timeline compared.svg
@@ -66,13 +64,11 @@ Part = Callable[[Subject], Iterator[Table]]
 def _checked(subject: Subject, asked: list[Part]) -> list[Part]:
     """What is shown. Raises PipelineError, before anything is compiled, for what the schedule or a directory lacks."""
     request = subject.request
-    needing = [f"--{name}" for name in ("diff", "passes", "compare") if getattr(request, name)]
+    needing = [f"--{name}" for name in ("passes", "compare") if getattr(request, name)]
     subject.require_model([*request.changed, *needing])
     compared_names(request)
-    stages = [stage_and_pass(request.graph)[0]] if request.graph else []
-    stages += [stage_and_passes(*request.diff)[0]] if request.diff else []
-    for stage in stages:
-        require_stage(subject.schedule, stage)
+    if request.graph:
+        require_stage(subject.schedule, stage_and_pass(request.graph)[0])
     if request.explain_idle is not None:
         require_rank(subject.schedule, request.explain_idle)
     return [*([] if subject.record is None else [_measured]), *asked] or [_summary]
@@ -91,17 +87,11 @@ def _graphs(subject: Subject) -> Iterator[Table]:
     yield _files(write_graphs(subject.inspected, subject.request.graphs))
 
 
-def _diff(subject: Subject) -> Iterator[Table]:
-    assert subject.request.diff is not None
-    assert subject.history is not None
-    merge_pairs(subject.inspected.program, PassManager(subject.history))
-    yield difference(subject.inspected, subject.history, *stage_and_passes(*subject.request.diff))
-
-
 def _passes(subject: Subject) -> Iterator[Table]:
-    if not subject.request.diff:  # which merges them too
-        merge_pairs(subject.inspected.program, PassManager(subject.history))
-    yield pass_table(subject)
+    log = PassLog()
+    compiled = compile_for(subject.example, subject.schedule, subject.request, log)
+    merge_pairs(compiled.program, PassManager(log))
+    yield pass_table(log)
 
 
 def _compare(subject: Subject) -> Iterator[Table]:
@@ -161,7 +151,6 @@ def _summary(subject: Subject) -> Iterator[Table]:
 PARTS: dict[str, Part] = {
     "graph": _graph,
     "graphs": _graphs,
-    "diff": _diff,
     "passes": _passes,
     "compare": _compare,
     "explain_idle": _explain_idle,
@@ -201,15 +190,9 @@ def _add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_output(group: Any) -> None:
     add = group.add_argument
-    add("--graph", metavar="STAGE.PASS", help="one graph as Python, such as 1.B (passes F, B, W, BW)")
-    add("--graphs", metavar="DIR", type=Path, help="write all graphs: Python files, and one HTML page")
-    add(
-        "--diff",
-        nargs=2,
-        metavar=("[STAGE.]PASS", "PASS"),
-        help="what changed in a stage (default: the first) between two passes of the compiler; --passes lists them",
-    )
-    add("--passes", action="store_true", help="the passes in order: operations before, after, seconds")
+    add("--graph", metavar="STAGE.PASS", help="one graph as torch.fx prints it, such as 1.B (passes F, B, W, BW)")
+    add("--graphs", metavar="DIR", type=Path, help="write all graphs, each as torch.fx prints it")
+    add("--passes", action="store_true", help="the passes of the compiler in order: operations, seconds")
     add("--compare", metavar="NAME,NAME", help="predict the step under several schedules, of the same microbatches")
     add("--explain-idle", metavar="RANK", type=int, help="the longest idle intervals and what caused them")
     add("--critical-path", action="store_true", help="the chain of actions that sets the step's length")

@@ -8,7 +8,6 @@ from pathlib import Path
 from zbcompile.batches.example import Example
 from zbcompile.cli.compile_arguments import Plan, compiled, example_of, require_division, schedule_of
 from zbcompile.compiler.compile_example import CompiledExample, read_saved
-from zbcompile.compiler.pass_history import PassHistory
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.measured_report import StepComparison, compare_step
 from zbcompile.passes.machine.hardware import Hardware
@@ -36,7 +35,6 @@ class Request(Plan):
     reshard: bool
     graph: str | None
     graphs: Path | None
-    diff: list[str] | None
     passes: bool
     compare: str | None
     explain_idle: int | None
@@ -107,7 +105,6 @@ class Subject:
 
     def __init__(self, request: Request) -> None:
         self.request = request
-        self.history = PassHistory(texts=bool(request.diff)) if request.diff or request.passes else None
         self.record: StepRecord | None = read_record(request.measured) if request.measured else None
 
     @property
@@ -139,7 +136,7 @@ class Subject:
     def inspected(self) -> CompiledExample:
         if self.is_saved:
             return read_saved(Path(self.request.target))
-        return compile_for(self.example, self.schedule, self.request, self.history)
+        return compile_for(self.example, self.schedule, self.request)
 
     @cached_property
     def prediction(self) -> Prediction:

@@ -169,6 +169,11 @@ def test_a_wrong_place_is_known_at_once(place: str, says: str, target: str, tmp_
     assert says in said
 
 
+def without_places(text: str) -> list[str]:
+    """The lines of a report, without those that say from which file an operation is."""
+    return [line for line in text.splitlines() if line.strip() and not line.strip().startswith("# File:")]
+
+
 @pytest.mark.slow
 def test_a_directory_is_inspected_as_its_model_is(
     target: str, program: Path, command: Command, monkeypatch: pytest.MonkeyPatch
@@ -177,7 +182,8 @@ def test_a_directory_is_inspected_as_its_model_is(
     for request in (("--json",), ("--graph", "1.B")):
         of_model = command(zbcompile.inspect.main, target, *PLAN, *request)
         of_program = command(zbcompile.inspect.main, program, *request)
-        assert of_program == (0, of_model[1], "")
+        assert (of_program[0], of_program[2]) == (0, "")
+        assert without_places(of_program[1]) == without_places(of_model[1])  # a program keeps no stack traces
 
 
 def test_pictures_of_a_directory(program: Path, tmp_path: Path, command: Command) -> None:
@@ -186,10 +192,9 @@ def test_pictures_of_a_directory(program: Path, tmp_path: Path, command: Command
     assert "model           Net\n" in command(zbcompile.inspect.main, program)[1]
     assert "Rank 1 is idle" in command(zbcompile.inspect.main, program, "--explain-idle", "1")[1]
     assert command(zbcompile.inspect.main, program, "--graphs", tmp_path)[0] == 0
-    assert "small.py" in (tmp_path / "graphs.html").read_text()
 
 
-@pytest.mark.parametrize("option", [("--ranks", "4"), ("--diff", "cut", "split"), ("--compare", "1f1b"), ("--exact",)])
+@pytest.mark.parametrize("option", [("--ranks", "4"), ("--compare", "1f1b"), ("--exact",)])
 def test_what_needs_the_model_is_refused(option: tuple[str, ...], program: Path, command: Command) -> None:
     status, printed, said = command(zbcompile.inspect.main, program, *option)
     assert (status, printed, said.count("\n")) == (2, "", 1)
