@@ -1,7 +1,11 @@
-"""The one error family of this room."""
+"""The error family of the library; `zbcompile.errors` has all of it."""
 
 
-class CompileError(RuntimeError):
+class PipelineError(RuntimeError):
+    """A pipeline used or run in a way that cannot work: what, where, received, expected, what to do."""
+
+
+class CompileError(PipelineError):
     """A model that cannot be compiled as asked: what, where, received, expected, what to do."""
 
 

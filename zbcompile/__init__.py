@@ -23,7 +23,6 @@ if TYPE_CHECKING:
         divide_experts as divide_experts,
     )
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
-    from zbcompile.options import Memory as Memory, Vocab as Vocab
     from zbcompile.passes.errors import (
         CaptureError as CaptureError,
         CompileError as CompileError,
@@ -51,7 +50,6 @@ _HOME = {
     "api.pipeline_function": ("pipeline",),
     "persistence.loaded_pipeline": ("load",),
     "api.pipeline": ("Pipeline",),
-    "options": ("Memory", "Vocab"),
     "api.grad_scaler": ("GradScaler",),
     "profiling.monitor_steps": ("Figures", "monitor"),
     "profiling.trace_steps": ("trace",),

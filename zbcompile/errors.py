@@ -1,8 +1,11 @@
 """The error family of the front door and the runtime."""
 
-
-class PipelineError(RuntimeError):
-    """A pipeline used or run in a way that cannot work: what, where, received, expected, what to do."""
+from zbcompile.passes.errors import (
+    CaptureError as CaptureError,
+    CompileError as CompileError,
+    PartitionError as PartitionError,
+    PipelineError as PipelineError,
+)
 
 
 class PlacementError(PipelineError):

@@ -1,264 +1,311 @@
-"""The keywords of `zbcompile.pipeline`: every option, checked before anything is compiled; those that are rarely used
-are grouped under one keyword: `memory=Memory(...)`, `vocab=Vocab(...)`."""
+"""The options of `zbcompile.pipeline`: one frozen dataclass that checks every value, and the sentences that the
+removed options answer with."""
 
 import difflib
-import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields, replace
-from textwrap import fill
-from typing import Any, TypeVar
+import operator
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from zbcompile.backends.backend import backend_name, check_backend
-from zbcompile.distributed.mesh import MeshNames, read_mesh_names
+from zbcompile.batches.batch_split import Split
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
+from zbcompile.model.placements import Placements, read_placements
 from zbcompile.passes.capture.training_step import LossFunction
-from zbcompile.passes.compile_options import VOCAB, Barriers, Choices, VocabLogits
-from zbcompile.passes.errors import CompileError
-from zbcompile.passes.option import (
-    BYTES,
-    SWITCH,
-    OptionKind,
-    Reads,
-    UnexpectedValue,
-    accept,
-    number,
-    option,
-    options,
-    options_of,
-    paragraphs_of,
-    whole,
+from zbcompile.passes.compile_options import (
+    POLICIES,
+    Balance,
+    Barriers,
+    Choices,
+    Policy,
+    Recompute,
+    is_real,
+    price_of_policy,
+    read_bytes,
 )
-from zbcompile.program.step_options import StepOptions
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.layout_strings import cuts_of_layout
+from zbcompile.passes.machine.hardware import Hardware, hardware_names, read_hardware
+from zbcompile.passes.torch_names import NAMED
 from zbcompile.schedules import Lowered, Schedule, load
 from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.ir.files import ENDS_OF_SCHEDULES
 
-Part = TypeVar("Part")
+BACKENDS = ("fx", "inductor")
+SIZES = 'bytes: a number, or a text such as "80GiB" or "24 GB" (B, kB, MB, GB, TB, KiB, MiB, GiB, TiB)'
+
+REMOVED = {
+    "boundary_bytes": "cuts are balanced by FLOPs; name them with balance= to send fewer bytes",
+    "channels": "a hardware profile has the speeds of collectives: hardware=",
+    "compare_batches": "the ranks compare their batches without being asked",
+    "max_ctas": "set NCCL_MAX_CTAS in the environment",
+    "max_receives": "receives are posted as the schedule orders them",
+    "mesh_names": "call the dimensions of mesh= pp, dp, tp, cp and ep; flatten others into these first",
+    "relay": "values that skip stages always pass through the stages between",
+    "search_seconds": "the search is deterministic and takes no time limit",
+    "vocab_logits": "the logits are kept or recomputed by their size",
+    "weight_recompute": "recompute= chooses what a backward recomputes",
+}
 
 
-def _read_example(given: Any) -> Any:
-    args, kwargs = given
-    return tuple(args), dict(kwargs)
+@dataclass(frozen=True)
+class StepOptions:
+    """The options of a step that a saved program keeps. `backend` is its name."""
+
+    loss_reduction: str = "mean"
+    seed: int = 0
+    split: Split | None = None
+    placements: Placements | None = None
+    backend: str = "fx"
+    cuda_graphs: bool | str = False
 
 
-SCHEDULE = accept(
-    lambda given: isinstance(given, str | Schedule | Lowered), "a name, a schedule file or a Schedule", metavar="NAME"
-)
-MESH = accept(lambda given: isinstance(given, DeviceMesh), "a DeviceMesh")
-MESH_NAMES = OptionKind(
-    read_mesh_names,
-    'a mapping of "pp", "dp", "tp", "cp" or "ep" to the name of a dimension of mesh=, or to several names',
-)
-EXAMPLE = OptionKind(_read_example, "(args, kwargs) of one batch")
+@dataclass(frozen=True, kw_only=True)
+class PipelineOptions:
+    """All options of a pipeline; `zbcompile.pipeline` describes them. Raises PipelineError for a value that an option
+    cannot have."""
 
-
-@options
-class Options(Choices, StepOptions):
-    """All options of a pipeline, each by its own name, as manifests and command lines have them. Raises PipelineError
-    for a value that an option cannot have.
-
-    Args:
-        schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv, .json or .txt file, or a `Schedule`;
-            with messages (a `Lowered`, or such a file) these are kept. Weight gradients accumulate in its order of W.
-            "auto" searches placement, cuts, recomputation (with a limit of memory), the number of microbatches (if not
-            given) and the order by cost, when the first batch is there (docs/search.md).
-        search_seconds: How long "auto" may search, and then how long it may try what it found by steps on the ranks.
-        microbatches: How many equal parts each batch is split into. Default: the smallest count from 2 x stages on that
-            the schedule admits and that divides the first batch, else the largest below.
-        ranks: Without torchrun, how many ranks to run inside this process. Under torchrun the process group decides.
-            Default: those of a `Schedule` or schedule file, else one.
-        loss: `loss(output, target)`. Without it, forward returns the loss, or something with a `.loss`.
-        chunks: Stages per rank, for the interleaved schedules.
-        example: `(args, kwargs)` of one batch (`target` among the keywords). Compiles at once.
-        mesh: A DeviceMesh of all processes with any of the dimensions "pp" (the pipeline's ranks), "dp" (replicas),
-            "tp" (tensor parallelism), "cp" (context parallelism) and "ep" (experts), docs/composition.md. Ranks along
-            "dp" and "ep" pass batches of their own, along "pp", "tp" and "cp" the same one. Loss and gradients are
-            those of the concatenated batch (the mean or the sum over all of it and over "cp", by `loss_reduction`).
-        mesh_names: The names that dimensions of the pipeline have in `mesh`, where they are called otherwise or are
-            made of several: {"dp": ("dp_replicate", "dp_shard"), "pp": "stages"}. Dimensions of one rank need no name.
-        timeout: Seconds that a rank waits for another one before all ranks end with an error that names it. In a step,
-            a compilation or at the start; a rank that fails or dies ends the other ranks within 5 seconds.
-        max_shapes: How many programs are kept. Every new shape of batch compiles one, with a notice; beyond this many
-            the least recently used is evicted. Parameters and their places are the same for all.
-        init: `init(name, tensor)` fills a parameter or buffer in place, for a model built on the meta device. After the
-            first compilation each rank materialises its own share and nothing else. Without it `load_state_dict` fills
-            the share before the first step.
-        debug_nan: Stop at the first operation of a step or of `eval` that makes a NaN or an infinity. Names its stage,
-            pass, microbatch and line, or the input, parameter or buffer that holds a NaN (slow; the graphs run as they
-            are, whatever the backend). ZBCOMPILE_DEBUG_NAN=1 does the same.
-    """
-
-    schedule: Reads[str | Schedule | Lowered, str | Schedule] = option("zb-v", SCHEDULE)
-    microbatches: int | None = option(None, whole(" of microbatches").or_none())
-    ranks: int | None = option(None, whole(" of ranks").or_none())
-    loss: LossFunction | None = option(None, accept(callable, "a function loss(output, target)").or_none())
-    chunks: int | None = option(None, whole(" of stages per rank").or_none())
-    example: tuple[tuple[Any, ...], dict[str, Any]] | None = option(None, EXAMPLE.or_none())
-    mesh: DeviceMesh | None = option(None, MESH.or_none())
-    mesh_names: MeshNames | None = option(None, MESH_NAMES.or_none())
-    timeout: float = option(300.0, number("a positive number of seconds", lambda given: given > 0, "SECONDS"))
-    search_seconds: float = option(20.0, number("a positive number of seconds", lambda given: given > 0, "SECONDS"))
-    max_shapes: int = option(8, whole(" of programs to keep"))
-    init: Init | None = option(None, accept(callable, "a function init(name, tensor)").or_none())
-    debug_nan: bool = option(False, SWITCH)
-    memory: Reads["float | str | Memory | None", int | None] = option(None, BYTES.or_none())  # type: ignore[assignment]
-    vocab: Reads["Barriers | Vocab | None", Barriers | None] = option(None, VOCAB.or_none())  # type: ignore[assignment]
+    schedule: str | Schedule = "zb-v"
+    microbatches: int | None = None
+    ranks: int | None = None
+    loss: LossFunction | None = None
+    loss_reduction: str = "mean"
+    chunks: int | None = None
+    mesh: DeviceMesh | None = None
+    exact: bool = False
+    recompute: Recompute = "hints"
+    memory: int | None = None
+    optimizer_state: float = 2.0
+    vocab: Barriers | None = None
+    balance: Balance = "flops"
+    hardware: Hardware | None = None
+    backend: str | Callable[..., Any] = "fx"
+    cuda_graphs: bool | str = False
+    split: Split | None = None
+    placements: Placements | None = None
+    accumulate_dtype: torch.dtype | None = None
+    pairs: str = "auto"
+    seed: int = 0
+    operators: tuple[str, ...] = ()
+    init: Init | None = None
+    timeout: float = 300.0
+    max_shapes: int = 8
+    debug_nan: bool = False
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None
 
     def __post_init__(self) -> None:
         for name in OPTIONS:
             object.__setattr__(self, name, checked(name, getattr(self, name)))
-        if isinstance(self.schedule, str) and self.schedule.endswith(ENDS_OF_SCHEDULES):
-            object.__setattr__(self, "schedule", load(self.schedule))
-        if isinstance(self.schedule, Lowered):
-            object.__setattr__(self, "schedule", self.schedule.as_schedule())
-        check_backend(self.backend, self.exact)
+        if self.exact and self.backend == "inductor":
+            raise PipelineError(
+                'backend="inductor" fuses and reorders arithmetic, so its gradients are not bitwise those of eager; '
+                'exact=True cannot use it. Use exact=False (equal within 2e-6 in fp32), or backend="fx".'
+            )
 
     @property
     def choices(self) -> Choices:
-        """Only graphs that run as they are can be interleaved; what is not said of the output layer is searched."""
-        vocab = self.vocab or ("auto" if is_searched(self) else "off")
-        found = replace(_part(self, Choices), vocab=vocab)
+        """The options that change the graphs. Without `vocab=` the output layer is sharded only if the search of
+        `schedule="auto"` decides so; passes are paired only where graphs run as they are."""
+        found = Choices(**{each.name: getattr(self, each.name) for each in fields(Choices)})
+        found = replace(found, vocab=self.vocab or ("auto" if is_searched(self) else "off"))
         return found if backend_name(self.backend) == "fx" else replace(found, pairs="given")
 
     @property
     def step(self) -> StepOptions:
-        return replace(_part(self, StepOptions), backend=backend_name(self.backend))
-
-    def with_placements(self, found: Mapping[str, Mapping[str, str]]) -> "Options":
-        """The options of a model whose DTensors say these placements."""
-        return replace(self, placements={**(self.placements or {}), **found}) if found else self
+        """The options that a saved program keeps of a step."""
+        found = {each.name: getattr(self, each.name) for each in fields(StepOptions)}
+        return StepOptions(**{**found, "backend": backend_name(self.backend)})
 
 
-def is_searched(options: Options) -> bool:
+OPTIONS = {each.name: each.default for each in fields(PipelineOptions)}
+
+
+def is_searched(options: PipelineOptions) -> bool:
     """Whether the layout is searched by cost when the first batch is there: `schedule="auto"`."""
     return isinstance(options.schedule, str) and find(options.schedule).name == "auto"
 
 
-OPTIONS = {  # what `Options` itself adds first, as a reader of `help(zbcompile.pipeline)` meets them
-    name: options_of(Options)[name] for kind in Options.__mro__ for name in vars(kind).get("__annotations__", ())
-}
-PARAGRAPHS = paragraphs_of(Options)
-
-
-def _part(options: Options, kind: type[Part]) -> Part:
-    return kind(**{name: getattr(options, name) for name in options_of(kind)})
-
-
-def checked(name: str, given: Any, written: str = "") -> Any:
-    """The value that an option keeps for a given one. Raises PipelineError, which calls the option as it is `written`.
-
-    >>> checked("memory", "80GiB")
-    85899345920
-    """
-    kind = OPTIONS[name].metadata["kind"]
-    try:
-        return kind.read(given)
-    except (ValueError, TypeError, OverflowError) as error:
-        shown = repr(given) if len(repr(given)) <= 80 else f"<{type(given).__name__}>"
-        expected = error if isinstance(error, UnexpectedValue) else f"expected {kind.expected}"
-        raise PipelineError(f"{written or name}={shown}; {expected}.") from None
-    except CompileError as error:  # of a profile, which says what is wrong in it
-        raise PipelineError(f"{written or name}: {error}") from None
-
-
-def document(thing: Any, options: Mapping[str, str]) -> None:
-    """Put the paragraph of each option, under the name that it has there, into a docstring: in place of {options}."""
-    paragraphs = (f"{name}: {PARAGRAPHS.get(option)}" for name, option in options.items())
-    filled = [fill(text, 120, initial_indent=8 * " ", subsequent_indent=12 * " ") for text in paragraphs]
-    if thing.__doc__:  # none under python -OO
-        thing.__doc__ = thing.__doc__.replace("{options}", "\n".join(filled).lstrip())
-
-
-def _option(name: str, **default: Any) -> Any:
-    """A field that is the option `name`, with its default."""
-    return field(**{"default": OPTIONS[name].default, **default}, metadata={"option": name})
-
-
-class _Group:
-    def __post_init__(self) -> None:
-        for name, own in options_in(type(self)).items():
-            object.__setattr__(self, name, checked(own, getattr(self, name), f"{type(self).__name__}.{name}"))
-
-
-@dataclass(frozen=True)
-class Memory(_Group):
-    """What a rank may hold: `memory=` of `zbcompile.pipeline`. Raises PipelineError for what is no size.
-
-    Args:
-        {options}
-
-    >>> Memory("80GiB", optimizer_state=1.0)
-    Memory(limit=85899345920, optimizer_state=1.0, boundary_bytes=None)
-    """
-
-    limit: int | float | str | None = _option("memory")
-    optimizer_state: float = _option("optimizer_state")
-    boundary_bytes: int | float | str | None = _option("boundary_bytes")
-
-
-@dataclass(frozen=True)
-class Vocab(_Group):
-    """How the output layer is sharded over the ranks: `vocab=` of `zbcompile.pipeline`. Raises PipelineError for what
-    does not exist. Unlike that keyword, `barriers` is "auto" by default.
-
-    Args:
-        {options}
-
-    >>> Vocab(barriers=1, logits="keep")
-    Vocab(barriers=1, logits='keep')
-    """
-
-    barriers: Barriers = _option("vocab", default="auto")
-    logits: VocabLogits = _option("vocab_logits")
-
-
-GROUPS: dict[str, type[Any]] = {"memory": Memory, "vocab": Vocab}
-
-
-def options_in(group: type[Any]) -> dict[str, str]:
-    """The option that each field of a group is."""
-    return {each.name: each.metadata["option"] for each in fields(group)}
-
-
-for _group in GROUPS.values():
-    document(_group, options_in(_group))
-
-
-def options_from(given: Mapping[str, Any]) -> Options:
-    """The options that these keywords of `zbcompile.pipeline` ask for.
-
-    Raises PipelineError for a value that an option cannot have, TypeError for a keyword that does not exist.
-    """
-    require_known(given)
-    flat: dict[str, Any] = dict(given)
-    for keyword, group in GROUPS.items():
-        _group_parts(keyword, group, flat)
-        if isinstance(flat.get(keyword), group):
-            asked = flat.pop(keyword)
-            flat |= {option: getattr(asked, part) for part, option in options_in(group).items()}
-    return Options(**flat)
+def backend_name(backend: str | Callable[..., Any]) -> str:
+    """The name of a backend in messages and in a saved program."""
+    if isinstance(backend, str):
+        return backend
+    return str(getattr(backend, "__qualname__", type(backend).__qualname__))
 
 
 def require_known(names: Iterable[str]) -> None:
-    """Raise TypeError for a keyword that does not exist."""
+    """Raises TypeError for a keyword that is no option; a removed one says what to do instead."""
     for name in names:
+        if name in REMOVED:
+            raise TypeError(f"zbcompile.pipeline has no option {name}= any more: {REMOVED[name]}.")
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             raise TypeError(f"zbcompile.pipeline has no option {name}={f'; did you mean {near[0]}=?' if near else ''}")
 
 
-def _group_parts(keyword: str, group: type[Any], flat: dict[str, Any]) -> None:
-    """Put parts of a group that are given by their own names into the group, and say how that is written."""
-    parts = options_in(group)
-    old = [f"{option}=" for option in parts.values() if option in flat and option != keyword]
-    if not old:
-        return
-    if isinstance(flat.get(keyword), group):
-        raise PipelineError(f"{old[0]} and {keyword}={group.__name__}(...) are both given; set it in the latter.")
-    usual = {name: option.default for name, option in options_of(Choices).items()}
-    flat[keyword] = group(**{part: flat.pop(option, usual[option]) for part, option in parts.items()})
-    text = f"zbcompile.pipeline({', '.join(old)}) is deprecated; write {keyword}=zbcompile.{flat[keyword]!r}"
-    warnings.warn(text, DeprecationWarning, stacklevel=4)
+def checked(name: str, value: Any) -> Any:
+    """Returns the value that option `name` keeps of a given one. Raises PipelineError.
+
+    >>> checked("memory", "80GiB")
+    85899345920
+    """
+    if value is None and OPTIONS[name] is None:
+        return None
+    read, expected = _READERS[name]
+    try:
+        return read(value)
+    except (ValueError, TypeError, OverflowError) as error:
+        shown = repr(value) if len(repr(value)) <= 80 else f"<{type(value).__name__}>"
+        detail = str(error) if str(error).startswith("expected") else f"expected {expected}"
+        raise PipelineError(f"{name}={shown}; {detail}.") from None
+    except CompileError as error:  # of a hardware profile
+        raise PipelineError(f"{name}: {error}") from None
+
+
+def _accept(holds: Callable[[Any], bool]) -> Callable[[Any], Any]:
+    """Returns a reader that keeps values for which `holds` is true."""
+
+    def read(value: Any) -> Any:
+        if not holds(value):
+            raise ValueError
+        return value
+
+    return read
+
+
+def _one_of(*values: str | int) -> Callable[[Any], Any]:
+    return _accept(lambda value: not isinstance(value, bool) and value in values)
+
+
+def _count(value: Any) -> int:
+    if isinstance(value, bool) or operator.index(value) < 1:
+        raise ValueError
+    return operator.index(value)
+
+
+def _whole(value: Any) -> int:
+    if isinstance(value, bool):
+        raise ValueError
+    return operator.index(value)
+
+
+def _positive_bytes(value: Any) -> int:
+    if (size := read_bytes(value)) < 1:
+        raise ValueError
+    return size
+
+
+def _read_schedule(value: Any) -> str | Schedule:
+    if isinstance(value, str) and value.endswith(ENDS_OF_SCHEDULES):
+        value = load(value)
+    if isinstance(value, Lowered):
+        value = value.as_schedule()
+    if not isinstance(value, str | Schedule):
+        raise ValueError
+    return value
+
+
+def _read_recompute(value: Any) -> Recompute:
+    if not isinstance(value, list | tuple):
+        return _read_policy(value)
+    if not value:
+        raise ValueError
+    policies = tuple(map(_read_policy, value))
+    return policies if len(policies) > 1 else policies[0]
+
+
+def _read_policy(value: Any) -> Policy:
+    if isinstance(value, str) and re.fullmatch(r"[01]?\.\d*", value):
+        value = float(value)
+    if isinstance(value, float):
+        if not 0 <= value <= 1:
+            raise ValueError
+        return value
+    if isinstance(value, str) and (value in POLICIES or price_of_policy(value) is not None):
+        return value
+    return read_bytes(value)
+
+
+def _read_balance(value: Any) -> Balance:
+    if value == "flops":
+        return "flops"
+    if isinstance(value, str) and ("|" in value or value.endswith("L")):
+        return cuts_of_layout(value)
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _read_dtype(value: Any) -> torch.dtype:
+    dtype = NAMED["dtype"].get(value) if isinstance(value, str) else value
+    if not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ValueError
+    return dtype
+
+
+def _read_split(value: Any) -> dict[str, bool | int]:
+    split = dict(value)
+    if not all(isinstance(name, str) and isinstance(answer, int) for name, answer in split.items()):
+        raise ValueError
+    return split
+
+
+def _read_operators(value: Any) -> tuple[str, ...]:
+    if isinstance(value, str) or not all(isinstance(name, str) for name in value):
+        raise ValueError
+    return tuple(value)
+
+
+def _read_example(value: Any) -> Any:
+    args, kwargs = value
+    return tuple(args), dict(kwargs)
+
+
+_SWITCH = _accept(lambda value: isinstance(value, bool)), "True or False"
+_READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "schedule": (_read_schedule, "a name, a schedule file or a Schedule"),
+    "microbatches": (_count, "a positive whole number of microbatches"),
+    "ranks": (_count, "a positive whole number of ranks"),
+    "loss": (_accept(callable), "a function loss(output, target)"),
+    "loss_reduction": (_one_of("mean", "sum"), '"mean" or "sum"'),
+    "chunks": (_count, "a positive whole number of stages per rank"),
+    "mesh": (_accept(lambda value: isinstance(value, DeviceMesh)), "a DeviceMesh"),
+    "exact": _SWITCH,
+    "recompute": (
+        _read_recompute,
+        '"off", "hints", "selective", "full", a price such as "2ms/GiB", a share of what is kept otherwise such as '
+        f"0.5, for each microbatch and stage {SIZES}; or a list of these with an entry for each stage",
+    ),
+    "memory": (_positive_bytes, f"a positive number of {SIZES}"),
+    "optimizer_state": (_accept(lambda value: is_real(value) and value >= 0), "bytes per byte of parameter"),
+    "vocab": (_one_of("off", "auto", 1, 2), '"off", "auto", 1 or 2 (barriers)'),
+    "balance": (
+        _read_balance,
+        '"flops", a list with the names of all cuts, such as "blocks.2", '
+        'or a pipeline layout of Megatron-LM, such as "Ett|tt|ttL"',
+    ),
+    "hardware": (read_hardware, f"{', '.join(hardware_names())}, a FILE.toml, or a zbcompile.Hardware"),
+    "backend": (
+        _accept(lambda value: value in BACKENDS if isinstance(value, str) else callable(value)),
+        '"fx", "inductor", or a function of a graph and its example inputs',
+    ),
+    "cuda_graphs": (_accept(lambda value: isinstance(value, bool) or value == "step"), 'True, False or "step"'),
+    "split": (_read_split, 'a mapping of inputs to False, True or the dimension to cut, such as {"mask": False}'),
+    "placements": (
+        read_placements,
+        'a mapping of name patterns to "replicate", "partial" or "shard" along "tp", "cp" or "ep", such as '
+        '{"*norm*": {"tp": "partial"}}',
+    ),
+    "accumulate_dtype": (_read_dtype, "a floating-point dtype, such as torch.float32"),
+    "pairs": (_one_of("auto", "given"), '"auto" or "given"'),
+    "seed": (_whole, "a whole number"),
+    "operators": (_read_operators, 'a list of names of operators, such as "mylibrary::scale"'),
+    "init": (_accept(callable), "a function init(name, tensor)"),
+    "timeout": (_accept(lambda value: is_real(value) and value > 0), "a positive number of seconds"),
+    "max_shapes": (_count, "a positive whole number of programs to keep"),
+    "debug_nan": _SWITCH,
+    "example": (_read_example, "(args, kwargs) of one batch"),
+}

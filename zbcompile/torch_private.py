@@ -178,7 +178,7 @@ def gloo_link(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -
     return dist.ProcessGroupGloo(store, rank, size, timeout)
 
 
-def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int, int], max_ctas: int | None) -> Any:
+def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int, int]) -> Any:
     """A NCCL group of two, on a stream that goes before those of passes. As it is not bound to a device it is not split
     from another communicator, which would take all ranks (as `gloo_link`). Dumps of torch's flight recorder name it by
     its `ranks`, source and destination."""
@@ -186,8 +186,6 @@ def nccl_link(store: dist.Store, rank: int, timeout: timedelta, ranks: tuple[int
     options._timeout = timeout
     options.group_name = f"zbcompile {ranks[0]}>{ranks[1]}"  # type: ignore[assignment]  # a NewType of str
     options.global_ranks_in_group = list(ranks)
-    if max_ctas is not None:
-        options.config.max_ctas = max_ctas
     return dist.ProcessGroupNCCL(store, rank, 2, options)
 
 

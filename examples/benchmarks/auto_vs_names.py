@@ -42,7 +42,7 @@ def loss(logits: Tensor, target: Tensor) -> Tensor:
 def contenders(model: GPT, options: argparse.Namespace) -> dict[str, zbcompile.Pipeline]:
     """Pipelines by what was asked for, "auto" first; what a name refuses is said and left out."""
     inputs, targets = batch()
-    asked: list[tuple[str, dict[str, Any]]] = [("auto", {"search_seconds": options.seconds})]
+    asked: list[tuple[str, dict[str, Any]]] = [("auto", {})]
     given = options.names.split(",") if options.names else [n for n in names() if n != "auto"]
     fitting = [name for name in given if admits(name, dist.get_world_size(), ROWS)]
     asked += [(name, {"microbatches": ROWS, "vocab": vocab}) for name in fitting for vocab in ("off", 1)]
@@ -82,7 +82,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="paired rounds (default: %(default)s)")
     parser.add_argument("--names", help="default: all that admit this many microbatches")
     parser.add_argument("--seconds", type=float, default=20, help="of search (default: %(default)s)")
-    parser.add_argument("--balance", default="measured", help="of all contenders (default: %(default)s)")
+    parser.add_argument("--balance", default="flops", help="of all contenders (default: %(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(1)
     dist.init_process_group("gloo")

@@ -51,10 +51,10 @@ def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
     given, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), Choices()
     microbatch = one_microbatch(given)
     capture, laid_out = timed(lambda: lay_out_step(given.model, microbatch, given.loss))
-    cuts, _ = timed(lambda: plan_cuts(laid_out.canonical, laid_out.line, schedule, choices, {}))
+    cuts, _ = timed(lambda: plan_cuts(laid_out.canonical, laid_out.line, schedule, choices))
 
     def compiled() -> Program:
-        return compile_laid_out(given.model, microbatch, laid_out, schedule, choices, {})
+        return compile_laid_out(given.model, microbatch, laid_out, schedule, choices)
 
     whole, program = timed(compiled)
     with mock.patch("zbcompile.passes.stage.deduplicate.same_work", side_effect=itertools.count()):

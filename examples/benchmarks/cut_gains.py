@@ -52,7 +52,7 @@ def captured(layers: int, head: int) -> LinePrices:
         model, tokens = LlamaForCausalLM(config).bfloat16(), torch.zeros(ROWS, LENGTH, dtype=torch.int64)
     example = zbcompile.Example(model, (), {"input_ids": tokens, "labels": tokens})
     laid_out = lay_out_step(model, one_microbatch(example), example.loss, CHOICES)
-    return PricedStep(laid_out, CHOICES, {}).costs(1)["off"]
+    return PricedStep(laid_out, CHOICES).costs(1)["off"]
 
 
 def between_layers(costs: LinePrices, layers: int) -> LinePrices:

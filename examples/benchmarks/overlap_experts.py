@@ -22,6 +22,7 @@ forward alone, and of a backward alone all but the exchange that it begins with.
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -37,6 +38,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.flop_counter import register_flop_formula
 
 import zbcompile
+from zbcompile.passes.machine.hardware import Connection, Hardware
 from zbcompile.schedules import Schedule, build
 
 ROWS, RANKS = 4, 2  # tokens of a microbatch; ranks along "ep", with one expert each
@@ -171,8 +173,9 @@ def stepper(
     mesh: DeviceMesh, schedule: str | Schedule, microbatches: int, pairs: str, attention: float, seconds: float
 ) -> Callable[[], object]:
     model = Model(PER_RANK * mesh["pp"].size(), attention, mesh["ep"].get_group())
-    x, channels = torch.ones(microbatches * ROWS, WIDTH), f"ep=0:{ROWS * WIDTH * 4 / seconds / 1e3:.6f}KB"
-    options = {"schedule": schedule, "microbatches": microbatches, "channels": channels, "pairs": pairs}
+    x = torch.ones(microbatches * ROWS, WIDTH)
+    hardware = replace(Hardware.find("cpu-core"), exchange=Connection(0.0, ROWS * WIDTH * 4 / seconds))
+    options = {"schedule": schedule, "microbatches": microbatches, "hardware": hardware, "pairs": pairs}
     step: Callable[[], object] = pipeline_step(model, mesh, x, loss_of, **options)
     return step
 

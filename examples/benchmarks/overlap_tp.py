@@ -18,6 +18,7 @@ sublayers as eager DTensors.
 import argparse
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from typing import Any
@@ -41,6 +42,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+from zbcompile.passes.machine.hardware import Connection, Hardware
 from zbcompile.schedules import Costs, Schedule, build, simulate
 from zbcompile.schedules.ir.actions import BW, Action, flatten
 from zbcompile.schedules.searching.pairs import with_pairs
@@ -109,8 +111,9 @@ def ours(
     mesh: DeviceMesh, schedule: str | Schedule, microbatches: int, pairs: str, seconds: float
 ) -> Callable[[], object]:
     """A step of our pipeline."""
-    x, channels = torch.ones(microbatches * ROWS, WIDTH), f"tp={seconds}:1TB"
-    options = {"schedule": schedule, "microbatches": microbatches, "channels": channels, "pairs": pairs}
+    x = torch.ones(microbatches * ROWS, WIDTH)
+    hardware = replace(Hardware.find("cpu-core"), exchange=Connection(seconds, 1e12))
+    options = {"schedule": schedule, "microbatches": microbatches, "hardware": hardware, "pairs": pairs}
     step: Callable[[], object] = pipeline_step(Model(mesh["tp"]), mesh, x, loss_of, **options)
     return step
 

@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python examples/benchmarks/partition_table.py
 
-Imbalance is the heaviest rank's load divided by the mean rank's: by FLOPs and bytes (what was balanced), and for the
-same cuts by measured times. "of the best" is the minimised load divided by the least that any cuts of the graph reach.
+Imbalance is the heaviest rank's load divided by the mean rank's, by FLOPs and bytes. "of the best" is the
+minimised load divided by the least that any cuts of the graph reach.
 """
 
 import argparse
@@ -22,10 +22,9 @@ from zbcompile.amounts import format_bytes
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import LaidOut, lay_out_step
 from zbcompile.compiler.cut_planning import plan_cuts
-from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
-from zbcompile.passes.partition.node_costs import loads_of, measured_seconds
+from zbcompile.passes.partition.node_costs import predicted_seconds
 from zbcompile.schedules import Schedule, build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 from gpt import GPT, next_byte_loss
 from tests.support.zoo import ZOO
 
-HEADERS = ("model", "places", "schedule", "ranks", "cut after", "by FLOPs", "measured", "of the best", "boundary bytes")
+HEADERS = ("model", "places", "schedule", "ranks", "cut after", "by FLOPs", "of the best", "boundary bytes")
 PLANS = (("zb-h1", 2), ("zb-h1", 4), ("zb-v", 2), ("zb-v", 4))
 
 
@@ -50,18 +49,17 @@ def of_zoo(name: str) -> zbcompile.Example:
     return zbcompile.Example(problem.model(), batch.args, dict(batch.kwargs), problem.loss, batch.target)
 
 
-def line_of(name: str, laid_out: LaidOut, seconds: dict[str, float], schedule: Schedule) -> list[object]:
+def line_of(name: str, laid_out: LaidOut, schedule: Schedule) -> list[object]:
     """One line of the table."""
     line = laid_out.line
-    cuts = plan_cuts(laid_out.canonical, line, schedule, Choices(), {})
+    cuts = plan_cuts(laid_out.canonical, line, schedule, Choices())
     edges = [index + 1 for index in cuts.after]
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
-    totals = [0.0, *accumulate(loads_of(line, "flops", {})[0])]
+    totals = [0.0, *accumulate(predicted_seconds(line))]
     framed = [0, *(i + 1 for i, allowed in enumerate(line.allowed[:-1]) if allowed), len(line.nodes)]
     row = LoadRow(totals, ranks_of, heaviest_piece(totals, framed))
     best = best_cuts(row, framed)
     assert best is not None, "plan_cuts has found cuts"
-    measured = LoadRow([0.0, *accumulate(measured_seconds(line, seconds))], ranks_of).rank_loads(edges)
     widths = " ".join(format_bytes(width).replace(".0", "") for width in sorted(set(cuts.boundary)))
     return [
         name,
@@ -70,7 +68,6 @@ def line_of(name: str, laid_out: LaidOut, seconds: dict[str, float], schedule: S
         schedule.ranks,
         " ".join(cuts.names),
         max(cuts.rank_loads) * len(cuts.rank_loads) / sum(cuts.rank_loads),
-        max(measured) * len(measured) / sum(measured),
         row.heaviest(edges) / best[0],
         widths,
     ]
@@ -90,10 +87,9 @@ def main() -> None:
     for name in tqdm(chosen or makers, unit="model"):
         example = makers[name]()
         laid_out = lay_out_step(example.model, one_microbatch(example), example.loss)
-        seconds = measure_line(laid_out.line)
         for plan, ranks in PLANS:
             try:
-                rows.append(line_of(name, laid_out, seconds, build(plan, ranks, 2 * ranks)))
+                rows.append(line_of(name, laid_out, build(plan, ranks, 2 * ranks)))
             except zbcompile.CompileError as error:
                 tqdm.write(f"{name} {plan} {ranks}: {error}")
     print(tabulate(rows, HEADERS, tablefmt="github", floatfmt=".2f"))

@@ -42,7 +42,7 @@ def search_of(published: Published, hardware: str, chunks: int | None) -> Layout
     with fake_models():
         example = example_of(*published[:3], 1024, published.rows)
     laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, choices)
-    lines = PricedStep(laid_out, choices, {}).costs(published.ranks)
+    lines = PricedStep(laid_out, choices).costs(published.ranks)
     return LayoutSearch(lines, published.ranks, published.microbatches, choices, chunks=chunks)
 
 

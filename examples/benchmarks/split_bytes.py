@@ -4,9 +4,8 @@
 
 `operands`: input and output gradient of every product with a parameter, by storage: what any W must have. `kept`: what
 waits between B and W in our split, `closure` in the split by dependency alone, `torch` what eager's autograd graph and
-the output gradients hold after stage_backward_input of torch.distributed.pipelining. F..B: what waits between F and B,
-without and with weight_recompute=True, and what then waits for W. Parameters and tokens are not counted: they are
-there anyway.
+the output gradients hold after stage_backward_input of torch.distributed.pipelining. F..B: what waits between F and B.
+Parameters and tokens are not counted: they are there anyway.
 """
 
 import argparse
@@ -75,8 +74,7 @@ def operands(piece: Piece) -> int:
 
 def compare(kind: str, shape: tuple[int, int, int]) -> Iterable[dict[str, object]]:
     """A row for each stage of a model."""
-    again = compile_stages(kind, *shape, Choices(exact=True, balance=CUTS, weight_recompute=True))
-    for stage, other in zip(compile_stages(kind, *shape, Choices(exact=True, balance=CUTS)), again, strict=True):
+    for stage in compile_stages(kind, *shape, Choices(exact=True, balance=CUTS)):
         needed, crossing = operands(stage.program.pieces["W"]), stage.program.crossing
         closure = crossing.residue - sum(done.residue for done in stage.program.improvements)
         eager = torch_keeps(stage)
@@ -90,8 +88,6 @@ def compare(kind: str, shape: tuple[int, int, int]) -> Iterable[dict[str, object
             "closure": closure / 1e6,
             "torch": None if eager is None else eager / 1e6,
             "F..B": crossing.kept / 1e6,
-            "F..B, again": other.program.crossing.kept / 1e6,
-            "kept, again": other.program.crossing.residue / 1e6,
         }
 
 

@@ -32,9 +32,8 @@ import zbcompile
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import LaidOut, lay_out_step
-from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.compile_options import Choices, read_bytes
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.option import read_bytes
 from zbcompile.planning.fastest_layouts import fastest_layouts
 from zbcompile.planning.layouts import LayoutSearch
 from zbcompile.planning.planner import PricedStep
@@ -288,7 +287,7 @@ def compare(name: str, options: argparse.Namespace) -> list[object]:
     choices = Choices(
         vocab="auto", hardware=zbcompile.Hardware.find(options.hardware), memory=read_bytes(options.memory)
     )
-    priced = PricedStep(drawn_of(name, options.length, choices), choices, {})
+    priced = PricedStep(drawn_of(name, options.length, choices), choices)
     captured = time.process_time() - begun
     search = LayoutSearch(priced.costs(options.ranks), options.ranks, options.microbatches, choices)
     even, named = even_layers(search, LAYERS[name]), best_name(search)

@@ -43,7 +43,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "equal layers": {"balance": [f"blocks.{LAYERS // 2}"]},
     "redistributed": {},
     "vocab=1": {"vocab": 1},
-    "vocab=1, logits recomputed": {"vocab": zbcompile.Vocab(1, "remake")},
     "vocab=2": {"vocab": 2},
 }
 

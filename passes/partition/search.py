@@ -48,7 +48,6 @@ class Limits:
     """What cuts must respect: `boundary` bytes across each cut, `memory` bytes on each rank, as `bytes_of` counts them
     for a rank with its stages as `(stage, begin, end)` in nodes of the line."""
 
-    boundary: float | None = None
     memory: float | None = None
     stages_per_rank: int = 1
     bytes_of: Callable[[int, Spans], float] | None = None
@@ -68,7 +67,7 @@ def choose_edges(line: Line, totals: Sequence[float], ranks_of: Sequence[int], l
     piece = heaviest_piece(totals, [0, *places, len(line.nodes)])
     search = _CutSearch(line, places, LoadRow(totals, ranks_of, piece, _admitted(limits)))
     _require_places(search, limits)
-    edges = [e for e in search.places if limits.boundary is None or search.width[e] <= limits.boundary]
+    edges = search.places
     best = best_cuts(search.row, search.framed(edges))
     if best is None:
         raise PartitionError(_too_little_memory(search, edges, limits))
@@ -174,14 +173,6 @@ def _require_places(search: _CutSearch, limits: Limits) -> None:
         raise PartitionError(
             f"the model can be cut in {count} place{s}, so into at most {count + 1} stages; the schedule needs "
             f"{needed + 1}, those of all ranks. Use fewer ranks, fewer stages a rank, or a deeper model."
-        )
-    thin = [edge for edge in search.places if limits.boundary is None or search.width[edge] <= limits.boundary]
-    if len(thin) < needed:
-        enough = sorted(search.width.values())[needed - 1]
-        raise PartitionError(
-            f"boundary_bytes={limits.boundary:.15g} leaves {len(thin)} of the {len(search.places)} places where the "
-            f"model can be cut, and {needed + 1} stages need {needed}; the smallest that leaves enough is "
-            f"boundary_bytes={enough}. Use that, fewer stages, or a smaller microbatch."
         )
 
 

@@ -1,6 +1,5 @@
 """Cutting: from the canonical graph and an assignment of its nodes to stages to one graph per stage."""
 
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -16,7 +15,7 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.partition.liveness import Line, held_behind, replicable
 from zbcompile.passes.partition.search import Cuts
-from zbcompile.passes.torch_private import LazyGraphModule, OpOverload, is_composite, pytree
+from zbcompile.passes.torch_private import LazyGraphModule
 
 aten = torch.ops.aten
 Assignment = Mapping[Node, int]
@@ -28,7 +27,7 @@ class Stage:
 
     `hops` says of activations that come from or go to a stage which is not a neighbour how far away it is. A value that
     leaves for several stages leaves under a name for each, the last of them first, so that its gradients are added in
-    the order of eager (`way_of`).
+    the order of eager.
     """
 
     index: int
@@ -112,16 +111,14 @@ def cut(
     assigned: Assignment,
     stages: int,
     exact: bool = False,
-    owners: Sequence[Hashable] | None = None,
 ) -> tuple[Stage, ...]:
     """One graph per stage. What a stage can compute for itself (`replicable`) is copied into it, not sent.
 
     With `exact` the values that cross keep their strides even if these leave gaps, and gradients are added in the order
-    of eager. With `owners`, the ranks of the stages, values go straight to the stages that read them; without, they
-    pass through every stage between.
+    of eager. Values that skip stages pass through every stage between.
     """
     anywhere = replicable(canonical, line.flops)
-    legs = list(legs_of(canonical, line.nodes, assigned.get, stages - 1, exact, owners))
+    legs = list(legs_of(canonical, line.nodes, assigned.get, stages - 1))
     legs.sort(key=lambda leg: -leg.hops)  # in execution order otherwise; the last message of a stage is for the next
     arriving = ([leg for leg in legs if leg.target == s] for s in range(stages))
     leaving = ([leg for leg in legs if leg.source == s] for s in range(stages))
@@ -136,26 +133,15 @@ def legs_of(
     values: Iterable[Node],
     stage_of: Callable[[Node, int], int],
     last: int,
-    exact: bool,
-    owners: Sequence[Hashable] | None,
 ) -> Iterator[ValueLeg]:
     """The legs of those of `values` that stages after their own read, value by value. What a trunk makes for a sharded
     output layer goes on to the `last` stage. `stage_of(node, -1)` is the stage of a node, or -1 if it is on none."""
     ends = {node for slot, node in canonical.outputs if slot.kind == "activation"}
     for node in values:
         maker = stage_of(node, -1)
-        readers = [stage_of(user, -1) for user in node.users for _ in range(_reads(user, node))]
-        behind = Counter(stage for stage in [*readers, *[last] * (node in ends)] if stage > maker)
-        if behind:
-            way = way_of(maker, behind, owners, exact and node.meta["differentiable"])
-            yield from (ValueLeg(node, parent, stage) for stage, parent in way.items())
-
-
-def _reads(user: Node, node: Node) -> int:
-    """How many gradients a user gives a value: one each time that it takes it, maybe more if it is several operations
-    for autograd."""
-    several = not isinstance(user.target, OpOverload) or is_composite(user.target)
-    return sum(each is node for each in pytree.tree_leaves((user.args, user.kwargs))) + several
+        readers = [stage_of(user, -1) for user in node.users]
+        farthest = max([*readers, *[last] * (node in ends)], default=maker)
+        yield from (ValueLeg(node, stage, stage + 1) for stage in range(maker, farthest))
 
 
 class _Builder:
@@ -246,68 +232,3 @@ def _placeholders_first(graph: Graph) -> None:
         if node is not first:
             first.prepend(node)
             first = node
-
-
-Parents = Mapping[int, int]  # by stage: the stage from which it gets a value
-FARTHEST = 64  # stages that a message goes: as in `zbcompile.schedules.ir.kinds`
-
-
-def way_of(maker: int, readers: Mapping[int, int], owners: Sequence[Hashable] | None, in_order: bool) -> Parents:
-    """From where each stage gets a value that `maker` makes; `readers` has how often each later stage reads it.
-
-    A way is a tree: every stage gets the value once, from a stage that has it (straight, kept by a rank that has it, or
-    through all between), and sends back one gradient, to which the gradients of what it has passed on were added
-    before. Eager adds the gradients of a value from its last reader to its first, one at a time; a tree has these bits
-    if, at every stage, what all but the last stage that gets the value from there send back is the gradient of a single
-    reader (`adds_in_order`).
-
-    `owners` are the ranks of the stages, None: it goes through all stages. With `in_order` gradients are added in the
-    order of eager. Of the ways with the fewest messages between ranks, the one with the fewest between stages that are
-    no neighbours.
-
-    >>> way_of(0, {3: 1}, "abcd", True), way_of(0, {3: 1}, None, True)
-    ({3: 0}, {1: 0, 2: 1, 3: 2})
-    >>> way_of(0, {1: 1, 2: 1, 3: 1}, "abba", False)
-    {1: 0, 2: 1, 3: 0}
-    """
-    relay = {stage: stage - 1 for stage in range(maker + 1, max(readers) + 1)}
-    if owners is None:
-        return relay
-
-    def price(way: Parents) -> tuple[int, int]:
-        between = sum(owners[stage] != owners[parent] for stage, parent in way.items())
-        return between, sum(stage - parent > 1 for stage, parent in way.items())
-
-    ways = [way for way in _ways(maker, sorted(readers), owners) if not in_order or adds_in_order(way, readers)]
-    near = [way for way in ways if all(stage - parent <= FARTHEST for stage, parent in way.items())]
-    return min([relay, *near], key=price)
-
-
-def _ways(maker: int, readers: Sequence[int], owners: Sequence[Hashable]) -> Iterator[Parents]:
-    """Ways in which all readers get the value from the maker, or each from the reader before; either with or without
-    ranks that keep a value which they have already."""
-    choices: list[Callable[[list[int]], int]] = [lambda holders: holders[-1], lambda holders: maker]
-    for otherwise in choices:
-        for keeps in (True, False):
-            way, holders = dict[int, int](), [maker]
-            for stage in readers:
-                own = [holder for holder in holders if keeps and owners[holder] == owners[stage]]
-                way[stage] = own[-1] if own else otherwise(holders)
-                holders.append(stage)
-            yield way
-
-
-def adds_in_order(way: Parents, readers: Mapping[int, int]) -> bool:
-    """Whether the gradients of a value are added from its last reader to its first, one at a time.
-
-    >>> once = {1: 1, 2: 1, 3: 1}
-    >>> adds_in_order({1: 0, 2: 1, 3: 0}, once), adds_in_order({1: 0, 2: 0, 3: 2}, once)
-    (False, True)
-    >>> adds_in_order({1: 0, 2: 0, 3: 2}, {**once, 1: 2})
-    False
-    """
-    given: dict[int, list[int]] = {}
-    for stage, parent in way.items():
-        given.setdefault(parent, []).append(stage)
-    one_reader = {stage for stage, count in readers.items() if count == 1 and stage not in given}
-    return all(stage == max(stages) or stage in one_reader for stages in given.values() for stage in stages)

@@ -138,7 +138,7 @@ STAGE_PASSES = (  # each receives the result of the one before it, and the task
         lambda joint, t: recompute(joint, t.choices.recompute_of(joint.stage.index), t.choices.hardware),
         _REWRITTEN,
     ),
-    Pass("split", "makes F, B, W and BW", lambda joint, t: split(joint, t.choices.weight_recompute), _SPLIT),
+    Pass("split", "makes F, B, W and BW", lambda joint, t: split(joint), _SPLIT),
     Pass("accumulate", "adds gradients into their buffers", lambda made, t: finish_stage(made, t.choices), _FINISHED),
 )
 DEDUPLICATE = Pass("deduplicate", "reuses the graphs of an equal stage", renamed, _FINISHED)

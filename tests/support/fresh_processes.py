@@ -101,7 +101,7 @@ def _save(model: str, folder: Path, backend: str) -> None:
     laid_out = lay_out_step(made, microbatch, problem.loss, choices)
     for ranks, name in PLANS.items():
         schedule = build(name, ranks, MICROBATCHES)
-        program = compile_laid_out(made, microbatch, laid_out, schedule, choices, {})
+        program = compile_laid_out(made, microbatch, laid_out, schedule, choices)
         replace(program, step=StepOptions(backend=backend)).save(folder / f"{model} at {ranks}")
     target = {} if batch.target is None else {"target": batch.target}
     given = {"state": made.state_dict(), "args": batch.args, "kwargs": {**batch.kwargs, **target}}

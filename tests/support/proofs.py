@@ -80,7 +80,7 @@ def captured(case: Case) -> Captured:
     if not case.vocab:
         return Captured(_flows(laid_out, case.stages), laid_out.canonical.captured.constants, groups, sharded)
     order = build("1f1b", ranks=case.stages, microbatches=case.stages)
-    program = compile_laid_out(model, microbatch, laid_out, order, choices, {})
+    program = compile_laid_out(model, microbatch, laid_out, order, choices)
     flows = [stage.flow for stage in program.stages if stage.flow is not None]
     return Captured(flows, program.model.constants, groups, sharded, program.vocabulary)
 

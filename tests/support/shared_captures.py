@@ -203,11 +203,11 @@ def _once_per_plan(compile_: Callable[..., Program]) -> Callable[..., Program]:
     found = Recent()
 
     def compiled(model: Any, microbatch: Any, laid_out: LaidOut, *plan: Any, **more: Any) -> Program:
-        schedule, choices, seconds, like, *_ = (*plan, None)
+        schedule, choices, like, *_ = (*plan, None)
         if more.get("observe") or laid_out.canonical.captured.groups:
             return compile_(model, microbatch, laid_out, *plan, **more)
         mesh = tuple(sorted(set(laid_out.captured.dimensions.values())))
-        decided = schedule, repr(choices), tuple(seconds.items()), more.get("edges"), mesh, _placement(like)
+        decided = schedule, repr(choices), more.get("edges"), mesh, _placement(like)
 
         def make() -> Program:
             with _warnings() as seen:

@@ -26,7 +26,7 @@ from zbcompile.model.experts import placements_of_experts
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.optimizer.optimizer_request import OptimizerRequest, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
-from zbcompile.options import Options
+from zbcompile.options import PipelineOptions
 from zbcompile.passes.capture.training_step import LossFunction, join_loss
 from zbcompile.passes.capture.unsupported import raise_first, wrapper_problems
 from zbcompile.planning.batch_layout import BatchLayout
@@ -64,7 +64,9 @@ class Pipeline:
     step_index: int = 0
     scaler: torch.amp.GradScaler | None = None
 
-    def __init__(self, model: nn.Module, options: Options, engine: Engine, saved: Program | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, options: PipelineOptions, engine: Engine, saved: Program | None = None
+    ) -> None:
         self._model, self._ranks, self._watch = model, engine.ranks, engine.ranks.watch
         self._ended = weakref.finalize(self, self._watch.close)
         self._attached: dict[type, Closing] = {}
@@ -75,9 +77,9 @@ class Pipeline:
             schedule = choose_schedule(options, self._ranks.count)
             with readable(model):
                 self._parts = Parts(model, self._ranks.mesh.labels)
-            self._options = options = options.with_placements(
-                {**self._parts.placements, **placements_of_experts(model)}
-            )
+            if found := {**self._parts.placements, **placements_of_experts(model)}:
+                options = replace(options, placements={**(options.placements or {}), **found})
+            self._options = options
             self._bound = bound = BoundPrograms(model, options, self._ranks)
             self._compiled = Programs(model, options, bound, schedule, saved)
             self._optimizers = Optimizers(model, self._ranks, self._parts, bound)
@@ -113,7 +115,7 @@ class Pipeline:
         )
 
     @property
-    def options(self) -> Options:
+    def options(self) -> PipelineOptions:
         """The options that the pipeline was made with."""
         return self._options
 

@@ -2,74 +2,162 @@
 
 import functools
 import inspect
-from collections.abc import Callable
-from typing import Any, ParamSpec, Protocol, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, overload
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.process_group import device_of, find_ranks, is_alone
 from zbcompile.errors import PipelineError
-from zbcompile.options import GROUPS, OPTIONS, Options, document, options_from, options_in
+from zbcompile.model.materialize import Init
+from zbcompile.options import PipelineOptions, require_known
+from zbcompile.passes.capture.training_step import LossFunction
+from zbcompile.passes.compile_options import Barriers, Policy
+from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.runtime.step_run import Engine
-from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules import Lowered, Schedule
 from zbcompile.torch_private import warn_of_untried
 
 Maker = Callable[..., nn.Module]
-Keywords = ParamSpec("Keywords")
 
 
-class Door(Protocol[Keywords]):
-    """The types of `pipeline`, whose keywords are those of `Options`."""
-
-    @overload
-    def __call__(self, model: nn.Module, *args: Keywords.args, **options: Keywords.kwargs) -> Pipeline: ...
-    @overload
-    def __call__(
-        self, *args: Keywords.args, **options: Keywords.kwargs
-    ) -> Callable[[Maker], Callable[..., Pipeline]]: ...
-    @overload
-    def __call__(self, model: Maker, *args: Keywords.args, **options: Keywords.kwargs) -> Callable[..., Pipeline]: ...
-
-
-def _with_keywords(kind: Callable[Keywords, Options]) -> Callable[[Callable[..., Any]], Door[Keywords]]:
-    """Gives a function the keywords of `kind` in its types, signature and docstring, but not those in a group."""
-    grouped = {option for group in GROUPS.values() for option in options_in(group).values()} - GROUPS.keys()
-    names = [name for name in OPTIONS if name not in grouped]
-
-    def decorate(function: Callable[..., Any]) -> Any:
-        document(function, {name: name for name in names})
-        of_kind = inspect.signature(kind).parameters
-        first = inspect.signature(function).parameters["model"]
-        function.__signature__ = inspect.Signature([first, *map(of_kind.__getitem__, names)])  # type: ignore[attr-defined]
-        return function
-
-    return decorate
-
-
-@_with_keywords(Options)
-def pipeline(model: Any = ..., **options: Any) -> Any:
-    """Turn `model` into a pipeline, or decorate an nn.Module class or a function that returns a module.
+@overload
+def pipeline(model: nn.Module, **options: Any) -> Pipeline: ...
+@overload
+def pipeline(**options: Any) -> Callable[[Maker], Callable[..., Pipeline]]: ...
+@overload
+def pipeline(model: Maker, **options: Any) -> Callable[..., Pipeline]: ...
+def pipeline(
+    model: Any = ...,
+    *,
+    schedule: str | Schedule | Lowered = "zb-v",
+    microbatches: int | None = None,
+    ranks: int | None = None,
+    loss: LossFunction | None = None,
+    loss_reduction: str = "mean",
+    chunks: int | None = None,
+    mesh: DeviceMesh | None = None,
+    exact: bool = False,
+    recompute: str | float | Sequence[Policy] = "hints",
+    memory: float | str | None = None,
+    optimizer_state: float = 2.0,
+    vocab: Barriers | None = None,
+    balance: str | Sequence[str] = "flops",
+    hardware: Hardware | str | None = None,
+    backend: str | Callable[..., Any] = "fx",
+    cuda_graphs: bool | str = False,
+    split: Mapping[str, bool | int] | None = None,
+    placements: Mapping[str, Mapping[str, str]] | None = None,
+    accumulate_dtype: torch.dtype | str | None = None,
+    pairs: str = "auto",
+    seed: int = 0,
+    operators: Sequence[str] = (),
+    init: Init | None = None,
+    timeout: float = 300.0,
+    max_shapes: int = 8,
+    debug_nan: bool = False,
+    example: tuple[tuple[Any, ...], dict[str, Any]] | None = None,
+    **unknown: Any,
+) -> Any:
+    """Turns `model` into a pipeline, or decorates an nn.Module class or a function that returns a module.
 
     Args:
-        {options}
-
-    `memory=` also takes a `zbcompile.Memory`, which has more options, and `vocab=` a `zbcompile.Vocab`.
+        schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv, .json or .txt file, or a `Schedule`;
+            with messages (a `Lowered`, or such a file) these are kept. Weight gradients accumulate in its order of W.
+            "auto" searches placement, cuts, recomputation (with a limit of memory), the number of microbatches (if not
+            given) and the order by cost, when the first batch is there (docs/search.md).
+        microbatches: How many equal parts each batch is split into. Default: the smallest count from 2 x stages on that
+            the schedule admits and that divides the first batch, else the largest below.
+        ranks: Without torchrun, how many ranks to run inside this process. Under torchrun the process group decides.
+            Default: those of a `Schedule` or schedule file, else one.
+        loss: `loss(output, target)`. Without it, forward returns the loss, or something with a `.loss`.
+        loss_reduction: Whether the loss of a step is the "mean" of its microbatches' losses or their "sum". A mean of
+            means is not the mean over the batch if microbatches count differently (ignore_index); use "sum" with a
+            global divisor then.
+        chunks: Stages per rank, for the interleaved schedules.
+        mesh: A DeviceMesh of all processes with any of the dimensions "pp" (the pipeline's ranks), "dp" (replicas),
+            "tp" (tensor parallelism), "cp" (context parallelism) and "ep" (experts), docs/composition.md. Ranks along
+            "dp" and "ep" pass batches of their own, along "pp", "tp" and "cp" the same one. Loss and gradients are
+            those of the concatenated batch (the mean or the sum over all of it and over "cp", by `loss_reduction`).
+        exact: Gradients bitwise equal to eager gradient accumulation (fp32). Else weight gradients are added inside the
+            GEMM, equal within 1e-6 of the largest gradient entry.
+        recompute: What each backward recomputes instead of keeping it from the forward (docs/memory.md). "hints":
+            `torch.utils.checkpoint` regions; "off": nothing, not even these; "selective": also what is cheap
+            (everything but products with parameters); "full": whatever can be, so that a stage keeps its inputs; bytes
+            (an int, or a text such as "64MiB"): as little as possible, such that a stage keeps at most that many per
+            microbatch between its F and B; a float from 0 to 1: the same with that share of what it would keep
+            without, or with what it has to keep if that is more; a price such as "2ms/GiB": whatever takes less time on
+            `hardware` than that for each GiB that it saves, so equal layers are treated alike. A list has an entry for
+            each stage. Gradients keep their bits; random numbers are not drawn again.
+        memory: The most bytes that a rank may hold. Parameters, gradients, optimizer state, activations in flight; a
+            number, or a text ("80GiB"; a GB is 1e9).
+        optimizer_state: Bytes of optimizer state per byte of trained parameter, for the limit of memory. Adam has 2. Of
+            parameters in half precision: per byte of their float32 masters, which are counted as well.
+        vocab: Whether the output layer and its loss are sharded over all ranks by rows of the vocabulary
+            (docs/vocabulary.md). "off"; 1 or 2 barriers between the last stage's forward and backward (one takes less
+            memory); "auto": 1 if there is an output layer that can be sharded and the predicted step is at least 5 %
+            shorter than with the layers redistributed around it, else off. The embedding is sharded by the same rows.
+            Gradients are equal within 2e-6 (fp32). Default: off; with `schedule="auto"` it is "auto", and the search
+            decides about both numbers of barriers.
+        balance: How the model is cut (docs/partitioning.md). "flops": into stages of equal FLOPs (with bytes, at
+            nominal speeds); or the cuts themselves, as names of modules (cut before it), of operations as inspect
+            prints them (cut after it), or a layout of Megatron-LM ("Ett|tt|ttL").
+        hardware: What the model is cut and its step predicted for (docs/hardware.md). A profile by its name, a file
+            that `python -m zbcompile.calibrate` wrote, or a `zbcompile.Hardware`. Default: nominal speeds of the
+            device.
+        backend: What runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor": compiled by torch's
+            inductor, once per distinct graph and machine, gradients equal within 2e-6 of the largest entry (fp32); or a
+            function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.
+        cuda_graphs: True: record every pass as a CUDA graph and replay it (docs/backends.md). Takes memory for the
+            copies of what goes in and out, and gradients that stay in place: `optimizer.zero_grad(set_to_none=False)`.
+            "step": record a whole step, whose values have fixed places (docs/memory.md).
+        split: How inputs are split into microbatches, by path or keyword name. False (whole in every microbatch), True
+            (along dimension 0) or the dimension, each by its own length. Tensors that are not named agree about
+            dimension 0, the batch; those without dimensions or with one row go whole into every microbatch.
+        placements: What plain parameters are along "tp", "cp" and "ep" of `mesh`, by patterns of their names:
+            {"*.experts.*": {"ep": "shard"}, "*norm*": {"tp": "partial"}}. "replicate": equal values, and every rank
+            computes the whole gradient (the default along "tp"). "partial": equal values, and the gradient is the sum
+            over the ranks, formed once per step (the default along "cp" and "ep"). "shard": every rank has another
+            part. The first step compares what is said to be equal. DTensors say it themselves.
+        accumulate_dtype: The dtype in which a step sums the gradients of its microbatches. Each parameter takes the
+            wider of this and its own; the sum is rounded into `.grad` once, at the end of the step. Default: float32
+            for bfloat16 and float16 parameters, with `exact=True` the parameter's own, as in eager mode.
+        pairs: "auto": where stages exchange tensors in the middle of a microbatch, a B or F is paired with a W that
+            hides the exchange, if neither the simulated step nor the memory suffers (docs/composition.md); "given":
+            no pairs but those of the schedule.
+        seed: Enters `zbcompile.microbatch_seed`.
+        operators: Operators of other libraries, such as "mylibrary::scale", that the graphs of a saved program may call
+            (`zbcompile.load`). Operators that forward calls itself need no entry.
+        init: `init(name, tensor)` fills a parameter or buffer in place, for a model built on the meta device. After the
+            first compilation each rank materialises its own share and nothing else. Without it `load_state_dict` fills
+            the share before the first step.
+        timeout: Seconds that a rank waits for another one before all ranks end with an error that names it. In a step,
+            a compilation or at the start; a rank that fails or dies ends the other ranks within 5 seconds.
+        max_shapes: How many programs are kept. Every new shape of batch compiles one, with a notice; beyond this many
+            the least recently used is evicted. Parameters and their places are the same for all.
+        debug_nan: Stop at the first operation of a step or of `eval` that makes a NaN or an infinity. Names its stage,
+            pass, microbatch and line, or the input, parameter or buffer that holds a NaN (slow; the graphs run as they
+            are, whatever the backend). ZBCOMPILE_DEBUG_NAN=1 does the same.
+        example: `(args, kwargs)` of one batch (`target` among the keywords). Compiles at once.
 
     Raises PipelineError, CompileError or ScheduleError with what to do, on every rank; FaultError if one rank failed
-    in the middle of a step (docs/faults.md).
+    in the middle of a step (docs/faults.md); TypeError for a keyword that is no option.
 
     >>> pipe = zbcompile.pipeline(model, schedule="zbv", microbatches=8, loss=loss_fn)      # doctest: +SKIP
     >>> loss = pipe.step(inputs, target=targets)                                            # doctest: +SKIP
     """
-    build = functools.partial(build_pipeline, options_from(options))
+    given = {name: value for name, value in locals().items() if name not in ("model", "unknown")}
+    require_known(unknown)
+    build = functools.partial(build_pipeline, PipelineOptions(**given))
     if isinstance(model, nn.Module):
         return build(model)
     return functools.partial(_decorate, build) if model is ... else _decorate(build, model)
 
 
-def build_pipeline(options: Options, module: Any) -> Pipeline:
+def build_pipeline(options: PipelineOptions, module: Any) -> Pipeline:
     """The pipeline for options that have been checked."""
     warn_of_untried(torch.__version__)
     if not isinstance(module, nn.Module):
@@ -77,7 +165,7 @@ def build_pipeline(options: Options, module: Any) -> Pipeline:
     ranks = options.ranks
     if ranks is None and isinstance(options.schedule, Schedule) and is_alone(options.mesh):
         ranks = options.schedule.ranks
-    found = find_ranks(lambda: device_of(module), ranks, options.mesh, options.timeout, options.mesh_names)
+    found = find_ranks(lambda: device_of(module), ranks, options.mesh, options.timeout)
     pipe = Pipeline(module, options, Engine(found))
     if options.example is not None:
         args, kwargs = options.example

@@ -17,7 +17,7 @@ from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.options import Options, checked
+from zbcompile.options import PipelineOptions, checked
 from zbcompile.passes.torch_names import type_text
 from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.profiling.observation import Observation
@@ -35,7 +35,7 @@ class Runs:
     """Runs steps and evaluations. Holds what they need: compiled programs, optimizers, observers, and the model's
     exchanges between experts."""
 
-    options: Options
+    options: PipelineOptions
     engine: Engine
     parts: Parts
     compiled: Programs

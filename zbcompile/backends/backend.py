@@ -3,7 +3,7 @@ passes that this process compiles.
 
 A backend takes pieces and gives calls: functions of one list, which they empty, so that each input can be freed at its
 last use. Graphs that do the same work are compiled once (see `zbcompile.passes.stage.anonymous_graph`), however many
-stages have them. The names that `backend=` takes are in `zbcompile.program.step_options.BACKENDS`.
+stages have them. The names that `backend=` takes are in `zbcompile.options.BACKENDS`.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +16,7 @@ from zbcompile.backends.compile_cache import How
 from zbcompile.backends.cuda_graphs import record
 from zbcompile.backends.types import GraphCompiler, Run
 from zbcompile.errors import PipelineError
+from zbcompile.options import backend_name
 from zbcompile.passes import gpu
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.split.subgraphs import Piece
@@ -154,22 +155,6 @@ def _counted(run: Callable[[list[Any]], Any], results: int, name: str) -> Run:
         return found
 
     return call
-
-
-def check_backend(backend: str | GraphCompiler, exact: bool) -> None:
-    """Raise PipelineError for a backend that cannot keep what `exact` promises."""
-    if exact and backend == "inductor":
-        raise PipelineError(
-            'backend="inductor" fuses and reorders arithmetic, so its gradients are not bitwise those of eager; '
-            'exact=True cannot use it. Use exact=False (equal within 2e-6 in fp32), or backend="fx".'
-        )
-
-
-def backend_name(backend: str | GraphCompiler) -> str:
-    """The name of a backend in messages and in a saved program."""
-    if isinstance(backend, str):
-        return backend
-    return str(getattr(backend, "__qualname__", type(backend).__qualname__))
 
 
 def make_backend(backend: str | GraphCompiler, device: torch.device) -> Backend:

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from zbcompile.errors import PipelineError
-from zbcompile.options import OPTIONS, PARAGRAPHS
+from zbcompile.options import BACKENDS, OPTIONS
 from zbcompile.passes.errors import CompileError
 from zbcompile.progress import Say, silent
 from zbcompile.schedules import ScheduleError
@@ -75,25 +75,73 @@ def _fail(command: str, error: Exception, debug: bool) -> int:
     return FAILED
 
 
-def add_flags(group: Any, names: Iterable[str], **instead: str) -> None:
-    """Add a flag for each of these options. Its help is the first sentence of the option's paragraph and its default,
-    which a second sentence may explain, or the text that `instead` has for it."""
+_RECOMPUTE = "off|hints|selective|full|PRICE|SHARE|BYTES|POLICY,POLICY"
+OPTION_FLAGS: dict[str, dict[str, Any]] = {  # what argparse takes for an option of zbcompile.pipeline
+    "schedule": {"metavar": "NAME", "help": "a name in any spelling, or a .csv, .json or .txt file (default: zb-v)"},
+    "microbatches": {"type": int, "metavar": "N", "help": "how many equal parts each batch is split into"},
+    "ranks": {"type": int, "metavar": "N", "help": "how many ranks (default: 2, or those of a schedule file)"},
+    "chunks": {"type": int, "metavar": "N", "help": "stages per rank, for the interleaved schedules"},
+    "exact": {"action": "store_true", "help": "gradients bitwise equal to eager gradient accumulation (fp32)"},
+    "recompute": {
+        "metavar": _RECOMPUTE,
+        "type": lambda text: tuple(text.split(",")) if "," in text else text,
+        "help": "what each backward recomputes instead of keeping it from the forward (default: hints)",
+    },
+    "memory": {"metavar": "BYTES", "help": "the most bytes that a rank may hold"},
+    "optimizer_state": {
+        "type": float,
+        "metavar": "X",
+        "help": "bytes of optimizer state per byte of trained parameter, for --memory (default: 2.0)",
+    },
+    "vocab": {
+        "choices": ("off", "auto", 1, 2),
+        "type": lambda text: int(text) if text.isdecimal() else text,
+        "help": "whether the output layer and its loss are sharded over all ranks by rows of the vocabulary",
+    },
+    "balance": {
+        "metavar": "flops|NAME,NAME",
+        "type": lambda text: text if text == "flops" or "|" in text else tuple(text.split(",")),
+        "help": "how the model is cut: into equal FLOPs, or at these modules (default: flops)",
+    },
+    "hardware": {"metavar": "NAME|FILE.toml", "help": "what the model is cut and its step predicted for"},
+    "accumulate_dtype": {"metavar": "DTYPE", "help": "the dtype in which a step sums gradients (default: float32)"},
+    "pairs": {"choices": ("auto", "given"), "help": "whether passes are paired to hide exchanges (default: auto)"},
+    "loss_reduction": {"choices": ("mean", "sum"), "help": "how the microbatches' losses are joined (default: mean)"},
+    "split": {
+        "metavar": "INPUT=yes|no|DIM",
+        "type": lambda text: _split_from_text(text),
+        "action": "append",
+        "help": "how an input is split into microbatches, by path or keyword name",
+    },
+    "seed": {"type": int, "metavar": "N", "help": "enters zbcompile.microbatch_seed (default: 0)"},
+    "backend": {"choices": BACKENDS, "help": "what runs the graphs (default: fx)"},
+    "timeout": {
+        "type": float,
+        "metavar": "SECONDS",
+        "help": "how long a rank waits for another one before all ranks end with an error that names it",
+    },
+    "debug_nan": {"action": "store_true", "help": "stop at the first operation that makes a NaN or an infinity"},
+}
+
+
+def add_flags(group: Any, names: Iterable[str]) -> None:
+    """Adds the flags of these options of `zbcompile.pipeline`."""
     for name in names:
-        option = OPTIONS[name]
-        kind, text = option.metadata["kind"], PARAGRAPHS.get(name, "")
-        summary = text[:1].lower() + text[1:] if text[1:2].islower() else text
-        summary, _, more = summary.replace("`", "").replace("%", "%%").partition(". ")
-        usual = more[9:].partition(". ")[0].rstrip(".") if more.startswith("Default: ") else option.default
-        default = "" if usual in (None, False) else f" (default: {usual})"
-        text = instead.get(name, f"{summary.rstrip('.')}{default}")
-        group.add_argument(flag_of(name), default=argparse.SUPPRESS, help=text, **kind.flag)
+        group.add_argument(flag_of(name), default=argparse.SUPPRESS, **OPTION_FLAGS[name])
+
+
+def _split_from_text(text: str) -> tuple[str, bool | int]:
+    name, _, answer = text.rpartition("=")
+    if not name or not (answer in ("yes", "no") or answer.isdecimal()):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form INPUT=yes, INPUT=no or INPUT=DIMENSION")
+    return name, int(answer) if answer.isdecimal() else answer == "yes"
 
 
 def flag_of(name: str) -> str:
     """An option as it is written on a command line.
 
-    >>> flag_of("boundary_bytes")
-    '--boundary-bytes'
+    >>> flag_of("loss_reduction")
+    '--loss-reduction'
     """
     return f"--{name.replace('_', '-')}"
 

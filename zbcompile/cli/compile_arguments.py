@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -16,13 +16,13 @@ from zbcompile.compiler.compile_example import CompiledExample, compile_example
 from zbcompile.compiler.compile_model import LaidOut
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
-from zbcompile.options import OPTIONS, Options, is_searched
+from zbcompile.options import OPTIONS, PipelineOptions, is_searched
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.gpu import KIND
 from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.passes.option import options_of
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
 from zbcompile.passes.pass_list.run_passes import Observer, PassRun
+from zbcompile.planning import planner
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.planning.planner import decide, order_by_graphs, reordered
 from zbcompile.program.program import Program
@@ -31,7 +31,7 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 RANKS, CPU = 2, "cpu"
 FAKE = "h100-sxm"  # the device for predictions of fake models, unless --hardware names another
-FLAGS = ("schedule", "ranks", "microbatches", "chunks", "search_seconds", *options_of(Choices), "loss_reduction")
+FLAGS = ("schedule", "ranks", "microbatches", "chunks", *(each.name for each in fields(Choices)), "loss_reduction")
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,13 @@ class Plan:
     debug: bool
 
     @cached_property
-    def options(self) -> Options:
+    def options(self) -> PipelineOptions:
         """All options, those that were not given at their defaults. Raises PipelineError for a wrong value."""
-        options = Options(**self.given)
+        options = PipelineOptions(**self.given)
         if self.device != CPU and not self.fake:
             raise PipelineError(
                 f"--device {self.device} places the fake tensors of --fake. Add --fake, or let TARGET move its model."
             )
-        if self.fake and options.balance == "measured":
-            raise PipelineError("--balance measured runs the model's operations for real; leave out --fake.")
         return replace(options, hardware=Hardware.find(FAKE)) if self.fake and options.hardware is None else options
 
     @cached_property
@@ -65,7 +63,7 @@ class Plan:
     @property
     def changed(self) -> list[str]:
         """The options that differ from their defaults, as they are written on a command line."""
-        given = [name for name in self.given if getattr(self.options, name) != OPTIONS[name].default]
+        given = [name for name in self.given if getattr(self.options, name) != OPTIONS[name]]
         return [*map(flag_of, given), *(["--fake"] * self.fake), *([f"--device {self.device}"] * (self.device != CPU))]
 
 
@@ -77,11 +75,10 @@ def with_options(plan: AnyPlan, **options: Any) -> AnyPlan:
     return replace(plan, given={**plan.given, **options})
 
 
-def add_plan(parser: argparse.ArgumentParser, without: Sequence[str] = (), **instead: str) -> None:
-    """Add the arguments of `Plan`, but not the options that the command chooses by itself; `instead`: other help."""
+def add_plan(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `Plan`."""
     group = parser.add_argument_group("what to compile")
-    names = [name for name in FLAGS if name not in without]
-    add_flags(group, names, **{"ranks": "how many ranks (default: 2, or those of a schedule file)", **instead})
+    add_flags(group, FLAGS)
     group.add_argument(
         "--fake", action="store_true", help="build the model of fake tensors; predict for --hardware, or an H100"
     )
@@ -143,13 +140,13 @@ def quiet(plan: Plan) -> contextlib.AbstractContextManager[None]:
 class ExamplePlanner:
     """The planner of `compile_example` for `options`; `announce` is told which layout it looks at."""
 
-    def __init__(self, provisional: Schedule, options: Options, announce: Say) -> None:
+    def __init__(self, provisional: Schedule, options: PipelineOptions, announce: Say) -> None:
         self.provisional, self.options, self.announce = provisional, options, announce
 
-    def decide(self, laid_out: LaidOut, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]:
+    def decide(self, laid_out: LaidOut) -> tuple[Schedule, Choices, Sequence[int]]:
         """The fastest layout that fits."""
         asked = self.options
-        settings = asked.choices, (), asked.chunks, asked.search_seconds, seconds
+        settings = asked.choices, (), asked.chunks, planner.SEARCH_SECONDS
         self.choice = decide(laid_out, self.provisional, *settings, announce=self.announce)[0]
         layout = self.choice.layout
         return self.choice.order, layout.within(asked.choices), layout.edges
@@ -157,4 +154,4 @@ class ExamplePlanner:
     def finish(self, program: Program) -> Program:
         """The program with the order that is best for the FLOPs of its graphs: it may run on a different device from
         this one."""
-        return reordered(program, order_by_graphs(program, self.choice, self.options.search_seconds)[0])
+        return reordered(program, order_by_graphs(program, self.choice, planner.SEARCH_SECONDS)[0])

@@ -12,7 +12,7 @@ from zbcompile.cli.train_job import train
 from zbcompile.cli.train_optimizer import DECAYS, NAMED
 from zbcompile.cli.train_pipeline import Job
 from zbcompile.errors import PipelineError
-from zbcompile.program.step_options import BACKENDS
+from zbcompile.options import BACKENDS
 from zbcompile.progress import Say
 
 EPILOG = """the data:

@@ -16,7 +16,7 @@ from zbcompile.distributed.process_group import FindDevice, device_of, own_devic
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import fill
 from zbcompile.model.seeds import seed_everything
-from zbcompile.options import Options
+from zbcompile.options import PipelineOptions
 from zbcompile.passes.meta_device import is_on_meta
 from zbcompile.persistence.loaded_pipeline import device_for, load
 from zbcompile.torch_private import pytree
@@ -52,10 +52,10 @@ class Job:
     threads: int | None = None
     operators: tuple[str, ...] = ()
     backend: str | None = None
-    timeout: float = Options.timeout
+    timeout: float = PipelineOptions.timeout
     log_every: int = 10
     monitor: int = 0
-    debug_nan: bool = Options.debug_nan
+    debug_nan: bool = PipelineOptions.debug_nan
     compiling: Mapping[str, Any] = field(default_factory=dict)  # options of zbcompile.pipeline, for a TARGET
 
     @property
@@ -111,7 +111,7 @@ def _compile(job: Job, asked: dict[str, Any]) -> Pipeline:
         init, model = asked.pop("init"), example.model
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             fill(init, asked.get("seed", 0), name, tensor)
-    return build_pipeline(Options(**job.compiling, **asked), example.model)
+    return build_pipeline(PipelineOptions(**job.compiling, **asked), example.model)
 
 
 def _batch(example: Example, microbatches: int) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -19,7 +19,7 @@ from zbcompile.compiler.block_memory import BlockMemory, Step, Use
 from zbcompile.compiler.compile_stage import compile_stage, labels_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.opaque_calls import form_of, is_call
-from zbcompile.passes.compile_options import Choices, read_channels
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.rematerialize import can_remake
 from zbcompile.passes.graph.storage import is_view, storages_behind, tensors_of
@@ -367,12 +367,8 @@ def _alike(one: Any, other: Any) -> bool:
 
 
 def exchange_seconds(collective: Collective, choices: Choices, device: str) -> float:
-    """The time of a collective on the channel of its dimension: as `channels` says, or as the hardware has it."""
-    channels = read_channels(choices.channels)
-    if collective.dimension not in channels:
-        return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes, collective.kind)
-    latency, bandwidth = channels[collective.dimension]
-    return latency + collective.bytes / bandwidth
+    """The time of a collective on the hardware."""
+    return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes, collective.kind)
 
 
 def _joined(canonical: Canonical, blocks: Sequence[tuple[Stage, Prices]]) -> Prices:

@@ -15,7 +15,6 @@ from zbcompile.batches.batch import Microbatch, whole_batch
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step, whole_of
 from zbcompile.compiler.inference import Computation, Frame, compile_forward
-from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices
@@ -44,7 +43,7 @@ class CompiledExample:
 class Planner(Protocol):
     """Chooses the layout of a captured step, and the order of what it was compiled to."""
 
-    def decide(self, laid_out: LaidOut, seconds: Mapping[str, float]) -> tuple[Schedule, Choices, Sequence[int]]: ...
+    def decide(self, laid_out: LaidOut) -> tuple[Schedule, Choices, Sequence[int]]: ...
     def finish(self, program: Program) -> Program: ...
 
 
@@ -68,14 +67,11 @@ def compile_example(
     microbatch, loss = one_microbatch(example), example.loss or loss_of_model
     with _warnings() as seen:
         laid_out = lay_out_step(example.model, microbatch, loss, choices, None if planner else schedule, observe)
-        seconds = (
-            measure_line(whole_of(laid_out).line if planner else laid_out.line) if choices.balance == "measured" else {}
-        )
         edges = None
         if planner is not None:
-            schedule, choices, edges = planner.decide(laid_out, seconds)
+            schedule, choices, edges = planner.decide(laid_out)
             laid_out = whole_of(laid_out) if choices.vocab == "off" else laid_out
-        step = example.model, microbatch, laid_out, schedule, choices, seconds
+        step = example.model, microbatch, laid_out, schedule, choices
         program = compile_laid_out(*step, observe=observe, edges=edges)
         program = planner.finish(program) if planner else program
     return CompiledExample(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), laid_out)

@@ -122,12 +122,11 @@ def compile_laid_out(
     laid_out: LaidOut,
     schedule: Schedule,
     choices: Choices,
-    seconds: Mapping[str, float],
     like: Program | None = None,
     observe: Observer | None = None,
     edges: Sequence[int] | None = None,
 ) -> Program:
-    """Cut the captured step and compile its stages. `seconds` are measured times, for `balance="measured"`.
+    """Cut the captured step and compile its stages.
 
     `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
     `observe` sees each pass that is left to do. `edges` are cuts that are already chosen, as numbers of nodes before.
@@ -138,15 +137,13 @@ def compile_laid_out(
     behind = sharding.gradient if sharding else None
     with without_autocast(microbatch):
         if like is None:
-            cuts = plan_cuts(canonical, line, schedule, choices, seconds, edges, behind)
+            cuts = plan_cuts(canonical, line, schedule, choices, edges, behind)
             assigned: Assignment = assign_by_cuts(line, cuts)
         elif targets_of(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
             cuts, assigned = like.cuts, assign_by_cuts(line, like.cuts)
         else:
             cuts, assigned = like.cuts, assign_by_parameters(canonical, line, like.homes, schedule.stages)
-        relay = choices.relay or (schedule.programs and not schedule.ways)  # a schedule may bring its messages
-        owners = None if relay else [*map(schedule.placement.ranks_of, range(schedule.stages))]
-        stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact, owners)
+        stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact)
         refuse_shared_mutation(stages)
         if schedule.placement.kind == "dual":
             refuse_mutation_of_copies(stages)

@@ -19,7 +19,7 @@ from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.partition.balance import LoadRow, Spans
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.named_cuts import edges_named
-from zbcompile.passes.partition.node_costs import loads_of
+from zbcompile.passes.partition.node_costs import predicted_seconds
 from zbcompile.passes.partition.search import Cuts, Limits, choose_edges, describe_cuts, rank_spans
 from zbcompile.passes.stage.deduplicate import Tangents
 from zbcompile.program.choice import Layout
@@ -33,11 +33,10 @@ def plan_cuts(
     line: Line,
     schedule: Schedule,
     choices: Choices,
-    seconds: Mapping[str, float],
     edges: Sequence[int] | None = None,
     behind: Tangents | None = None,
 ) -> Cuts:
-    """Cut `line` for `schedule`; `seconds` are the measured times for `balance="measured"`, `edges` cuts that are
+    """Cut `line` for `schedule`; `edges` are cuts that are
     already chosen, `behind` the gradients that arrive at the end of the line, None if it makes the loss.
 
     Raises PartitionError for names, or limits, that cannot be met.
@@ -45,23 +44,17 @@ def plan_cuts(
     placement = schedule.placement
     ranks_of = _ranks_of(placement)
     named = not isinstance(choices.balance, str)
-    basis = "flops" if named or choices.balance == "makespan" else str(choices.balance)
-    loads, unit = loads_of(line, basis, seconds, choices.hardware)
+    loads = predicted_seconds(line, choices.hardware)
     totals = [0.0, *accumulate(loads)]
     prices = LinePrices(canonical, line, choices, behind=behind)
     limits = limits_of(prices, schedule, choices)
-    if edges is not None:
-        basis = "makespan"
-    elif named:
+    basis = "names" if named else "flops" if edges is None else "makespan"
+    if edges is None and named:
         edges = edges_named(line, choices.balance, placement.stages)
         _require_within(line, edges, schedule, limits)
-    else:
+    elif edges is None:
         edges = choose_edges(line, totals, ranks_of, limits)
-        if choices.balance == "makespan":
-            basis = "makespan"
-            start = layout_of(schedule, edges, choices)
-            edges = layout_for_makespan(prices, start, schedule, choices.memory, choices.boundary_bytes).edges
-    cuts = describe_cuts(line, edges, totals, ranks_of, "names" if named else basis, unit)
+    cuts = describe_cuts(line, edges, totals, ranks_of, basis, "s")
     overweight = explain_overweight(line, loads, edges, ranks_of, _other_placements(placement))
     return replace(cuts, overweight=overweight)
 
@@ -90,7 +83,7 @@ def _ranks_of(placement: Placement) -> list[int]:
 def limits_of(prices: LinePrices, schedule: Schedule, choices: Choices) -> Limits:
     """What a rank may hold; what it recomputes is not known before the cuts are, and not counted."""
     if choices.memory is None:
-        return Limits(choices.boundary_bytes)
+        return Limits()
     waiting = [most_waiting(schedule, rank) for rank in range(schedule.ranks)]
 
     def held(rank: int, spans: Spans) -> float:
@@ -98,16 +91,11 @@ def limits_of(prices: LinePrices, schedule: Schedule, choices: Choices) -> Limit
         waits = max(sum(counts.get(stage, 0) * kept[stage] for stage in kept) for counts in waiting[rank])
         return sum(prices.footprint.resident(begin, end) for _, begin, end in spans) + waits
 
-    return Limits(choices.boundary_bytes, choices.memory, schedule.placement.chunks, held)
+    return Limits(choices.memory, schedule.placement.chunks, held)
 
 
 def _require_within(line: Line, edges: list[int], schedule: Schedule, limits: Limits) -> None:
     """Refuse named cuts that break the limits; they are never moved."""
-    widest = max((line.boundary_bytes(edge - 1) for edge in edges), default=0)
-    if limits.boundary is not None and widest > limits.boundary:
-        raise PartitionError(
-            f"a cut that balance= names carries {widest:,} bytes, more than boundary_bytes={limits.boundary:.15g}."
-        )
     if limits.memory is None or limits.bytes_of is None:
         return
     for rank in range(schedule.ranks):
@@ -183,12 +171,11 @@ def layout_for_makespan(
     start: Layout,
     schedule: Schedule,
     memory: float | None = None,
-    boundary: float | None = None,
     levels: Sequence[Policy] = (),
     over: Callable[[], bool] = lambda: False,
 ) -> Layout:
     """Move cuts to where the step of `schedule` is shortest and no rank holds more than `memory` bytes, until it is
-    `over`; a cut that more than `boundary` bytes cross is not taken. With `levels` ranks recompute as little as that
+    `over`. With `levels` ranks recompute as little as that
     allows: see `keep_most`."""
     many = sum(map(len, schedule.orders)) > LONG
     step = first_microbatches(schedule, 2 * schedule.ranks) if many else schedule
@@ -202,7 +189,7 @@ def layout_for_makespan(
         left -= 1
         return score_of(prices, layout, step, memory)
 
-    places = sorted({*places_of(prices.line, boundary), *start.edges})
+    places = sorted({*places_of(prices.line), *start.edges})
     return Descent(places, look, lambda: left <= 0 or over(), settled=settled).run(settled(start))
 
 
@@ -229,10 +216,9 @@ def keep_most(
     return replace(layout, recompute=tuple(chosen[placement.rank(stage)] for stage in range(placement.stages)))
 
 
-def places_of(line: Line, boundary: float | None = None) -> list[int]:
-    """Where the line may be cut, as numbers of nodes before, and no more than `boundary` bytes cross."""
-    edges = [position + 1 for position, allowed in enumerate(line.allowed[:-1]) if allowed]
-    return [edge for edge in edges if boundary is None or line.boundary_bytes(edge - 1) <= boundary]
+def places_of(line: Line) -> list[int]:
+    """Where the line may be cut, as numbers of nodes before."""
+    return [position + 1 for position, allowed in enumerate(line.allowed[:-1]) if allowed]
 
 
 def first_microbatches(schedule: Schedule, count: int) -> Schedule:

@@ -83,11 +83,10 @@ def compile_forward(
         sharding = _sharding(canonical, frame, manager)
         trunk = canonical if sharding is None else sharding.trunk
         line = lay_out_line(trunk)
-        cuts = plan_cuts(trunk, line, frame.schedule, frame.choices, {}) if like is None else like.cuts
+        cuts = plan_cuts(trunk, line, frame.schedule, frame.choices) if like is None else like.cuts
         count = frame.schedule.stages
         assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes, count)
-        owners = None if frame.choices.relay else [*map(frame.schedule.placement.ranks_of, range(count))]
-        stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, count, False, owners)
+        stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, count, False)
         stages = tuple(without_calls(stage, labels_of(canonical)) for stage in stages)
         if wanted.computes != "eval":
             require_whole_logits(stages, frame.sharded)

@@ -1,27 +1,19 @@
-"""Measured costs: each kind of operation of a graph is run, forward and backward, on synthetic data.
-
-Equal operations on tensors of equal form are measured once: the layers of a transformer cost no more than one of them.
-The data are random numbers, and indices that reach everything that they index: indices that are all equal would read
-one row again and again, and leave all experts but one without work.
+"""Runs of graphs on synthetic data, measured. The data are random numbers, and indices that reach everything that they
+index: indices that are all equal would read one row again and again, and leave all experts but one without work.
 """
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from statistics import mean
 from typing import Any
 
 import torch
 from torch.fx import Node
-from torch.fx.node import map_arg
 
 from zbcompile.passes import gpu
-from zbcompile.passes.graph.fx import argument_of, is_getitem
-from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.graph.fx import argument_of
 from zbcompile.passes.graph.storage import is_view, tensors_of
-from zbcompile.passes.partition.liveness import Line
-from zbcompile.passes.partition.node_costs import kernel_key
 from zbcompile.passes.torch_private import OpOverload
 
 WARM_UP = 2
@@ -29,52 +21,10 @@ RUNS = (5, 25)  # at least, at most
 ENOUGH = 0.02  # stop early after this many seconds once RUNS[0] is reached
 
 
-def measure_line(line: Line) -> dict[str, float]:
-    """Seconds of forward and backward of every distinct operation of `line`, by
-    `zbcompile.passes.partition.node_costs.kernel_key`.
-
-    Runs on the device of the graph. A part of a tuple and a view take no time, and a collective none of this process.
-    """
-    found: dict[str, float] = {}
-    with gpu.forked_generators(device_of(line.nodes)):
-        for node in line.nodes:
-            if not (is_getitem(node) or is_view(node) or is_collective(node)) and kernel_key(node) not in found:
-                found[kernel_key(node)] = run_seconds_in_turn([_run_of(node)])[0]
-    return found
-
-
 def device_of(nodes: Iterable[Node]) -> torch.device:
     """The device of what is computed: a number may be on the CPU."""
     devices = {tensor.device for node in nodes for tensor in tensors_of(node.meta.get("val"))}
     return next((device for device in devices if gpu.is_gpu(device)), torch.device("cpu"))
-
-
-def _run_of(node: Node) -> Callable[[], None]:
-    """Forward and, if a gradient flows, backward of one operation."""
-    inputs = {argument: _value_of(argument, node) for argument in node.all_input_nodes}
-    leaves = [t for argument in inputs if argument.meta.get("differentiable") for t in tensors_of(inputs[argument])]
-    leaves = [t.requires_grad_() for t in leaves if t.is_floating_point() or t.is_complex()]
-    args, kwargs = map_arg((node.args, node.kwargs), inputs.__getitem__)  # type: ignore[misc]
-    device = device_of([node])
-    tangents = [synthetic(t) for t in tensors_of(node.meta["val"])]
-
-    def run() -> None:
-        with torch.enable_grad():
-            results = tensors_of(node.target(*args, **kwargs))  # type: ignore[operator]
-        pairs = [(r, t) for r, t in zip(results, tangents, strict=True) if r.requires_grad]
-        if leaves and pairs:
-            roots, gradients = zip(*pairs, strict=True)
-            torch.autograd.grad(roots, leaves, gradients, allow_unused=True)
-        gpu.synchronize(device)
-
-    return run
-
-
-def _value_of(node: Node, reader: Node) -> Any:
-    """A value of the form that `node` has, for `reader`."""
-    if node.op == "get_attr":
-        return attrgetter(str(node.target))(node.graph.owning_module)
-    return values_like(node, [(node, reader)])
 
 
 def run_seconds_in_turn(runs: Sequence[Callable[[], None]]) -> list[float]:
@@ -116,12 +66,12 @@ _BY_POSITION = (aten.index, aten.index_put)  # the first index is of dimension 0
 Read = tuple[Node, Node]  # a value, or a view of it, and an operation that reads it
 
 
-def values_like(node: Node, reads: Iterable[Read] | None = None) -> Any:
-    """A value of the form that `node` has, as `reads` (default: all of its graph) can take it."""
+def values_like(node: Node) -> Any:
+    """A value of the form that `node` has, as the operations that read it can take it."""
     value = torch.fx.node.map_aggregate(node.meta["val"], synthetic)
     if not isinstance(value, torch.Tensor) or value.dtype not in (torch.int32, torch.int64) or not value.numel():
         return value
-    found = list(_reads_of(node) if reads is None else reads)
+    found = list(_reads_of(node))
     rows = [count for name, reader in found if (count := _grouped_rows(name, reader))]
     if rows:  # experts that get equally many rows
         return value.copy_(torch.arange(1, value.numel() + 1).view(value.shape) * min(rows) // value.numel())

@@ -4,7 +4,7 @@ compiled."""
 import copy
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
@@ -27,7 +27,7 @@ from zbcompile.passes.partition.memory_estimate import (
     Footprint,
     ReplicaSharding,
 )
-from zbcompile.passes.partition.node_costs import device_of, measured_seconds
+from zbcompile.passes.partition.node_costs import device_of
 from zbcompile.passes.partition.stage_graphs import legs_of
 from zbcompile.passes.stage.deduplicate import Tangents
 from zbcompile.schedules import Costs, Placement, Schedule, peak_memory, with_updates
@@ -58,16 +58,14 @@ WHOLE = ShardPrice()  # of an output layer that is not sharded
 class LinePrices:
     """The prices of a line of operations, cut anywhere; `edges` are the inner cuts, as numbers of nodes before each.
 
-    `measured` are the times of operations for `balance="measured"`: the graphs then say how a time divides. `behind`
-    are the gradients that arrive at the end of the line, None if it makes the loss; `made` remembers what was compiled.
-    `shard` is what each rank has of a sharded output layer, `link` what connects two ranks (None: messages are free);
-    `fused`: see `seconds_of`; `sharding` is what replicas divide.
+    `behind` are the gradients that arrive at the end of the line, None if it makes the loss; `made` remembers what was
+    compiled. `shard` is what each rank has of a sharded output layer, `link` what connects two ranks (None: messages
+    are free); `fused`: see `seconds_of`; `sharding` is what replicas divide.
     """
 
     canonical: Canonical
     line: Line
     choices: Choices
-    measured: Mapping[str, float] | None = None
     behind: Tangents | None = None
     made: Made = field(default_factory=dict)
     shard: ShardPrice = WHOLE
@@ -99,7 +97,7 @@ class LinePrices:
     def loads(self) -> list[float]:
         """Seconds of all passes of each operation."""
         found = self._known("off").prices.seconds
-        return [sum(each) * scale for *each, scale in zip(*found, self._scales, strict=True)]
+        return [sum(each) for each in zip(*found, strict=True)]
 
     def costs(
         self,
@@ -212,15 +210,13 @@ class LinePrices:
         key = tuple(edges), str(placement)
         if key not in self._sent:
             crossing = dict.fromkeys(value for edge in edges for value in self.line.live[edge - 1])
-            owners = None if self.choices.relay else [*map(placement.ranks_of, range(placement.stages))]
             values: dict[tuple[int, int], list[Node]] = {}
             places = self._places
 
             def stage_of(node: Node, default: int) -> int:
                 return bisect_right(edges, places[node]) if node in places else default
 
-            how = stage_of, len(edges), self.choices.exact, owners
-            for leg in legs_of(self.canonical, crossing, *how):
+            for leg in legs_of(self.canonical, crossing, stage_of, len(edges)):
                 values.setdefault((leg.source, leg.target), []).append(leg.value)
             self._sent[key] = {ends: bytes_behind(each) for ends, each in values.items()}
         return self._sent[key]
@@ -237,7 +233,7 @@ class LinePrices:
     def _seconds(self, span: StageSpan, known: PolicyPrices) -> tuple[tuple[float, float, float], float]:
         """Seconds of F, B and W, and of B's those in which it recomputes."""
         begin, end = span.begin, span.end
-        again = sum(seconds * self._scales[place] for place, seconds in span.again())
+        again = sum(seconds for _, seconds in span.again())
         forward, backward, weight = (self._sum(each, begin, end) for each in known.prices.seconds)
         found = forward, backward + again, weight
         return tuple(each + self._hardware.start * (each > 0) for each in found), again  # type: ignore[return-value]
@@ -248,9 +244,7 @@ class LinePrices:
         return max(0.0, saved)
 
     def _sum(self, seconds: Sequence[float], begin: int, end: int) -> float:
-        if self.measured is None:
-            return sum(seconds[begin:end])
-        return sum(a * b for a, b in zip(seconds[begin:end], self._scales[begin:end], strict=True))
+        return sum(seconds[begin:end])
 
     def _exchange(self, rows: float) -> float | None:
         """Until every rank has the last stage's output, or the sum of all parts of its gradient."""
@@ -365,15 +359,6 @@ class LinePrices:
     @cached_property
     def _hardware(self) -> Hardware:
         return self.choices.hardware or hardware_for(device_of(self.line))
-
-    @cached_property
-    def _scales(self) -> list[float]:
-        """How much longer each operation takes than the hardware says."""
-        if self.measured is None:
-            return [1.0] * len(self.line.nodes)
-        found = map(sum, zip(*self._known("off").prices.seconds, strict=True))
-        measured = measured_seconds(self.line, self.measured)
-        return [now / then if then else 0.0 for now, then in zip(measured, found, strict=True)]
 
 
 def _with_divided(order: Sequence[Step], costs: Costs, extra: Running, divided: DividedBytes) -> Iterator[float]:

@@ -84,10 +84,9 @@ class StageSpan:
             stop = min(end, *edges[:2][-1:])
             key = self.policy, begin, stop, stop < end and prices.blocks[stop] > 0
             self.start = self.starts.get(key) or self.starts.setdefault(key, self._find_start(*key[2:]))
-        both, made = {*self._live(begin)} & {*self._live(end)}, self.start.made
-        self._aside = set() if self.choices.relay else {each for each in both if not self._is_read(each)}
-        self._arriving = sizes_of(value for value in self._live(begin) if value not in self._aside)
-        self._sent = [value for value in self._live(end) if value not in self._aside]
+        made = self.start.made
+        self._arriving = sizes_of(self._live(begin))
+        self._sent = [*self._live(end)]
         self._grown, self._left = kept.growing(begin, end), residue.shrinking(begin, end)
         unmade = kept.within(begin, made)  # of what runs again only when nothing but its own B is left
         self._waits = held.growing(begin, made) + [unmade + size for size in held.growing(made, end)]
@@ -163,7 +162,7 @@ class StageSpan:
     def _most(self, first: int, memory: BlockMemory, part: Part) -> Iterator[tuple[int, int]]:
         """The most bytes that are alive at each operation of a part, while F and while B run."""
         begin, end = first + part.begin, first + part.end
-        over = {*self._live(begin)} & {*self._live(end)} - self._aside
+        over = {*self._live(begin)} & {*self._live(end)}
         late = self.begin < self.start.made <= begin
         crossing = {**self._arriving, **sizes_of(over), **(self.start.kept if late else {})}
         counted = self.known.prices.received[first] if part.begin == 0 else frozenset()  # by the block
@@ -199,11 +198,6 @@ class StageSpan:
 
     def _live(self, edge: int) -> tuple[Node, ...]:
         return self.line.live[edge - 1] if 0 < edge < len(self.line.nodes) else ()
-
-    def _is_read(self, value: Node) -> bool:
-        """Whether operations of the stage read a value, perhaps through what any stage computes for itself."""
-        at = self.places
-        return any(self.begin <= at[user] < self.end if user in at else self._is_read(user) for user in value.users)
 
 
 def sizes_of(values: Iterable[Node]) -> Sizes:

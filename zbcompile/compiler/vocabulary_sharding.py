@@ -9,7 +9,7 @@ import torch
 from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.compiler.stage_price import bytes_of
 from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.compile_options import BALANCES, Choices
+from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError, PartitionError
 from zbcompile.passes.gpu import KIND, kind_of
 from zbcompile.passes.partition.liveness import lay_out_line
@@ -84,7 +84,7 @@ def forward_shards(
     sharding: VocabularySharding, bounds: Bounds, choices: Choices, manager: PassManager
 ) -> VocabularyProgram:
     """The graphs of every rank's shard for a forward alone: S without a gradient, and what STATS makes of it."""
-    tiling = replace(tiling_of(sharding.head, bounds, choices), keep=False)
+    tiling = replace(tiling_of(sharding.head, bounds), keep=False)
     inputs = sharding.whole, sharding.head, sharding.activation, bounds, 0, tiling, sharding.lookup, choices
     return manager.run(SHARD, *inputs)  # type: ignore[no-any-return]
 
@@ -110,17 +110,17 @@ def shard(
         inserted = insert(schedule, vocabulary, stages)
         return (vocabulary, inserted), _most_bytes(sharding, choices, stages, vocabulary, inserted)
 
-    tiling = tiling_of(sharding.head, bounds, choices)
+    tiling = tiling_of(sharding.head, bounds)
     found, most = made(tiling)
     if choices.memory is None or most <= choices.memory:
         return found
-    if tiling.keep and choices.vocab_logits == "auto":
+    if tiling.keep:
         found, most = made(replace(tiling, keep=False))
     if most > choices.memory:
         raise CompileError(
             f"with its shard of the output layer a rank holds {most:,.0f} bytes, more than "
             f"memory={choices.memory:.15g}. "
-            'Use more ranks, smaller microbatches, recompute="selective", or vocab=Vocab(logits="remake").'
+            'Use more ranks, smaller microbatches, or recompute="selective".'
         )
     return found
 
@@ -142,15 +142,13 @@ def bounds_of(head: VocabularyHead, schedule: Schedule, stages: tuple[StageProgr
     return levelled if gains else even
 
 
-def tiling_of(head: VocabularyHead, bounds: Bounds, choices: Choices) -> Tiling:
+def tiling_of(head: VocabularyHead, bounds: Bounds) -> Tiling:
     """How many words to work on at a time, and whether the logits of a shard are to wait from S to T."""
     value = head.linears[0].meta["val"]
     tokens, most = head.logits // head.size, max(high - low for low, high in bounds)
     tile = TILE_BYTES.get(kind_of(value.device), TILE_BYTES[KIND]) // (4 * tokens)
     count = min(math.ceil(most / max(1, tile)), MOST_TILES)
-    small = tokens * most * head.dtype.itemsize <= LEAN_BYTES
-    keep = small if choices.vocab_logits == "auto" else choices.vocab_logits == "keep"
-    return Tiling(math.ceil(most / count), keep)
+    return Tiling(math.ceil(most / count), keep=tokens * most * head.dtype.itemsize <= LEAN_BYTES)
 
 
 def _most_bytes(
@@ -241,9 +239,8 @@ def predict_steps(sharding: VocabularySharding, schedule: Schedule, choices: Cho
 
 def _loads(canonical: Canonical, schedule: Schedule, choices: Choices) -> tuple[float, ...] | None:
     """The load of each stage; None if there are no such cuts."""
-    by_flops = replace(choices, balance="flops") if choices.balance in BALANCES else choices
     try:
-        return plan_cuts(canonical, lay_out_line(canonical), schedule, by_flops, {}).loads
+        return plan_cuts(canonical, lay_out_line(canonical), schedule, choices).loads
     except PartitionError:
         return None
 

@@ -25,7 +25,6 @@ BATCHES = ("dp", "ep")  # ranks along these pass batches of their own
 PLACE = ("tp", "cp", "ep")  # ranks along these dimensions may have graphs of different sizes
 LONGER = 2.0  # seconds for which gloo waits on when the watch should have ended the wait
 PARTS = ("dp", "ep", "cp")  # ranks along these have losses of their own, which the step averages
-MeshNames = Mapping[str, str | Sequence[str]]  # by dimension: the name, or the names, that it has in a DeviceMesh
 
 
 @dataclass
@@ -136,20 +135,9 @@ def is_patient(group: dist.ProcessGroup, timeout: float) -> bool:
     return own is None or own.total_seconds() >= timeout
 
 
-def read_mesh_names(given: Any) -> dict[str, str | tuple[str, ...]]:
-    """`given` as it is kept. Raises ValueError for another dimension, and for what is no name."""
-    found = {ours: each if isinstance(each, str) else tuple(each) for ours, each in dict(given).items()}
-    for ours, each in found.items():
-        if ours not in DIMENSIONS or not each or not all(isinstance(name, str) for name in each):
-            raise ValueError
-    return found
-
-
-def mesh_of(given: Any, timeout: float, names: MeshNames | None = None) -> Mesh:
-    """The `given` mesh, None for one of the pipeline's ranks alone; `names`: see `mesh_names=` of `zbcompile.pipeline`.
-
-    Raises PipelineError if it is not a pipeline's.
-    """
+def mesh_of(given: Any, timeout: float) -> Mesh:
+    """The `given` mesh, None for one of the pipeline's ranks alone. Raises PipelineError if it is not a
+    pipeline's."""
     if not dist.is_initialized():
         raise PipelineError(
             "mesh= was given, but this process has no process group. Start the script with torchrun and call "
@@ -160,50 +148,33 @@ def mesh_of(given: Any, timeout: float, names: MeshNames | None = None) -> Mesh:
         mesh = Mesh(("pp",), torch.arange(world), (dist.get_rank(),), timeout=timeout)
         mesh.bring({"pp": dist.group.WORLD})  # type: ignore[dict-item]
         return mesh
-    theirs = _dimensions(given, names or {})
+    names = _dimensions(given)
     _require_all_ranks(given)
-    layout = _regrouped(given, theirs)
-    if not all(bool((layout.diff(dim=i) > 0).all()) for i in range(len(theirs))):
+    layout = given.mesh.reshape([size for name, size in _sizes(given).items() if name in names])
+    if not all(bool((layout.diff(dim=i) > 0).all()) for i in range(len(names))):
         raise PipelineError(f"mesh= has the ranks {layout.tolist()}; expected rising numbers along every dimension.")
     place = tuple((layout == dist.get_rank()).nonzero()[0].tolist())
-    mesh = Mesh(tuple(theirs), layout, place, timeout=timeout)
-    mesh.bring({name: given[parts[0]].get_group() for name, parts in theirs.items() if len(parts) == 1})
+    mesh = Mesh(names, layout, place, timeout=timeout)
+    mesh.bring({name: given[name].get_group() for name in names})
     return mesh
 
 
-def _dimensions(given: Any, names: MeshNames) -> dict[str, tuple[str, ...]]:
-    """The dimensions of a DeviceMesh that make up each of the pipeline's, in the order of the DeviceMesh's first ones;
-    those of one rank are left out if the pipeline does not know them."""
-    sizes = dict(zip(given.mesh_dim_names or (), given.mesh.shape, strict=False))
+def _sizes(given: Any) -> dict[str, int]:
+    return dict(zip(given.mesh_dim_names or (), given.mesh.shape, strict=False))
+
+
+def _dimensions(given: Any) -> tuple[str, ...]:
+    """The pipeline's dimensions of a DeviceMesh in its order; others may have one rank each. Raises PipelineError."""
+    sizes = _sizes(given)
     if not sizes:
         raise PipelineError(f"mesh= has dimensions without names; expected some of {_known()}. Pass mesh_dim_names=.")
-    found = {ours: (each,) if isinstance(each, str) else tuple(each) for ours, each in names.items()}
-    said = [name for parts in found.values() for name in parts]
-    for name in said:
-        if name not in sizes or said.count(name) > 1:
+    for name in sizes:
+        if sizes[name] > 1 and name not in DIMENSIONS:
             raise PipelineError(
-                f'mesh_names={dict(names)} has "{name}"{" twice" if name in sizes else ""}; expected names of '
-                f"dimensions of mesh=, each at most once: {', '.join(sizes)}."
+                f'mesh= has a dimension "{name}" of size {sizes[name]}; expected some of {_known()}. Give dimensions '
+                "these names in mesh_dim_names=, and flatten several into one of them first."
             )
-    found |= {name: (name,) for name in sizes if name in DIMENSIONS and name not in (*said, *found)}
-    left = [name for name in sizes if name not in {part for parts in found.values() for part in parts}]
-    for name in left:
-        if sizes[name] > 1:
-            raise PipelineError(
-                f'mesh= has a dimension "{name}" of size {sizes[name]}; expected some of {_known()}. Say which of '
-                f'these it is: mesh_names={{"dp": "{name}"}}.'
-            )
-    order = list(sizes)
-    return dict(sorted(found.items(), key=lambda item: order.index(item[1][0])))
-
-
-def _regrouped(given: Any, theirs: Mapping[str, tuple[str, ...]]) -> torch.Tensor:
-    """The ranks of a DeviceMesh with an axis for each of the pipeline's dimensions."""
-    order, sizes = list(given.mesh_dim_names), given.mesh.shape
-    axes = [order.index(name) for parts in theirs.values() for name in parts]
-    single = [axis for axis in range(len(order)) if axis not in axes]
-    lengths = [torch.Size(sizes[order.index(name)] for name in parts).numel() for parts in theirs.values()]
-    return given.mesh.permute(*axes, *single).reshape(lengths)
+    return tuple(name for name in sizes if name in DIMENSIONS)
 
 
 def _require_all_ranks(given: Any) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 
 from zbcompile.distributed.arrival import Rendezvous
 from zbcompile.distributed.gpus import require_own_gpus, take_gpu, warn_of_few_queues
-from zbcompile.distributed.mesh import PARTS, Mesh, MeshNames, Replicas, mesh_of
+from zbcompile.distributed.mesh import PARTS, Mesh, Replicas, mesh_of
 from zbcompile.distributed.ranks import GroupRanks, Ranks
 from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
@@ -24,18 +24,13 @@ from zbcompile.passes.meta_device import is_on_meta
 FindDevice = Callable[[], torch.device]
 
 
-def find_ranks(
-    find_device: FindDevice, ranks: int | None, mesh: Any, timeout: float, names: MeshNames | None = None
-) -> Ranks:
+def find_ranks(find_device: FindDevice, ranks: int | None, mesh: Any, timeout: float) -> Ranks:
     """The ranks of this process: one of a group if a mesh, a process group or torchrun gives ranks, else all of them.
-    `find_device` is asked once this process has its GPU. `timeout`, and `names` as `mesh_names=`: see
-    `zbcompile.pipeline`."""
-    if names and mesh is None:
-        raise PipelineError("mesh_names= was given without mesh=, whose dimensions it names. Pass mesh= as well.")
+    `find_device` is asked once this process has its GPU. `timeout`: see `zbcompile.pipeline`."""
     if not is_alone(mesh):
         if mesh is None and not dist.is_initialized():
             start_group(find_device, timeout)
-        return _group_ranks(find_device, mesh_of(mesh, timeout, names), ranks, timeout)
+        return _group_ranks(find_device, mesh_of(mesh, timeout), ranks, timeout)
     if ranks is None:
         print("zbcompile: neither torchrun nor ranks= gives a number of ranks; running as one rank in this process.")
     return Ranks(ranks or 1, find_device())

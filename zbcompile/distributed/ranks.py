@@ -32,13 +32,11 @@ Value = TypeVar("Value")
 
 class Traffic(NamedTuple):
     """What a transport is for: one pass over `microbatches` microbatches, of program `number`, over channels of
-    `schedule`. The rest are the limits of the program's options."""
+    `schedule`."""
 
     schedule: Schedule
     microbatches: int
     number: int
-    max_ctas: int | None = None
-    max_receives: int | None = None
 
 
 @dataclass
@@ -167,7 +165,7 @@ class GroupRanks(Ranks):
         return found, outlives_its_step(work)
 
     def transport(self, traffic: Traffic, buffers: ReceiveBuffers) -> Transport:
-        return PointToPoint(channels=self.channels(traffic), buffers=buffers, most_posted=traffic.max_receives)
+        return PointToPoint(channels=self.channels(traffic), buffers=buffers)
 
     def channels(self, traffic: Traffic) -> Channels:
         """What carries messages between the ranks of a schedule; the first call opens the rank-local channels, a later
@@ -180,8 +178,7 @@ class GroupRanks(Ranks):
             found = self.opened or OrderedLinks({}, {})
             store, pairs = self.watch.board.private_store(self.group), found.missing(channels_of(schedule), self.rank)
             with self.watch.position.waiting("the opening of the channels"):
-                given = self.backend, pairs, self.rank, store, self.device, self.watch.timeout
-                new = open_channels(*given, traffic.max_ctas)
+                new = open_channels(self.backend, pairs, self.rank, store, self.device, self.watch.timeout)
             self.opened = OrderedLinks({**found.outward, **new.outward}, {**found.inward, **new.inward})
             self.opened_for.add(needs)
             self.watch.groups = (*self.watch.groups, *new.links)

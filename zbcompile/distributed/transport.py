@@ -95,7 +95,6 @@ def open_channels(
     store: dist.Store,
     device: torch.device,
     timeout: float,
-    max_ctas: int | None = None,
 ) -> OrderedLinks:
     """Open this rank's channels; all ranks must call it, with the same `pairs`. Only they use `store`.
 
@@ -111,7 +110,7 @@ def open_channels(
             place = dist.PrefixStore(f"{source}>{destination}", store)
             given = place, end, patience(backend, timeout)
             of_nccl = backend == gpu.BACKEND
-            link = nccl_link(*given, (source, destination), max_ctas) if of_nccl else gloo_link(*given)
+            link = nccl_link(*given, (source, destination)) if of_nccl else gloo_link(*given)
             _greet(link, end, device)
             if end == SOURCE:
                 outward[destination] = link
@@ -229,16 +228,10 @@ class PointToPoint(Transport):
     channel's stream, and both ends of a message start when the compute stream reaches where they were posted. A sent
     tensor is held until its work has been waited for, so the caching allocator cannot hand out its memory while it is
     being read; `complete` only waits for what is known to be over, so the compute stream does not stand still there.
-
-    At most `most_posted` receives are posted ahead and not yet waited for; others are `deferred`, in the order in which
-    they were announced, until one of those has arrived, or until a pass needs what they bring.
     """
 
     channels: Channels
     buffers: ReceiveBuffers
-    most_posted: int | None = None
-    deferred: dict[Message, tuple[Sequence[Buffer], int]] = field(default_factory=dict)
-    posted: set[Message] = field(default_factory=set)
     sends: dict[Message, list[tuple[torch.Tensor, dist.Work]]] = field(default_factory=dict)
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
@@ -248,38 +241,6 @@ class PointToPoint(Transport):
             works.append((flat, self.channels.send(flat, message, index, peer)))
 
     def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
-        if self.most_posted is None:
-            self._post_now(message, buffers, peer)
-        else:
-            self.deferred[message] = buffers, peer
-            self._post_deferred(self.most_posted)
-
-    def wait(self, message: Message) -> None:
-        if message in self.deferred:
-            self._post_channel_to(message)
-        super().wait(message)
-        if self.most_posted is not None:
-            self.posted.discard(message)
-            self._post_deferred(self.most_posted)
-
-    def _post_deferred(self, most: int) -> None:
-        """Post what there is room for. A channel pairs its messages by their order."""
-        while self.deferred and len(self.posted) < most:
-            self._post_first(next(iter(self.deferred)))
-
-    def _post_channel_to(self, message: Message) -> None:
-        """Post a message that a pass needs now, and what its channel brings before it, whether or not there is room."""
-        _, peer = self.deferred[message]
-        for each in [each for each, (_, sender) in self.deferred.items() if sender == peer]:
-            self._post_first(each)
-            if each == message:
-                break
-
-    def _post_first(self, message: Message) -> None:
-        self.posted.add(message)
-        self._post_now(message, *self.deferred.pop(message))
-
-    def _post_now(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
         tensors = self.boxes[message] = [self.buffers.get(buffer) for buffer in buffers]
         self.receives[message] = [
             self.channels.receive(as_contiguous(tensor), message, index, peer) for index, tensor in enumerate(tensors)

@@ -19,8 +19,6 @@ from zbcompile.tables import WIDTH, Figure, Table, facts
 
 _BASES = {
     "flops": "FLOPs and bytes",
-    "measured": "measured times of forward and backward",
-    "parameters": "parameters",
     "makespan": "the simulated step (loads from FLOPs and bytes)",
     "names": "names (loads from FLOPs and bytes)",
 }

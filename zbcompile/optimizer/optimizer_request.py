@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.parcels import Travel
 from zbcompile.errors import PipelineError
-from zbcompile.passes.option import is_real
+from zbcompile.passes.compile_options import is_real
 
 
 @dataclass(frozen=True)

@@ -10,14 +10,14 @@ import torch
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.backends.types import GraphCompiler
 from zbcompile.distributed.agreement import agree, together
-from zbcompile.distributed.mesh import Mesh, MeshNames
+from zbcompile.distributed.mesh import Mesh
 from zbcompile.distributed.process_group import find_ranks, is_alone, own_device
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
 from zbcompile.model.materialize import Init
 from zbcompile.model.model_info import has_values, module_of
-from zbcompile.options import Options
+from zbcompile.options import BACKENDS, PipelineOptions
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.process_groups import groups_in
 from zbcompile.passes.verification.value_kinds import RULES
@@ -26,7 +26,6 @@ from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import ANSWERS, Program
-from zbcompile.program.step_options import BACKENDS
 from zbcompile.runtime.step_run import Engine
 
 SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
@@ -38,12 +37,11 @@ def load(
     *,
     ranks: int | None = None,
     mesh: Any = None,
-    mesh_names: MeshNames | None = None,
     checkpoint: str | Path | None = None,
     operators: Sequence[str] = (),
     init: Init | None = None,
     seed: int | None = None,
-    timeout: float = Options.timeout,
+    timeout: float = PipelineOptions.timeout,
     debug_nan: bool = False,
     backend: str | GraphCompiler | None = None,
     cuda_graphs: bool | str | None = None,
@@ -59,7 +57,7 @@ def load(
         checkpoint: a checkpoint of `zbcompile.save_checkpoint`, or a folder of them, whose newest one is taken: the
             model's tensors, and the step. An optimizer is made afterwards; see `zbcompile.load_checkpoint`.
         ranks: without torchrun, all ranks of the program run in this process; another number is refused.
-        mesh, mesh_names, init, timeout, debug_nan: as for `zbcompile.pipeline`.
+        mesh, init, timeout, debug_nan: as for `zbcompile.pipeline`.
         seed: enters `zbcompile.microbatch_seed`; default: the one that it was compiled with.
         operators: operators of other libraries that the program may call, such as "mylibrary::scale". Import the module
             that defines them first.
@@ -84,17 +82,17 @@ def load(
     asked |= {
         "ranks": ranks,
         "mesh": mesh,
-        "mesh_names": mesh_names,
         "init": init,
         "timeout": timeout,
         "debug_nan": debug_nan,
+        "operators": operators,
     }
-    Options(**asked)  # a wrong value is refused before anything is read
+    PipelineOptions(**asked)  # a wrong value is refused before anything is read
     folder = Path(directory)
     found = _manifest_of(folder)
     if ranks is None and is_alone(mesh):
         ranks = found.require()["ranks"]
-    here = find_ranks(lambda: found.device, ranks, mesh, timeout, mesh_names)
+    here = find_ranks(lambda: found.device, ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
         program = together(
             here, f"loading {folder}", lambda: _read_all(folder, found, here, operators, init, max_bytes)
@@ -141,7 +139,7 @@ def device_for(folder: Path) -> torch.device:
     return _manifest_of(folder).device
 
 
-def _options(program: SavedProgram, asked: Mapping[str, Any]) -> Options:
+def _options(program: SavedProgram, asked: Mapping[str, Any]) -> PipelineOptions:
     """The options of a loaded program: those that it was saved with, unless others are asked for."""
     saved = {**vars(program.choices), **vars(program.step)}
     if "backend" not in asked and saved["backend"] not in BACKENDS:
@@ -149,7 +147,7 @@ def _options(program: SavedProgram, asked: Mapping[str, Any]) -> Options:
             f"the program was saved with a custom backend, {saved['backend']}, which a directory cannot hold. Pass "
             'backend=: that function, "fx" or "inductor".'
         )
-    return Options(**{**saved, "schedule": program.schedule, "max_shapes": 1 + len(program.answers), **asked})
+    return PipelineOptions(**{**saved, "schedule": program.schedule, "max_shapes": 1 + len(program.answers), **asked})
 
 
 def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> SavedProgram:

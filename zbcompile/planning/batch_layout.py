@@ -6,7 +6,7 @@ from torch import nn
 
 from zbcompile.batches.batch import Batch, Microbatch, Microbatches, require_divisible
 from zbcompile.model.held_elsewhere import readable
-from zbcompile.options import Options, is_searched
+from zbcompile.options import PipelineOptions, is_searched
 from zbcompile.planning.choose_schedule import counts_for, fit_to_batch, fit_to_count
 from zbcompile.planning.layout_trials import LayoutTrials
 from zbcompile.program_cache.orders import step_order
@@ -17,7 +17,7 @@ from zbcompile.progress import LONG, Progress
 class BatchLayout:
     """Splits batches into microbatches; with the first batch it decides the schedule and layout of `compiled`."""
 
-    def __init__(self, model: nn.Module, options: Options, compiled: Programs) -> None:
+    def __init__(self, model: nn.Module, options: PipelineOptions, compiled: Programs) -> None:
         self._model, self._options, self._compiled = model, options, compiled
         self._unfitted = compiled.schedule  # as it is before a first step fits it
         self._admitted: set[int] = set()  # numbers of microbatches

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from zbcompile.batches.batch import Batch
 from zbcompile.errors import PipelineError
-from zbcompile.options import Options, is_searched
+from zbcompile.options import PipelineOptions, is_searched
 from zbcompile.program.choice import Layout
 from zbcompile.schedules import (
     Costs,
@@ -28,7 +28,7 @@ from zbcompile.schedules.searching.starting_orders import HEURISTIC
 PROVISIONAL = "zb-v"  # until a searched layout is known: it admits any number of microbatches
 
 
-def choose_schedule(options: Options, ranks: int) -> Schedule:
+def choose_schedule(options: PipelineOptions, ranks: int) -> Schedule:
     """The schedule that the options ask for, on `ranks` ranks; for "auto" one that stands in until the search. Raises
     PipelineError for one of other ranks or microbatches, and ScheduleError for one that `check` refuses. Weight
     gradients must be summed in the order of microbatches only with `exact=True`."""
@@ -48,7 +48,7 @@ def choose_schedule(options: Options, ranks: int) -> Schedule:
     return given
 
 
-def counts_for(options: Options, batch: Batch, schedule: Schedule) -> tuple[int, ...]:
+def counts_for(options: PipelineOptions, batch: Batch, schedule: Schedule) -> tuple[int, ...]:
     """The numbers of microbatches that a search may choose: what divides the batch, up to eight for each rank."""
     if options.microbatches is not None:
         return ()
@@ -61,7 +61,7 @@ def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
     return smallest_microbatches(name, ranks, at_least=2 * stages, chunks=chunks)
 
 
-def fit_to_batch(schedule: Schedule, options: Options, batch: Batch, announce: bool) -> Schedule:
+def fit_to_batch(schedule: Schedule, options: PipelineOptions, batch: Batch, announce: bool) -> Schedule:
     """The schedule, if it has a name and `microbatches=` is not given, for a count that divides the batch: the smallest
     from the usual one on up to four times as many, else the largest below; the schedule as it is if there is none."""
     if options.microbatches is not None or not isinstance(options.schedule, str):
@@ -77,7 +77,7 @@ def fit_to_batch(schedule: Schedule, options: Options, batch: Batch, announce: b
     return fit_to_count(schedule, options, count)
 
 
-def fit_to_count(schedule: Schedule, options: Options, count: int) -> Schedule:
+def fit_to_count(schedule: Schedule, options: PipelineOptions, count: int) -> Schedule:
     """The schedule, if it has a name and `microbatches=` is not given, for `count` microbatches; else as it is."""
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule

@@ -33,7 +33,7 @@ def fastest_layouts(search: LayoutSearch, seconds: float, announce: Say = silent
     much is missing."""
     search.require_room()
     looked = _looked_at(search, announce)
-    if search.is_named and search.choices.balance != "makespan":
+    if search.is_named:
         return _fastest(looked)
     several = not _is_partial(_fastest(looked)[0])  # a score of cuts of a large step takes a while
     finalists, until = _starts(looked)[: FINALISTS if several else 1], time.monotonic() + MOVING * seconds
@@ -102,9 +102,8 @@ def _recut(search: LayoutSearch, choice: Choice, seconds: float) -> Choice:
     looked, places = {choice.layout: choice, start: best}, search.places(prices)
     if large:
         if start.microbatches == search.microbatches and places and not free:
-            limits = search.choices.memory, search.choices.boundary_bytes
             with suppress(PartitionError, ScheduleError):
-                moved = search.lay_out(layout_for_makespan(prices, start, choice.order, *limits))
+                moved = search.lay_out(layout_for_makespan(prices, start, choice.order, search.choices.memory))
                 return _fastest([best, moved], 1)[0]
         return best
 
@@ -125,7 +124,7 @@ def _recut(search: LayoutSearch, choice: Choice, seconds: float) -> Choice:
 def _settled(search: LayoutSearch, choice: Choice, until: float) -> Choice:
     """The layout with what each stage recomputes chosen for the order, or for a named one; then, as long as that
     gains, cuts and recomputation for the order that was found with them. Never a longer step."""
-    prices, memory, limit = search.lines[choice.layout.vocab], search.choices.memory, search.choices.boundary_bytes
+    prices, memory = search.lines[choice.layout.vocab], search.choices.memory
     assert memory is not None, "without a limit there are no corners"
     moving = bool(search.places(prices)) and choice.layout.microbatches == search.microbatches
 
@@ -147,7 +146,7 @@ def _settled(search: LayoutSearch, choice: Choice, until: float) -> Choice:
         best = best if number and over() else better(layout, order)
     before = inf
     while moving and not over() and best.seconds < before * (1 - GAIN):
-        before, how = best.seconds, (memory, limit, prices.levels, over)
+        before, how = best.seconds, (memory, prices.levels, over)
         best = better(layout_for_makespan(prices, best.layout, best.order, *how), best.order)
     return best
 

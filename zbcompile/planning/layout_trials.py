@@ -23,10 +23,11 @@ from zbcompile.distributed.link_speed import measure_link
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.model.model_info import module_with
 from zbcompile.model.seeds import undisturbed
-from zbcompile.options import Options
+from zbcompile.options import PipelineOptions
 from zbcompile.passes import gpu
 from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.machine.hardware import Connection
+from zbcompile.planning import planner
 from zbcompile.planning.choose_schedule import fit_to_count
 from zbcompile.planning.planner import CLOSE, decide, order_by_graphs, pass_seconds, reordered
 from zbcompile.program.choice import Choice
@@ -47,7 +48,7 @@ class LayoutTrials:
     `programs` captures the step of a microbatch, times the operations of a line, and compiles a choice."""
 
     model: nn.Module
-    options: Options
+    options: PipelineOptions
     programs: Programs
     microbatch: Callable[[int], Microbatch]
     _captured: dict[int, LaidOut] = field(default_factory=dict, init=False)
@@ -110,9 +111,8 @@ class LayoutTrials:
 
     def _decided(self, laid_out: LaidOut, schedule: Schedule, counts: Sequence[int]) -> list[Choice]:
         """The first rank decides for all."""
-        options, measured = self.options, self.programs.measured(whole_of(laid_out))
-        settings = counts, options.chunks, options.search_seconds, measured, self._link
-        search = partial(decide, laid_out, schedule, options.choices, *settings)
+        settings = self.options.choices, counts, self.options.chunks, planner.SEARCH_SECONDS, self._link
+        search = partial(decide, laid_out, schedule, *settings)
         return from_first(self._ranks, "searching the layout", search)
 
     @cached_property
@@ -148,7 +148,7 @@ class LayoutTrials:
             if tried and number >= len(close):
                 break
             if tried and not self._is_time_for_another(began, len(tried)):
-                self._say(f"search_seconds leaves no time to try {len(close) - number} more of the best layouts")
+                self._say(f"the search leaves no time to try {len(close) - number} more of the best layouts")
                 break
             try:
                 program, orders = self._ordered(choice, len(close))
@@ -173,10 +173,10 @@ class LayoutTrials:
         return reordered(program, replace(chosen, tried=tuple(t for each in (chosen, *others) for t in each.tried)))
 
     def _is_time_for_another(self, began: float, count: int) -> bool:
-        """Whether a trial that takes as long as `count` others did on average ends within `search_seconds`. The first
+        """Whether a trial that takes as long as `count` others did on average ends within `SEARCH_SECONDS`. The first
         rank's time counts."""
         seconds = (time.monotonic() - began) * (1 + 1 / count)
-        return gathered(self._ranks, seconds <= self.options.search_seconds)[0]
+        return gathered(self._ranks, seconds <= planner.SEARCH_SECONDS)[0]
 
     def _is_for(self, line: LaidOut, choice: Choice) -> bool:
         """Whether the step can be cut where the choice says; with other rows it may take other operations."""
@@ -193,7 +193,7 @@ class LayoutTrials:
 
         def search() -> list[Choice] | ScheduleError:
             try:
-                return order_by_graphs(program, choice, self.options.search_seconds / of, measured, self._link)
+                return order_by_graphs(program, choice, planner.SEARCH_SECONDS / of, measured, self._link)
             except ScheduleError as error:  # no order fits: every rank is to raise the same
                 return error
 
@@ -228,7 +228,7 @@ def step_times(
     orders: Sequence[Schedule],
     microbatch: Microbatch,
     model: nn.Module,
-    options: Options,
+    options: PipelineOptions,
     ranks: Ranks,
 ) -> list[tuple[float, float, float]]:
     """Seconds of some steps of the program in each of the orders, which take turns: their median, the shortest and the

@@ -199,7 +199,7 @@ class LayoutSearch:
         if key not in self._edges:
             ranks_of = [parsed.rank(stage) for stage in range(parsed.stages)]
             totals = [0.0, *accumulate(prices.loads)]
-            self._edges[key] = choose_edges(prices.line, totals, ranks_of, Limits(self.choices.boundary_bytes))
+            self._edges[key] = choose_edges(prices.line, totals, ranks_of, Limits())
         return self._edges[key]
 
     def lean_cuts(self, layout: Layout) -> list[int] | None:
@@ -212,7 +212,7 @@ class LayoutSearch:
         if key not in self._edges:
             totals = prices.held_before(recompute)
             ranks_of = [parsed.rank(stage) for stage in range(parsed.stages)]
-            edges = [0, *places_of(prices.line, self.choices.boundary_bytes), len(prices.line.nodes)]
+            edges = [0, *places_of(prices.line), len(prices.line.nodes)]
             best = best_cuts(LoadRow(totals, ranks_of, heaviest_piece(totals, edges)), edges)
             self._edges[key] = best and best[1]
         return self._edges[key]
@@ -262,7 +262,7 @@ class LayoutSearch:
 
     def places(self, prices: LinePrices) -> list[int]:
         """Where cuts may be moved to: nowhere if they are named."""
-        return places_of(prices.line, self.choices.boundary_bytes) if isinstance(self.choices.balance, str) else []
+        return places_of(prices.line) if isinstance(self.choices.balance, str) else []
 
 
 def _shorter(found: SearchResult, costs: Costs, limits: Sequence[float] | None, other: Choice | None) -> SearchResult:

@@ -35,6 +35,8 @@ CLOSE = 1.25  # how much longer than the best one the steps of those are that ar
 NAMES = 4  # named schedules that can be tried on the ranks,
 NEAR = 1.05  # if they take no more than this share of the best order
 
+SEARCH_SECONDS = 20.0  # of a search, and then of the trials of what it found
+
 
 def decide(
     laid_out: LaidOut,
@@ -43,7 +45,6 @@ def decide(
     counts: Sequence[int],
     chunks: int | None,
     budget: float,
-    measured: Mapping[str, float],
     link: Connection | None = None,
     announce: Callable[[str], None] = lambda text: None,
 ) -> list[Choice]:
@@ -52,10 +53,10 @@ def decide(
     where only one of two shards the output layer.
 
     `counts` are the numbers of microbatches that may be chosen, `chunks` the stages per rank if they are given,
-    `measured` the times of operations for `balance="measured"`, `link` what connects two ranks if the hardware does not
+    `link` what connects two ranks if the hardware does not
     say it. Raises PartitionError if nothing fits.
     """
-    lines = PricedStep(laid_out, choices, measured, link).costs(provisional.ranks)
+    lines = PricedStep(laid_out, choices, link).costs(provisional.ranks)
     search = LayoutSearch(lines, provisional.ranks, provisional.microbatches, choices, tuple(counts), chunks)
     found = fastest_layouts(search, SHARE * budget, announce)
     kinds = {_kind(each.layout): each for each in reversed(found)}
@@ -77,13 +78,11 @@ def _kind(layout: Layout) -> tuple[str, int, bool, object]:
 
 @dataclass(frozen=True, eq=False)
 class PricedStep:
-    """A captured step priced by its operations, for any number of ranks; `measured` are the times of operations for
-    `balance="measured"`, `link` is what connects two ranks if the hardware does not say it; `fused`: see
-    `seconds_of`."""
+    """A captured step priced by its operations, for any number of ranks; `link` is what connects two ranks if the
+    hardware does not say it; `fused`: see `seconds_of`."""
 
     laid_out: LaidOut
     choices: Choices
-    measured: Mapping[str, float]
     link: Connection | None = None
     fused: bool = False
 
@@ -110,10 +109,8 @@ class PricedStep:
 
     @cached_property
     def _head(self) -> float:
-        """Seconds of what is sharded: it is not on the trunk's line, so it is not measured there."""
-        whole, trunk = (sum(replace(each, measured=None).loads) for each in (self._whole, self._trunk))
-        scale = sum(self._trunk.loads) / trunk if trunk else 1.0
-        return scale * max(0.0, whole - trunk)
+        """Seconds of what is sharded."""
+        return max(0.0, sum(self._whole.loads) - sum(self._trunk.loads))
 
     @cached_property
     def _made(self) -> Made:
@@ -121,10 +118,10 @@ class PricedStep:
 
     def _prices(self, laid_out: LaidOut) -> LinePrices:
         """Prices of the whole step, or of one without its output layer; the two have most blocks in common."""
-        hardware, measured = self.choices.hardware, self.measured if self.choices.balance == "measured" else None
+        hardware = self.choices.hardware
         link = hardware.within if hardware else self.link
         behind = laid_out.sharding.gradient if laid_out.sharding else None
-        of_line = laid_out.canonical, laid_out.line, self.choices, measured, behind, self._made
+        of_line = laid_out.canonical, laid_out.line, self.choices, behind, self._made
         return LinePrices(*of_line, link=link, fused=self.fused)
 
 
@@ -132,7 +129,7 @@ def _shard(sharding: VocabularySharding, seconds: float, ranks: int, choices: Ch
     """An equal part of the output layer and of the embedding that is sharded with it."""
     head = sharding.head
     logits = head.logits // ranks * head.dtype.itemsize
-    kept = tiling_of(head, even_bounds(head.size, ranks), choices).keep
+    kept = tiling_of(head, even_bounds(head.size, ranks)).keep
     sizes = [
         {n.meta["slot"].name: n.meta["val"].nbytes for n in each.graph.find_nodes(op="placeholder") if _trains(n)}
         for each in (sharding.whole, sharding.trunk)

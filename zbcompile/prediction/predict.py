@@ -47,8 +47,7 @@ def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
     if source == "flops":
         hardware = hardware_of(program)
         messages = "messages over its links" if hardware.within else "messages free"
-        channels = program.choices.channels or "nominal"
-        exchanges = f"; exchanges outside of the pipeline: {channels}" if program.exchanges else ""
+        exchanges = "; exchanges outside of the pipeline: nominal" if program.exchanges else ""
         text = f"from FLOPs and bytes on {hardware}, {messages}{exchanges}"
         prices = prices_of(program, fused)
         return Basis(predicted_costs(program, fused, prices=prices), "s", text, prices)

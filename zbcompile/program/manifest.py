@@ -14,9 +14,9 @@ from zbcompile.distributed.mesh import DIMENSIONS
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import from_plain, to_text
 from zbcompile.model.model_info import Member, ModelFacts
+from zbcompile.options import PipelineOptions, StepOptions
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.passes.option import read_options
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.serialization.arguments import DEVICES
 from zbcompile.passes.serialization.graph_modules import on_a_line
@@ -29,7 +29,6 @@ from zbcompile.passes.vocabulary.shard_program import InputLayer, Tiling, Vocabu
 from zbcompile.program.choice import Choice
 from zbcompile.program.output import output_from_data, output_to_data, sizes_from_data, spec_from_data, spec_to_data
 from zbcompile.program.program import Program
-from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered
 from zbcompile.untrusted_text import MORE_VALUES, parse_json
 
@@ -197,7 +196,7 @@ def program_from_manifest(
 
 
 def _options_to_data(options: Choices | StepOptions) -> dict[str, Any]:
-    """Options as plain data; `read_options` takes it."""
+    """Options as plain data."""
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}
     plain |= {name: value.to_dict() for name, value in plain.items() if isinstance(value, Hardware)}
     return {n: str(v).removeprefix("torch.") if isinstance(v, torch.dtype) else v for n, v in plain.items()}
@@ -214,13 +213,20 @@ def _member_from_data(name: str, kind: str, shape: Any, stride: Any, *rest: Any)
 def _choices_from_data(data: Mapping[str, Any]) -> Choices:
     if not isinstance(data.get("hardware"), dict | None):  # a name may be that of a file
         raise ValueError(f"{data['hardware']!r} stands for a machine's figures")
-    return read_options(Choices, data)
+    return _options_from_data(data).choices
 
 
 def _step_from_data(data: Mapping[str, Any]) -> StepOptions:
     """The options of a step, of which a custom backend is a name that nothing reads."""
-    options = read_options(StepOptions, {name: value for name, value in data.items() if name != "backend"})
-    return replace(options, backend=on_a_line(data["backend"]))
+    options = _options_from_data({name: value for name, value in data.items() if name != "backend"})
+    return replace(options.step, backend=on_a_line(data["backend"]))
+
+
+def _options_from_data(data: Mapping[str, Any]) -> PipelineOptions:
+    try:
+        return PipelineOptions(**data)
+    except PipelineError as error:
+        raise ValueError(error) from None
 
 
 BOUNDARIES = ("receives", "sends", "gradients_in", "gradients_out")

@@ -13,6 +13,7 @@ from zbcompile.batches.batch import Microbatch
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
+from zbcompile.options import StepOptions
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.gpu import kind_of
@@ -24,7 +25,6 @@ from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.choice import Choice
 from zbcompile.program.output import FORWARDS, Output
-from zbcompile.program.step_options import StepOptions
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, Way
 from zbcompile.version import __version__
 
@@ -221,7 +221,6 @@ class Program:
             "microbatches": self.schedule.microbatches,
             "exact": self.exact,
             "recompute": str(self.choices.recompute),
-            "weight_recompute": self.choices.weight_recompute,
             "accumulate_dtype": str(self.choices.accumulate_dtype),
             "threads": torch.get_num_threads(),
             "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},

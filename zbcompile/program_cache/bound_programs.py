@@ -27,7 +27,7 @@ from zbcompile.model.held_elsewhere import (
 from zbcompile.model.materialize import Share
 from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
-from zbcompile.options import Options
+from zbcompile.options import PipelineOptions
 from zbcompile.passes.capture.export import first_names
 from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.graph.roles import Slot
@@ -53,7 +53,7 @@ class BoundPrograms:
       rows. `trained` are the names of those that get a gradient in any program.
     """
 
-    def __init__(self, model: nn.Module, options: Options, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, options: PipelineOptions, ranks: Ranks) -> None:
         self.program: Program | None = None
         self.share = Share(model, ranks.device, options.init, options.seed)
         self.shards: VocabularyShards | None = None

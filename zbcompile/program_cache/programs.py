@@ -23,13 +23,12 @@ from zbcompile.compiler.inference import (
     microbatches_like,
     require_words,
 )
-from zbcompile.compiler.measure_nodes import measure_line
-from zbcompile.distributed.agreement import agreed_seconds, together
+from zbcompile.distributed.agreement import together
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of
 from zbcompile.model.resident_tensors import resident_tensors
-from zbcompile.options import Options, is_searched
+from zbcompile.options import PipelineOptions, is_searched
 from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.compile_options import Choices
@@ -81,7 +80,7 @@ class Programs:
     def __init__(
         self,
         model: nn.Module,
-        options: Options,
+        options: PipelineOptions,
         bound: BoundPrograms,
         schedule: Schedule,
         saved: Program | None = None,
@@ -92,7 +91,7 @@ class Programs:
         self.searched: tuple[LaidOut, Program] | None = None  # the first step, from a search
         self.cache = ProgramCache(bound.ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
-        self.agreement = StepAgreement(bound.ranks, options.compare_batches)
+        self.agreement = StepAgreement(bound.ranks)
         self._gradients: dict[str, torch.Tensor] = {}  # where they stay, if whole steps are recorded
         self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
         self._last_state: tuple[Any, ...] | None = None
@@ -331,9 +330,8 @@ class Programs:
         choices: Choices,
         edges: Sequence[int] | None = None,
     ) -> Program:
-        seconds = self.measured(laid_out)
 
-        task = self._model, microbatch, laid_out, schedule, choices, seconds
+        task = self._model, microbatch, laid_out, schedule, choices
 
         def compile_() -> Program:
             try:
@@ -368,12 +366,6 @@ class Programs:
         if placed.vocabulary is None:
             return replace(choices, vocab="off")
         return choices if choices.vocab in (1, 2) else replace(choices, vocab=1)
-
-    def measured(self, laid_out: LaidOut) -> dict[str, float]:
-        """The times by which the model is cut, the same on all ranks."""
-        if self._options.choices.balance != "measured" or self._placed is not None:
-            return {}
-        return agreed_seconds(self.ranks, together(self.ranks, "measuring", lambda: measure_line(laid_out.line)))
 
     # Evaluations
 

@@ -16,18 +16,19 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.torch_private import pytree
 
 Passed = tuple[int, Sequence[str], str, str]  # microbatches, their shapes, the keyword, what has changed in Python
+EVERY = 100  # steps from one comparison of the batches to the next
 SEED = "Seed what is random in the data set and the collator alike on all ranks of a pipeline."
 
 
 class StepAgreement:
     """One reduction per step, of digests, begun before its first action and read when a rank needs to know.
 
-    Batches are compared in the first step and in each `every`th from then on (0: in no other). An input that differs is
+    Batches are compared in the first step and in each `EVERY`th from then on. An input that differs is
     named once: a rank may pass anything for what its stages do not read.
     """
 
-    def __init__(self, ranks: Ranks, every: int) -> None:
-        self._ranks, self._every = ranks, every
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._steps = 0
         self._named: set[str] = set()
         self._passed: Passed | None = None
@@ -58,7 +59,7 @@ class StepAgreement:
 
     def _sums(self, step: Microbatches) -> dict[str, Any]:
         """The checksums of the batch, if they are due."""
-        due = self._steps == 0 or (self._every > 0 and self._steps % self._every == 0)
+        due = self._steps % EVERY == 0
         if not due or self._ranks.count == 1 or self._ranks.group is None:
             return {}
         paths = sorted({path for part in step.tensors for path in part} - self._named)

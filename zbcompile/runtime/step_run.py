@@ -84,7 +84,7 @@ class Engine:
                 return StepResult(memory.replay(), {})
         buffers, count = executable.first.buffers, program.schedule.microbatches
         opened, number = channels or program.schedule, executable.first.number
-        traffic = Traffic(opened, count, number, program.step.max_ctas, program.step.max_receives)
+        traffic = Traffic(opened, count, number)
         transport = ranks.transport(traffic, buffers)
         step = StepRun(executable, given, ranks, self.equal, reductions)
         schedule, plans = executable.plans_for(step.kinds, any(each.reshard for each in given.gathers))

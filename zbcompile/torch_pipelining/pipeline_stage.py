@@ -50,12 +50,6 @@ def generated_stages(
             f'the mesh has several ranks along "{beside[0]}", and torch\'s schedules do not sum gradients over '
             "them. Use pipe.step."
         )
-    if program.schedule.ways:
-        raise PipelineError(
-            f"a value goes straight from stage {program.schedule.ways[0].source} to stage "
-            f"{program.schedule.ways[0].target}, and torch's schedules send to the next stage only. Use pipe.step, or "
-            "pass relay=True."
-        )
     if program.guards is not None:
         raise PipelineError(
             f"forward decides by the values of its inputs ({program.guards.lines[0]}), and torch's schedules would run "

@@ -134,6 +134,6 @@ def test_a_value_that_is_sent_besides_its_sum_gets_both_gradients(monkeypatch: p
     ]
     _compare(monkeypatch, lambda task: compared.append(len(list(segments_of(task[0])))))
     for end in ends:
-        compile_laid_out(*step, laid_out, build("1f1b", 2, 4), choices, {}, edges=[end])
+        compile_laid_out(*step, laid_out, build("1f1b", 2, 4), choices, edges=[end])
     assert len(ends) > 4
     assert min(compared) > 2

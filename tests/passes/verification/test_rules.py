@@ -493,5 +493,5 @@ def test_random_models_break_no_rule(seed: int) -> None:
     """Every test of this suite runs the checker; here are graphs with everything that a model may contain."""
     x = torch.randn(6, WIDTH)
     example = zbcompile.Example(RandomModel(seed), (x,), loss=F.mse_loss, target=x)
-    choices = Choices(exact=seed == 3, recompute="selective", weight_recompute=True)
+    choices = Choices(exact=seed == 3, recompute="selective")
     compile_example(example, build("zb-v", 2, 4), choices)

@@ -1,4 +1,4 @@
-"""Every option is said once: keyword, check, docstring, flag and manifest entry come from its description."""
+"""The options of `zbcompile.pipeline`: defaults, checks, flags, and the sentences of the removed ones."""
 
 import argparse
 import inspect
@@ -13,18 +13,15 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 import zbcompile
-from zbcompile import Memory, PipelineError, Vocab
-from zbcompile.cli.command_line import add_flags, flag_of, split_options
+from zbcompile import PipelineError, errors
+from zbcompile.cli.command_line import OPTION_FLAGS, add_flags, flag_of, split_options
 from zbcompile.cli.compile_arguments import FLAGS
-from zbcompile.options import GROUPS, OPTIONS, PARAGRAPHS, Options, checked, options_from, options_in
-from zbcompile.passes.compile_options import Choices
+from zbcompile.options import OPTIONS, REMOVED, PipelineOptions, StepOptions, checked
+from zbcompile.passes.compile_options import Choices, read_bytes
 from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.passes.option import read_bytes, read_options
-from zbcompile.program.manifest import _options_to_data
-from zbcompile.program.step_options import StepOptions
+from zbcompile.program.manifest import _choices_from_data, _options_to_data, _step_from_data
 from zbcompile.schedules import build
 
-GROUPED = {option for keyword, group in GROUPS.items() for option in options_in(group).values() if option != keyword}
 SPELLED = {
     "schedule": ("1f1b", "1f1b"),
     "ranks": ("4", 4),
@@ -33,50 +30,51 @@ SPELLED = {
     "recompute": ("64MiB", 64 << 20),
     "balance": ("blocks.1,blocks.2", ("blocks.1", "blocks.2")),
     "hardware": ("a100-80g", Hardware.find("a100-80g")),
-    "boundary_bytes": ("4096", 4096),
     "memory": ("80GiB", 80 << 30),
     "optimizer_state": ("1.5", 1.5),
     "accumulate_dtype": ("float64", torch.float64),
     "vocab": ("2", 2),
-    "vocab_logits": ("keep", "keep"),
     "pairs": ("given", "given"),
-    "channels": ("tp=2e-05:50GB,cp=0.001:1GB", "tp=2e-05:50GB,cp=0.001:1GB"),
     "loss_reduction": ("sum", "sum"),
     "seed": ("7", 7),
     "split": ("mask=1", {"mask": 1}),
     "backend": ("inductor", "inductor"),
     "timeout": ("60", 60.0),
-    "search_seconds": ("5", 5.0),
     "exact": ("", True),
-    "relay": ("", True),
-    "weight_recompute": ("", True),
     "debug_nan": ("", True),
 }
 
 
 def test_keywords_are_the_options() -> None:
     parameters = dict(inspect.signature(zbcompile.pipeline).parameters)
-    del parameters["model"]
-    assert parameters.keys() == OPTIONS.keys() - GROUPED
-    assert {name: p.default for name, p in parameters.items()} == {n: OPTIONS[n].default for n in parameters}
-
-
-def test_every_option_is_described() -> None:
-    assert PARAGRAPHS.keys() == OPTIONS.keys() == {each.name for each in fields(Options)}
-    for name in OPTIONS.keys() - GROUPED:
-        assert f"\n        {name}: {PARAGRAPHS[name][:40]}" in (zbcompile.pipeline.__doc__ or "")
-    for group in GROUPS.values():
-        assert all(f"\n        {part}: " in (group.__doc__ or "") for part in options_in(group))
+    del parameters["model"], parameters["unknown"]
+    assert {name: p.default for name, p in parameters.items()} == OPTIONS
+    for name in OPTIONS:
+        assert f"\n        {name}: " in (zbcompile.pipeline.__doc__ or "")
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_defaults_are_among_what_is_accepted(name: str) -> None:
-    assert checked(name, OPTIONS[name].default) == OPTIONS[name].default
+    assert checked(name, OPTIONS[name]) == OPTIONS[name]
 
 
 def test_every_option_of_a_graph_is_a_flag() -> None:
     assert {each.name for each in fields(Choices)} < set(FLAGS)
-    assert set(FLAGS) < SPELLED.keys()
+    assert set(FLAGS) < OPTION_FLAGS.keys() == SPELLED.keys()
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_option_says_what_to_do(name: str) -> None:
+    with pytest.raises(TypeError, match=rf"^zbcompile\.pipeline has no option {name}= any more: ..") as caught:
+        zbcompile.pipeline(nn.Linear(2, 2), **{name: 1})
+    assert REMOVED[name] in str(caught.value)
+    assert name not in OPTIONS
+
+
+def test_errors_of_the_compiler_are_importable_with_the_others() -> None:
+    assert errors.CompileError is zbcompile.CompileError
+    assert errors.CaptureError is zbcompile.CaptureError
+    assert errors.PartitionError is zbcompile.PartitionError
 
 
 @pytest.mark.parametrize("name", SPELLED)
@@ -87,7 +85,7 @@ def test_flags(name: str) -> None:
     text, value = SPELLED[name]
     found = split_options(parser.parse_args([flag_of(name), *([text] if text else [])]))
     assert found["given"].keys() == {name}
-    assert getattr(Options(**found["given"]), name) == value
+    assert getattr(PipelineOptions(**found["given"]), name) == value
     assert flag_of(name) in parser.format_help()
 
 
@@ -114,7 +112,7 @@ def test_bytes_as_a_number(number: float) -> None:
 )
 def test_no_bytes(text: Any) -> None:
     with pytest.raises(PipelineError, match=r"^memory=.*; expected a positive number of bytes: .*\"80GiB\".*TiB"):
-        options_from({"memory": text})
+        PipelineOptions(memory=text)
 
 
 @pytest.mark.parametrize(
@@ -150,48 +148,14 @@ def test_load_checks_them_too() -> None:
 
 def test_unknown_keyword() -> None:
     with pytest.raises(TypeError, match="no option microbatch=; did you mean microbatches="):
-        zbcompile.pipeline(nn.Linear(2, 2), microbatch=2)  # type: ignore[call-overload]
+        zbcompile.pipeline(nn.Linear(2, 2), microbatch=2)
 
 
-OLD = {"memory": 70 << 30, "optimizer_state": 1.0, "boundary_bytes": 4096, "vocab": 1, "vocab_logits": "keep"}
-
-
-def test_groups() -> None:
-    asked = options_from({"memory": Memory("70GiB", 1.0, "4KiB"), "vocab": Vocab(1, "keep")})
-    assert asked == Options(**OLD)  # type: ignore[arg-type]
-    assert (Vocab().barriers, Memory()) == ("auto", Memory(None, 2.0, None))
-    with pytest.raises(PipelineError, match=r"^Memory\.boundary_bytes='8 Mb'; expected a positive number of bytes"):
-        Memory(boundary_bytes="8 Mb")
-    with pytest.raises(PipelineError, match=r"^Memory\.optimizer_state=-1; expected bytes per byte of parameter"):
-        Memory(optimizer_state=-1)
-
-
-def test_old_keywords_work_and_say_the_new_spelling() -> None:
-    with pytest.warns(DeprecationWarning, match="is deprecated; write") as warned:
-        assert options_from(OLD) == Options(**OLD)  # type: ignore[arg-type]
-    first, second = (str(each.message) for each in warned)
-    assert "optimizer_state=, boundary_bytes=" in first
-    assert first.endswith("write memory=zbcompile.Memory(limit=75161927680, optimizer_state=1.0, boundary_bytes=4096)")
-    assert second.endswith("write vocab=zbcompile.Vocab(barriers=1, logits='keep')")
-    with pytest.warns(DeprecationWarning, match=r"Vocab\(barriers='off', logits='keep'\)") as alone:
-        zbcompile.pipeline(ranks=1, vocab_logits="keep")  # type: ignore[call-overload]
-    assert alone[0].filename == __file__
-    with pytest.raises(PipelineError, match=r"boundary_bytes= and memory=Memory\(...\) are both given"):
-        options_from({"boundary_bytes": 1, "memory": Memory()})
-
-
-SAVED = """{"exact": false, "recompute": "full", "balance": ["2"], "boundary_bytes": 4096, "memory": 1048576,
-"optimizer_state": 1.0, "accumulate_dtype": "float32", "weight_recompute": true, "vocab": "off", "vocab_logits": "keep"}
-"""
-
-
-def test_entries_of_a_program_saved_before_options_had_descriptions() -> None:
-    read = read_options(Choices, json.loads(SAVED))
-    assert (read.balance, read.accumulate_dtype, read.memory) == (("2",), torch.float32, 1 << 20)
-    since = {"pairs": "auto", "channels": None, "hardware": None, "relay": False}
-    assert _options_to_data(read) == json.loads(SAVED) | since
-    step = replace(StepOptions(), seed=3, split={"x": True})
-    assert read_options(StepOptions, json.loads(json.dumps(_options_to_data(step)))) == step
+def test_options_of_a_saved_program() -> None:
+    choices = Choices(recompute=("full", 0.5), balance=("2",), accumulate_dtype=torch.float32, memory=1 << 20)
+    assert _choices_from_data(json.loads(json.dumps(_options_to_data(choices)))) == choices
+    step = replace(StepOptions(), seed=3, split={"x": True}, backend="mine")
+    assert _step_from_data(json.loads(json.dumps(_options_to_data(step)))) == step
 
 
 class Tiny(nn.Sequential):
@@ -205,7 +169,7 @@ def tiny(**options: Any) -> zbcompile.Pipeline:
 
 def test_none_is_no_model() -> None:
     with pytest.raises(PipelineError, match=r"takes an nn.Module.*received NoneType"):
-        zbcompile.pipeline(None)  # type: ignore[call-overload]
+        zbcompile.pipeline(None)
 
 
 def test_misspelt_attributes_are_refused() -> None:

@@ -332,10 +332,6 @@ def unknown_cut() -> None:
     train(MLP(2), balance=["layers.7"])
 
 
-def narrow_boundary() -> None:
-    train(MLP(2), memory=zbcompile.Memory(boundary_bytes=1))
-
-
 def little_memory() -> None:
     train(MLP(2), memory=1)
 
@@ -432,7 +428,6 @@ REFUSED = (
     Refused(inference_mode, PIPELINE, r"inside torch\.inference_mode"),
     Refused(evaluation_of_unknown_class, CAPTURE, r"a class that torch\.export does not know.*register the class"),
     Refused(unknown_cut, PARTITION, r"names 'layers\.7', which is neither a module that"),
-    Refused(narrow_boundary, PARTITION, r"boundary_bytes=1 leaves 0 of the \d places"),
     Refused(derivative_along_an_input, CAPTURE, r"calls a transform of torch\.func \(jvp, grad, vmap\)"),
     Refused(little_memory, PARTITION, r"memory=1 bytes per rank is too small"),
     Refused(little_to_keep, "CompileError", r"stage \d has to keep at least [\d,]+ bytes per microbatch"),

@@ -139,17 +139,15 @@ def test_a_plain_tensor_without_values_is_refused(target: str, tmp_path: Path, c
 
 
 def test_every_option_arrives(target: str, tmp_path: Path) -> None:
-    plan = ("--recompute", "full", "--weight-recompute", "--balance", "parameters", "--seed", "7", "--ranks", "1")
-    more = ("--boundary-bytes", "4KiB", "--memory", "1 MB", "--optimizer-state", "1", "--chunks", "2")
+    plan = ("--recompute", "full", "--balance", "flops", "--seed", "7", "--ranks", "1")
+    more = ("--memory", "1 MB", "--optimizer-state", "1", "--chunks", "2")
     more = (*more, "--accumulate-dtype", "float64", "--split", "args[0]=yes")
     command = [target, "--schedule", "interleaved-1f1b", *plan, *more, "--output", str(tmp_path)]
     assert zbcompile.compile.main(command) == 0
     written = json.loads((tmp_path / "manifest.json").read_text())
     expected = {
         "recompute": "full",
-        "weight_recompute": True,
-        "balance": "parameters",
-        "boundary_bytes": 4096,
+        "balance": "flops",
         "memory": 1000000,
         "optimizer_state": 1.0,
         "accumulate_dtype": "float64",

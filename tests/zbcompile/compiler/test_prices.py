@@ -68,7 +68,7 @@ def test_stages_of_whole_blocks(recompute: Policy) -> None:
     laid_out = lay_out_step(example.model, one_microbatch(example), example.loss, choices)
     prices = LinePrices(laid_out.canonical, laid_out.line, choices)
     edges = edges_named(laid_out.line, ["blocks.1", "blocks.2"], 3)
-    program = compile_laid_out(example.model, one_microbatch(example), laid_out, schedule, choices, {}, edges=edges)
+    program = compile_laid_out(example.model, one_microbatch(example), laid_out, schedule, choices, edges=edges)
     assert_priced(
         prices, program, edges, 0.15 if recompute == "selective" else 0.02, 0.02 if recompute == "off" else 0.12
     )
@@ -89,9 +89,7 @@ def test_prices_of_a_byte_choose_alike_in_blocks_and_in_stages(times: float) -> 
     policy = f"{times / hardware.bandwidth * 2**30 * 1e3:.2g}ms/GiB"
     prices = replace(free, choices=replace(free.choices, recompute=policy))
     edges = edges_named(laid_out.line, ["blocks.1", "blocks.2"], 3)
-    program = compile_laid_out(
-        example.model, one_microbatch(example), laid_out, schedule, prices.choices, {}, edges=edges
-    )
+    program = compile_laid_out(example.model, one_microbatch(example), laid_out, schedule, prices.choices, edges=edges)
     assert_priced(prices, program, edges, 0.01, 0.01)
 
 
@@ -122,7 +120,7 @@ def test_bytes_of_regions_that_the_model_marks(whole: bool) -> None:
     laid_out = lay_out_step(model, one_microbatch(example), example.loss, Choices(hardware=hardware))
     for policy in ("hints", "full"):
         choices = Choices(recompute=policy, hardware=hardware)
-        program = compile_laid_out(model, one_microbatch(example), laid_out, build("1f1b", 3, 4), choices, {})
+        program = compile_laid_out(model, one_microbatch(example), laid_out, build("1f1b", 3, 4), choices)
         found = LinePrices(laid_out.canonical, laid_out.line, choices).costs(
             [after + 1 for after in program.cuts.after]
         )
@@ -171,7 +169,7 @@ def test_prices_of_stages_that_are_cut_inside_of_blocks(name: str, peaks: float,
     edges = [first, data.draw(st.sampled_from([at for at in places if at >= first + SHORT]))]
     policy = data.draw(st.sampled_from([*prices] if name == "gpt" else ["off", "2ms/GiB"]))
     order, step = build("1f1b", 3, 4), (example.model, one_microbatch(example))
-    program = compile_laid_out(*step, laid_out, order, prices[policy].choices, {}, edges=edges)
+    program = compile_laid_out(*step, laid_out, order, prices[policy].choices, edges=edges)
     for found, graphs in zip(prices[policy].stages(edges), prices_of(program), strict=True):
         assert (found.kept, found.residue) == (graphs.kept, graphs.residue)
         if name == "gpt":
@@ -195,7 +193,7 @@ def test_stages_that_remake_everything_and_begin_inside_of_a_block(edges: tuple[
     remake what only the rest of it reads."""
     example, laid_out, prices, _ = priced_anywhere("gpt")
     order, step = build("1f1b", 3, 4), (example.model, one_microbatch(example))
-    program = compile_laid_out(*step, laid_out, order, prices["full"].choices, {}, edges=list(edges))
+    program = compile_laid_out(*step, laid_out, order, prices["full"].choices, edges=list(edges))
     for found, graphs in zip(prices["full"].stages(edges), prices_of(program), strict=True):
         assert_same_price(found, graphs)
 
@@ -208,7 +206,7 @@ def test_peaks_of_a_stage_that_is_cut_inside_of_attention(edges: tuple[int, int]
     .6 % of these stages."""
     example, laid_out, prices, _ = priced_anywhere("llama")
     order, step = build("1f1b", 3, 4), (example.model, one_microbatch(example))
-    program = compile_laid_out(*step, laid_out, order, prices["off"].choices, {}, edges=list(edges))
+    program = compile_laid_out(*step, laid_out, order, prices["off"].choices, edges=list(edges))
     found, graphs = prices["off"].stages(edges)[1], prices_of(program)[1]
     assert found.running["B"] == graphs.running["B"]
     assert graphs.running["F"] <= found.running["F"] <= 1.006 * graphs.running["F"]
@@ -217,24 +215,17 @@ def test_peaks_of_a_stage_that_is_cut_inside_of_attention(edges: tuple[int, int]
 @pytest.mark.slow
 @pytest.mark.mostly_slow(every=3)
 @pytest.mark.parametrize("name", ["1f1b", "zb-v", "interleaved-1f1b"])
-def test_messages_go_straight_to_the_stages_that_read_them(name: str) -> None:
-    """As those of the compiled stages, and through all stages with `relay`."""
+def test_messages_are_those_of_the_compiled_stages(name: str) -> None:
     example, schedule = zbcompile.Example(*unet()), build(name, 2 if name != "1f1b" else 4, 4)
     laid_out = lay_out_step(example.model, one_microbatch(example), example.loss)
-    sent = []
-    for relay in (False, True):
-        choices = Choices(relay=relay)
-        program = compile_laid_out(example.model, one_microbatch(example), laid_out, schedule, choices, {})
-        prices, edges = LinePrices(laid_out.canonical, laid_out.line, choices), [a + 1 for a in program.cuts.after]
-        costs = prices.costs(edges, placement=schedule.placement)
-        assert costs.message == predicted_costs(program).message
-        sent.append(sum(costs.message))
-        held = sum(prices.always_held(schedule.placement, edges)) - sum(prices.resident(edges, schedule.placement))
-        assert held == sum(
-            2 * size * (schedule.placement.rank(source) != schedule.placement.rank(target))
-            for (source, target), size in messages_of(program).items()
-        )
-    assert sent[0] < sent[1]
+    program = compile_laid_out(example.model, one_microbatch(example), laid_out, schedule, Choices())
+    prices, edges = LinePrices(laid_out.canonical, laid_out.line, Choices()), [a + 1 for a in program.cuts.after]
+    assert prices.costs(edges, placement=schedule.placement).message == predicted_costs(program).message
+    held = sum(prices.always_held(schedule.placement, edges)) - sum(prices.resident(edges, schedule.placement))
+    assert held == sum(
+        2 * size * (schedule.placement.rank(source) != schedule.placement.rank(target))
+        for (source, target), size in messages_of(program).items()
+    )
 
 
 def messages_of(program: Program) -> Counter[tuple[int, int]]:
@@ -364,8 +355,8 @@ def test_a_part_of_a_model_on_a_mesh() -> None:
         Parts(part.model, labels)
         step = part.model, one_microbatch(part)
         shared = lay_out_step(*step, part.loss, dimensions=labels)
-        program = compile_laid_out(*step, shared, schedule, Choices(), {})
-        again = compile_laid_out(*step, shared, schedule, Choices(recompute="full"), {})
+        program = compile_laid_out(*step, shared, schedule, Choices())
+        again = compile_laid_out(*step, shared, schedule, Choices(recompute="full"))
         costs = LinePrices(shared.canonical, shared.line, Choices())
         estimate = costs.costs([after + 1 for after in program.cuts.after])
         repeated = costs.costs([after + 1 for after in again.cuts.after], recompute="full")

@@ -123,7 +123,7 @@ def originals(change: Callable[[Any], object]) -> list[int]:
         microbatch = one_microbatch(Example(model, (), {"input_ids": batch(), "labels": batch()}))
         laid_out = lay_out_step(model, microbatch, None, dimensions=labels)
         cuts = Choices(balance=tuple(f"model.layers.{first}" for first in (1, 2, 3)))
-        program = compile_laid_out(model, microbatch, laid_out, build("1f1b", 4, 4), cuts, {})
+        program = compile_laid_out(model, microbatch, laid_out, build("1f1b", 4, 4), cuts)
     return [stage.original for stage in program.stages]
 
 
@@ -148,7 +148,7 @@ def test_stages_have_one_graph_whose_layers_have_buffers_and_get_dtensors(change
         microbatch = one_microbatch(Example(model, (tokens,), loss=next_byte_loss, target=tokens))
         laid_out = lay_out_step(model, microbatch, next_byte_loss, dimensions=labels)
         cuts = Choices(balance=tuple(f"blocks.{first}" for first in (1, 2, 3)))
-        program = compile_laid_out(model, microbatch, laid_out, build("1f1b", 4, 4), cuts, {})
+        program = compile_laid_out(model, microbatch, laid_out, build("1f1b", 4, 4), cuts)
     assert [stage.original for stage in program.stages] == ([0, 1, 2, 3] if change else [0, 2, 2, 3])
 
 

@@ -1,6 +1,5 @@
 """`schedule="auto"`: the layout and the order are searched, all ranks agree, and the bits are eager's as ever."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,11 +14,10 @@ from tests.support.pool import Pool
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import lay_out_step
 from zbcompile.compiler.cut_planning import places_of
-from zbcompile.compiler.measure_nodes import measure_line
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, PartitionError
 from zbcompile.passes.machine.hardware import Connection
-from zbcompile.planning import layout_trials
+from zbcompile.planning import layout_trials, planner
 from zbcompile.planning.planner import PricedStep, decide
 from zbcompile.program.choice import Choice
 from zbcompile.schedules import ScheduleError, build
@@ -29,9 +27,14 @@ PROBLEM = PROBLEMS["gpt"]
 ROWS = 8
 
 
+@pytest.fixture(autouse=True)
+def short_searches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planner, "SEARCH_SECONDS", 0.1)
+
+
 def auto(**options: object) -> tuple[zbcompile.Pipeline, Batch]:
     (batch,) = PROBLEM.batches(1, ROWS)
-    options = {"ranks": 2, "search_seconds": 0.1, "exact": True, **options}
+    options = {"ranks": 2, "exact": True, **options}
     return zbcompile.pipeline(PROBLEM.model(), schedule="auto", loss=PROBLEM.loss, **options), batch  # type: ignore[call-overload]
 
 
@@ -40,7 +43,7 @@ def decided(counts: tuple[int, ...] = (), **options: Any) -> Choice:
     model = PROBLEM.model()
     example = zbcompile.Example(model, batch.args, loss=PROBLEM.loss, target=batch.target)
     laid_out = lay_out_step(model, one_microbatch(example), PROBLEM.loss)
-    return decide(laid_out, build("zb-v", 2, 8), Choices(**options), counts, None, 0.1, {})[0]
+    return decide(laid_out, build("zb-v", 2, 8), Choices(**options), counts, None, 0.1)[0]
 
 
 @pytest.mark.slow
@@ -64,7 +67,7 @@ def test_bits_and_plan(tmp_path: Path) -> None:
 def test_a_choice_is_explained_in_three_lines(capsys: pytest.CaptureFixture[str]) -> None:
     """And nothing else is advised, though one stage is far heavier than the other: the search has weighed that."""
     model = nn.Sequential(*[nn.Sequential(nn.Linear(16, 16), nn.ReLU()) for _ in range(2)], nn.Linear(16, 512))
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "search_seconds": 0.1, "exact": True}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 2, "exact": True}
     pipe = zbcompile.pipeline(model, schedule="auto", loss=nn.functional.mse_loss, **options)
     pipe.step(torch.randn(8, 16), target=torch.randn(8, 512))
     assert pipe.program.cuts.overweight
@@ -111,7 +114,7 @@ class SlowOnOneRow(nn.Module):
 @pytest.mark.slow
 def test_the_cuts_belong_to_the_number_of_microbatches_that_was_chosen() -> None:
     torch.manual_seed(0)
-    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "search_seconds": 0.1, "exact": True}
+    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "exact": True}
     pipe = zbcompile.pipeline(SlowOnOneRow(), loss=nn.functional.mse_loss, **options)
     torch.manual_seed(0)
     eager, x = SlowOnOneRow(), torch.randn(8, 16)
@@ -147,7 +150,7 @@ def with_few_rows(least: int, rows: int) -> int:
     torch.manual_seed(0)
     eager, model, x = NeedsRows(least), NeedsRows(least), torch.randn(rows, 16)
     model.load_state_dict(eager.state_dict())
-    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "search_seconds": 0.1, "exact": True}
+    options: dict[str, Any] = {"schedule": "auto", "ranks": 2, "exact": True}
     pipe = zbcompile.pipeline(model, loss=nn.functional.mse_loss, chunks=1, hardware=SLOW, **options)
     loss, count = pipe.step(x, target=x), pipe.program.schedule.microbatches
     assert torch.equal(loss, eager_step(eager, nn.functional.mse_loss, Batch((x,), {}, x), count, 0))
@@ -199,7 +202,7 @@ class Noting(nn.Module):
 def tried_on_each_rank() -> tuple[Choice, list[str]]:
     """Steps on trial leave no trace: the first step has eager's bits."""
     model = Noting()
-    pipe = zbcompile.pipeline(model, schedule="auto", loss=nn.functional.mse_loss, exact=True, search_seconds=30)
+    pipe = zbcompile.pipeline(model, schedule="auto", loss=nn.functional.mse_loss, exact=True)
     batch = torch.randn(16, 16, generator=torch.Generator().manual_seed(1))
     before, state = torch.get_rng_state(), {name: value.clone() for name, value in model.state_dict().items()}
     with mock.patch.object(layout_trials, "CLOSE", 10):  # whatever the messages take, there is more than one to try
@@ -250,7 +253,7 @@ def without_an_order_for(fails: int, model: nn.Module, **options: Any) -> str:
 
 
 def on_each_rank_without_an_order_for(fails: int) -> str:
-    return without_an_order_for(fails, Noting(), search_seconds=30)
+    return without_an_order_for(fails, Noting())
 
 
 @pytest.mark.beyond_sample
@@ -265,7 +268,7 @@ def test_a_finalist_without_an_order_is_left_out_on_every_rank(pool: Pool) -> No
 @pytest.mark.slow
 def test_the_next_layout_if_no_order_fits_the_graphs() -> None:
     model = nn.Sequential(*(nn.Linear(16, 16) for _ in range(4)))
-    options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "search_seconds": 0.1}
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 4}
     best, next_best = (without_an_order_for(fails, model, **options) for fails in (0, 1))
     assert best.split(";")[0] != next_best.split(";")[0]
     assert without_an_order_for(100, model, **options) == "no order fits"
@@ -301,12 +304,8 @@ def test_a_sharded_output_layer_counts_in_the_memory() -> None:
     for choices in (Choices(), Choices(vocab=1)):
         laid_out = lay_out_step(example.model, one_microbatch(example), PROBLEM.loss, choices, build("zb-v", 2, 8))
         assert (laid_out.sharding is None) == (choices.vocab == "off")
-        costs = PricedStep(laid_out, choices, {}).costs(2)[choices.vocab]
+        costs = PricedStep(laid_out, choices).costs(2)[choices.vocab]
         edges = places_of(costs.line)[::8][1:4]
         assert bool(costs.shard.scan) == (choices.vocab == 1)
-        measured = PricedStep(laid_out, replace(choices, balance="measured"), measure_line(laid_out.line)).costs(2)[
-            choices.vocab
-        ]
-        assert bool(measured.shard.scan) == (choices.vocab == 1)
         held.append(sum(costs.resident(edges, Placement.parse("v", 2))))
     assert held[1] == pytest.approx(held[0], rel=0.02)

@@ -187,14 +187,14 @@ def test_what_a_sharded_parameter_makes_draws_apart(dimension: str, placement: s
     assert torch.equal(one, other) == (placement == "replicate")
 
 
-def trained_on(names: tuple[str, ...], shape: tuple[int, ...], mesh_names: Any = None, part: Any = None) -> Any:
+def trained_on(names: tuple[str, ...], shape: tuple[int, ...], part: Any = None) -> Any:
     """The gradients on a mesh of these dimensions, or on a `part` of it where "dp" is made of two."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     if part is not None:
         mesh["dp_replicate", "dp_shard"]._flatten("dp")
-    options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": F.mse_loss, "mesh_names": mesh_names}
+    options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": F.mse_loss}
     pipe = zbcompile.pipeline(model, mesh=mesh if part is None else mesh[part], **options)
     x = torch.randn(4, 4, generator=torch.Generator().manual_seed(pipe.ranks.mesh.index("dp")))
     pipe.step(x, target=-x)
@@ -205,24 +205,23 @@ def trained_on(names: tuple[str, ...], shape: tuple[int, ...], mesh_names: Any =
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("names", "shape", "mesh_names", "part"),
+    ("names", "shape", "part"),
     [
-        (("stages", "a", "b", "x"), (2, 1, 2, 1), {"pp": "stages", "dp": ("a", "b")}, None),
-        (("pp", "dp_replicate", "dp_shard", "etp"), (2, 2, 1, 1), {"dp": ["dp_replicate", "dp_shard"]}, None),
-        (("pp", "dp_replicate", "dp_shard", "tp"), (2, 1, 2, 1), None, ("pp", "dp", "tp")),
+        (("pp", "x", "dp"), (2, 1, 2), None),
+        (("pp", "dp_replicate", "dp_shard", "tp"), (2, 1, 2, 1), ("pp", "dp", "tp")),
     ],
 )
-def test_dimensions_of_other_names(names: Any, shape: Any, mesh_names: Any, part: Any, pool: Pool) -> None:
-    """What a mesh calls its dimensions, whether "dp" is one or two of them, and those of one rank change no bit."""
+def test_flattened_dimensions_and_those_of_one_rank(names: Any, shape: Any, part: Any, pool: Pool) -> None:
+    """Whether "dp" is one or two dimensions, and those of one rank change no bit."""
     usual = pool.run(trained_on, ("pp", "dp"), (2, 2), ranks=4)
-    for expected, found in zip(usual, pool.run(trained_on, names, shape, mesh_names, part, ranks=4), strict=True):
+    for expected, found in zip(usual, pool.run(trained_on, names, shape, part, ranks=4), strict=True):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
-def bad_mesh(names: tuple[str, ...], shape: tuple[int, ...], mesh_names: Any = None) -> None:
+def bad_mesh(names: tuple[str, ...], shape: tuple[int, ...]) -> None:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-    zbcompile.pipeline(nn.Linear(2, 2), mesh=mesh, mesh_names=mesh_names, schedule="1f1b")
+    zbcompile.pipeline(nn.Linear(2, 2), mesh=mesh, schedule="1f1b")
 
 
 def different_weights() -> None:
@@ -308,10 +307,7 @@ def late_difference(buffer: bool) -> None:
 @pytest.mark.slow
 def test_bad_input_is_one_error_on_every_rank(pool: Pool) -> None:
     cases: list[tuple[Any, tuple[Any, ...], int, str]] = [
-        (bad_mesh, (("pp", "fsdp"), (2, 2)), 4, 'has a dimension "fsdp" of size 2.*mesh_names={"dp": "fsdp"}'),
-        (bad_mesh, (("pp", "dp"), (1, 2), {"dp": "data"}), 2, 'has "data"; expected names of dimensions.*: pp, dp'),
-        (bad_mesh, (("pp", "a"), (1, 2), {"dp": ("a", "a")}), 2, 'has "a" twice'),
-        (bad_mesh, (("pp", "a"), (1, 2), {"data": "a"}), 2, 'expected a mapping of "pp", "dp", "tp"'),
+        (bad_mesh, (("pp", "fsdp"), (2, 2)), 4, 'has a dimension "fsdp" of size 2.*flatten several'),
         (bad_mesh, (("pp", "tp"), (2, 1)), 4, r"has 2 ranks \(pp=2 x tp=1\), but there are 4 processes"),
         (different_weights, (), 4, r'layers.0.norm.weight.*is shared by ranks 0 and 1 \(apart along "tp"\)'),
         (partial_mesh, (), 4, r"only the part \('pp',\) of a mesh that also has \"dp\""),

@@ -25,11 +25,11 @@ from zbcompile.runtime.action_loop import RankRun
 Sizes = tuple[tuple[int, ...], ...]  # of the microbatches of each step
 
 
-def made(shape: tuple[int, int], every: int = 0) -> zbcompile.Pipeline:
+def made(shape: tuple[int, int]) -> zbcompile.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "pp"))
-    given = {"schedule": "1f1b", "microbatches": 2, "loss": mse_loss, "timeout": 60, "compare_batches": every}
+    given = {"schedule": "1f1b", "microbatches": 2, "loss": mse_loss, "timeout": 60}
     pipe = zbcompile.pipeline(model, mesh=mesh, **given)
     return pipe.compile(torch.zeros(4, 2), target=torch.zeros(4, 2))
 
@@ -39,9 +39,9 @@ def step(pipe: zbcompile.Pipeline, count: int) -> float:
     return float(pipe.step(microbatches=[((part,), {}, part) for part in parts]))
 
 
-def messages(shape: tuple[int, int], every: int) -> Counter[str]:
+def messages(shape: tuple[int, int]) -> Counter[str]:
     """What this rank tells all others in four steps like the first, outside of the actions."""
-    pipe, found = made(shape, every), Counter[str]()
+    pipe, found = made(shape), Counter[str]()
     step(pipe, 2)
 
     def counted(name: str) -> None:
@@ -58,10 +58,8 @@ def messages(shape: tuple[int, int], every: int) -> Counter[str]:
 @pytest.mark.slow
 def test_a_step_has_one_message_outside_of_its_actions(pool: Pool) -> None:
     """With replicas in each step, in one pipeline only if batches are compared."""
-    assert pool.run(messages, (2, 1), 0, ranks=2) == [{"begin_largest": 4}] * 2
-    assert pool.run(messages, (2, 2), 1, ranks=4) == [{"begin_largest": 4}] * 4
-    assert pool.run(messages, (1, 2), 0, ranks=2) == [{}] * 2
-    assert pool.run(messages, (1, 2), 2, ranks=2) == [{"begin_largest": 2}] * 2
+    assert pool.run(messages, (2, 1), ranks=2) == [{"begin_largest": 4}] * 2
+    assert pool.run(messages, (1, 2), ranks=2) == [{}] * 2
 
 
 CALLS = (  # of torch.distributed, by which a process speaks to others
@@ -79,7 +77,7 @@ def called(kind: str) -> tuple[Counter[str], int]:
     """What this rank calls of torch.distributed in four steps that come after one like them: outside of the actions by
     name, and within them how often."""
     torch.manual_seed(0)
-    options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": mse_loss, "compare_batches": 0}
+    options: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 2, "loss": mse_loss}
     along = "pp" if kind == "vocab" else "dp" if kind.startswith("zero") or kind == "early" else kind
     mesh = mesh_of(**{"pp": 1, along: 2})
     model: nn.Module = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False))
