@@ -1,0 +1,1 @@
+"""Exports a training step, forward and backward, as one graph of ATen operations."""

@@ -1,0 +1,48 @@
+"""Checkpoint hints: torch.utils.checkpoint becomes an annotation that the recompute pass reads.
+
+Inside of a trace both kinds of checkpoint run their function once. What to recompute is decided
+later, per stage.
+"""
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import torch.fx
+import torch.fx.traceback as fx_traceback
+
+from zbcompile.passes.exported.torch_private import replaced_checkpoint_regions
+
+CHECKPOINT = "checkpoint"  # key in node.meta["custom"]: number of the outermost region
+
+
+@contextlib.contextmanager
+def checkpoint_hints() -> Iterator[None]:
+    """Context in which nodes of checkpointed regions are annotated with the region's number."""
+    numbers = itertools.count()
+
+    def region(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with _numbered(numbers):
+            yield
+
+    class ReentrantRegion:
+        @staticmethod
+        def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
+            with _numbered(numbers):
+                return function(*args)
+
+    with replaced_checkpoint_regions(region, ReentrantRegion):
+        yield
+
+
+def checkpoint_region(node: torch.fx.Node) -> int | None:
+    """Returns the number of the checkpointed region of a forward node, or None."""
+    return (node.meta.get("custom") or {}).get(CHECKPOINT)
+
+
+@contextlib.contextmanager
+def _numbered(numbers: Iterator[int]) -> Iterator[None]:
+    outer = fx_traceback.current_meta.get("custom", {}).get(CHECKPOINT)
+    with fx_traceback.annotate({CHECKPOINT: next(numbers) if outer is None else outer}):
+        yield

@@ -1,0 +1,198 @@
+"""Exports a microbatch's training step and describes the inputs and outputs of the graph."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import ExportedProgram
+from torch.fx import Node
+
+from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF
+from zbcompile.passes.exported.capture.checkpoint_hints import CHECKPOINT
+from zbcompile.passes.exported.capture.known_values import LINE
+from zbcompile.passes.exported.capture.parameter_hooks import refuse_accumulation_hooks
+from zbcompile.passes.exported.capture.training_step import (
+    LossFunction,
+    TrainingStep,
+    leaves_with_paths,
+    public_name,
+)
+from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.exported.torch_private import (
+    ASSERTIONS,
+    DATA_DEPENDENT_ERRORS,
+    export_below_autograd,
+)
+
+_ANNOTATIONS = (LINE, CHECKPOINT, BACKWARD_OF)
+
+
+@dataclass(frozen=True)
+class ExportOptions:
+    """Options of an export.
+
+    Attributes:
+        static_inputs: Paths of batch inputs whose values the model may read in Python.
+        return_outputs: Whether the step also returns the model's output.
+    """
+
+    static_inputs: Sequence[str] = ()
+    return_outputs: bool = False
+
+
+def export_training_step(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    options: ExportOptions | None = None,
+) -> StepGraph:
+    """Returns the training step of `model` for one microbatch as a graph.
+
+    The first attempt lets the model believe that it runs eagerly. Models such as those of
+    transformers otherwise build explicit attention masks and lose the flash kernel. If that fails
+    because the model reads the value of an input, the second attempt uses the path that the model
+    has for compilers, and warns.
+
+    >>> step = export_training_step(nn.Linear(4, 2), (torch.randn(3, 4),),
+    ...                             loss_fn=lambda output, target: output.sum())
+    >>> list(step.gradients)
+    ['weight', 'bias']
+    """
+    options = options or ExportOptions()
+    refuse_accumulation_hooks(model)
+    batch = (args, dict(kwargs or {}), target)
+    static_inputs = {
+        path: leaf.detach().cpu().clone()  # before the trace, in which a clone is fake
+        for path, leaf in leaves_with_paths(batch)
+        if isinstance(leaf, Tensor) and path in _static_paths(options.static_inputs)
+    }
+    arguments: dict[str, Any] = {
+        "static_inputs": static_inputs,
+        "return_outputs": options.return_outputs,
+    }
+    step = TrainingStep(model, loss_fn, eager_path=True, **arguments)
+    example = (torch.ones((), device=_device_of(model)), *batch)
+    try:
+        program = export_below_autograd(step, example)
+    except DATA_DEPENDENT_ERRORS as eager_error:
+        step = TrainingStep(model, loss_fn, eager_path=False, **arguments)
+        try:
+            program = export_below_autograd(step, example)
+        except DATA_DEPENDENT_ERRORS as compiler_error:
+            raise compiler_error from eager_error
+        warnings.warn(
+            "the model reads values of its inputs in Python, so it was captured on the path that "
+            "it has for compilers: results may differ from eager mode in the last bits. The first "
+            f"value read: {eager_error}",
+            stacklevel=2,
+        )
+    return describe(program, step, batch)
+
+
+def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...]) -> StepGraph:
+    """Returns the step graph of an exported training step: every input and output by its role."""
+    signature = program.graph_signature
+    graph = program.graph_module.graph
+    nodes = {node.name: node for node in graph.nodes}
+    parameters: dict[str, Node] = {}
+    buffers: dict[str, Node] = {}
+    for table, names in (
+        (parameters, signature.inputs_to_parameters),
+        (buffers, signature.inputs_to_buffers),
+    ):
+        for node_name, name in names.items():
+            table[public_name(name)] = nodes[node_name]
+    constants = {
+        name: nodes[node_name]
+        for node_name, name in signature.inputs_to_lifted_tensor_constants.items()
+    }
+    tangent, *batch_nodes = (
+        nodes[node_name] if isinstance(node_name, str) and node_name in nodes else None
+        for node_name in signature.user_inputs
+    )
+    paths = [path for path, _ in leaves_with_paths(batch)]
+    assert tangent is not None
+    loss, gradients, outputs = _results(program, step, nodes)
+    buffer_updates = {
+        public_name(name): nodes[node_name]
+        for node_name, name in signature.buffers_to_mutate.items()
+    }
+    described = StepGraph(
+        module=program.graph_module,
+        parameters=parameters,
+        buffers=buffers,
+        constants=constants,
+        constant_values={name: program.constants[name] for name in constants},
+        batch_inputs={
+            path: node
+            for path, node in zip(paths, batch_nodes, strict=True)
+            if node is not None and isinstance(node.meta.get("val"), Tensor)
+        },
+        tangent=tangent,
+        loss=loss,
+        gradients=gradients,
+        buffer_updates=buffer_updates,
+        outputs=outputs,
+        rebuild_outputs=step.rebuild_outputs,
+        eager_path=step.eager_path,
+        tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
+        changed_state=step.changed_state,
+    )
+    _clean(described)
+    return described
+
+
+def _results(
+    program: ExportedProgram, step: TrainingStep, nodes: Mapping[str, Node]
+) -> tuple[Node, dict[str, Node | None], list[Node]]:
+    """Returns the nodes of the loss, of each gradient and of the outputs."""
+    user_outputs = [
+        nodes[value] if isinstance(value, str) else None
+        for value in program.graph_signature.user_outputs
+    ]
+    loss, *rest = user_outputs
+    assert loss is not None
+    count = len(step.trained)
+    gradients = {
+        public_name(name): node for name, node in zip(step.trained, rest[:count], strict=True)
+    }
+    return loss, gradients, [node for node in rest[count:] if node is not None]
+
+
+def _clean(step: StepGraph) -> None:
+    """Removes assertions on shapes and dead code, and makes the graph return results by role."""
+    for node in step.calls():
+        if node.target in ASSERTIONS:
+            step.graph.erase_node(node)
+        custom = node.meta.get("custom") or {}
+        node.meta["custom"] = {key: custom[key] for key in _ANNOTATIONS if key in custom}
+    step.refresh_output()
+    for name in step.tied_names:
+        tied = {**step.parameters, **step.buffers}[name]
+        step.parameters.pop(name, None)
+        step.buffers.pop(name, None)
+        step.graph.erase_node(tied)
+    for node in reversed(step.calls()):
+        if not node.users and not _has_effect(node):
+            step.graph.erase_node(node)
+
+
+def _has_effect(node: Node) -> bool:
+    """Returns True for random numbers, which move the generator, and for collectives."""
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or "c10d" in str(node.target)
+
+
+def _static_paths(names: Sequence[str]) -> set[str]:
+    """Returns the batch paths that names of static inputs may stand for."""
+    return {path for name in names for path in (name, f"kwargs['{name}']", f"args[{name}]")}
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
+    return torch.device("cpu") if tensor is None else tensor.device

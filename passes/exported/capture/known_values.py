@@ -1,0 +1,151 @@
+"""Known values: results that depend on no input have a real tensor beside them during the trace.
+
+Models read such values in Python: transformers asks `(position_ids.diff() == 1).all()` once per
+forward. A trace cannot answer, because its tensors are fake. `KnownValues` runs the same operations
+on real tensors and answers from them. It never answers about inputs, parameters, buffers or random
+numbers, except for the inputs that the user declares static.
+"""
+
+import sys
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from types import FrameType, TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from zbcompile.passes.exported.torch_private import (
+    OpOverload,
+    TorchDispatchMode,
+    is_unlifted_constant,
+    real_mode,
+    replaced_tolist,
+    set_node_annotation,
+    storage_key,
+    written_arguments,
+)
+
+aten = torch.ops.aten
+LINE = "line"  # key in node.meta["custom"]: file and line of the user's code
+# Kernels that draw a number per element in the order of memory. Functionalization would replace
+# them by operators that draw in the order of indices.
+_FILLED_IN_MEMORY_ORDER = (aten.bernoulli_.float, aten.uniform_.default)
+MAX_ELEMENTS = 1 << 24  # larger results are not computed for real
+
+
+class KnownValues(TorchDispatchMode):
+    """A dispatch mode around a model's forward and its loss.
+
+    Args:
+        static_values: Real tensors by the traced input whose values the model may read.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._real = WeakTensorKeyDictionary()
+        self._overwritten: set[int] = set()  # storages whose real values are out of date
+        self._tolist: AbstractContextManager[None] | None = None
+
+    def __enter__(self) -> "KnownValues":
+        self._tolist = replaced_tolist(self.value_of)
+        self._tolist.__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        assert self._tolist is not None
+        self._tolist.__exit__(kind, error, traceback)
+
+    def declare(self, tensor: Tensor, value: Tensor) -> None:
+        """Makes `value` the known value of a traced input (a static input)."""
+        self._real[tensor] = value
+
+    def value_of(self, tensor: Tensor) -> Tensor | None:
+        """Returns the real value of a traced tensor on the CPU, or None if it is not known."""
+        if is_unlifted_constant(tensor):
+            return None if tensor.is_meta else tensor
+        value = self._real.get(tensor)
+        if value is None or storage_key(value) in self._overwritten:
+            return None
+        return value  # type: ignore[no-any-return]
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        set_node_annotation(LINE, _users_line(sys._getframe(1)))
+        if func in _FILLED_IN_MEMORY_ORDER:
+            func(_in_memory_order(args[0]), *args[1:], **kwargs)
+            return args[0]
+        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if torch.Tag.nondeterministic_seeded in func.tags or any(
+            self.value_of(tensor) is None for tensor in tensors
+        ):
+            result = func(*args, **kwargs)
+            self._forget_written(func, args, kwargs)
+            return result
+        if tensors and func is aten._local_scalar_dense.default:
+            return self._run(func, args, kwargs)
+        if tensors and torch.Tag.dynamic_output_shape in func.tags:  # nonzero, unique
+            return tree_map_only(Tensor, self._constant, self._run(func, args, kwargs))
+        result = func(*args, **kwargs)
+        traced = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if traced and all(tensor.numel() <= MAX_ELEMENTS for tensor in traced):
+            real = tree_leaves(self._run(func, args, kwargs))
+            values = [leaf for leaf in real if isinstance(leaf, Tensor)]
+            for tensor, value in zip(traced, values, strict=True):
+                self._real[tensor] = value
+        else:
+            self._forget_written(func, args, kwargs)
+        return result
+
+    def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs an operator on the known values of its operands, on the CPU."""
+        with real_mode():
+            args, kwargs = tree_map_only(Tensor, self.value_of, (args, kwargs))
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("cpu")
+            return func(*args, **kwargs)
+
+    def _constant(self, value: Tensor) -> Tensor:
+        """Returns a traced constant with this value."""
+        tensor: Tensor = aten.lift_fresh_copy.default(value)
+        self._real[tensor] = value
+        return tensor
+
+    def _forget_written(self, func: OpOverload, args: Any, kwargs: Any) -> None:
+        for leaf in tree_leaves(written_arguments(func, args, kwargs)):
+            value = self._real.get(leaf) if isinstance(leaf, Tensor) else None
+            if value is not None:
+                self._overwritten.add(storage_key(value))
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """Returns a view of a dense tensor whose dimensions are sorted by stride."""
+    strides = tensor.stride()
+    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+    view = tensor.permute(order)
+    return view if view.is_contiguous() and not tensor.is_contiguous() else tensor
+
+
+def _users_line(frame: FrameType | None) -> str:
+    """Returns `file:line` of the innermost frame outside of torch and this library."""
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if name.partition(".")[0] not in ("torch", "zbcompile"):
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""

@@ -1,0 +1,92 @@
+"""Hooks on parameters: plain hooks become part of the step, other kinds are refused.
+
+torch.export replaces parameters by tensors of its own, so hooks that the user registered on them
+would be lost without a word.
+"""
+
+import contextlib
+import gc
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbcompile.passes.errors import CaptureError
+
+
+@contextlib.contextmanager
+def traced_hooks(originals: Mapping[str, Tensor], traced: Mapping[str, Tensor]) -> Iterator[None]:
+    """Context in which the hooks of the original parameters are registered on the traced ones."""
+    with contextlib.ExitStack() as stack:
+        for name, parameter in originals.items():
+            for hook in (parameter._backward_hooks or {}).values():
+                handle = traced[name].register_hook(hook)
+                stack.callback(handle.remove)
+        yield
+
+
+def refuse_accumulation_hooks(model: nn.Module) -> None:
+    """Raises CaptureError for hooks that run when autograd adds to `.grad`.
+
+    A pipeline adds the gradients of microbatches itself, so such hooks never run.
+    """
+    for name, parameter in model.named_parameters():
+        kind = _accumulation_hook(parameter)
+        if kind:
+            raise CaptureError(
+                f"{kind} on the parameter {name!r}: a pipeline adds gradients of microbatches "
+                "without autograd, so the hook would never run. Use "
+                "`parameter.register_hook(hook)`, which sees the gradient of each microbatch, or "
+                "call the function after `pipe.step`."
+            )
+
+
+class GradWrites:
+    """Detects writes to `parameter.grad` inside of forward or backward.
+
+    Nothing of them would be in the graph.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self._before = self._state()
+
+    def check(self) -> None:
+        """Raises CaptureError if a gradient was assigned or changed since the object was made."""
+        after = self._state()
+        for name, state in self._before.items():
+            if after[name] != state:
+                raise CaptureError(
+                    f"the backward writes {name}.grad itself: the exported step contains only "
+                    "gradients that autograd returns. Return the gradient from "
+                    "`autograd.Function.backward` instead."
+                )
+
+    def _state(self) -> dict[str, tuple[int, int]]:
+        with warnings.catch_warnings():  # traced parameters are not leaves
+            warnings.simplefilter("ignore")
+            grads = {name: parameter.grad for name, parameter in self._parameters.items()}
+        return {
+            name: (0, 0) if grad is None else (id(grad), grad._version)
+            for name, grad in grads.items()
+        }
+
+
+def _accumulation_hook(parameter: Tensor) -> str:
+    if getattr(parameter, "_post_accumulate_grad_hooks", None):
+        return "register_post_accumulate_grad_hook"
+    if not (parameter.requires_grad and parameter.is_leaf):
+        return ""
+    if torch.nn.parameter.is_lazy(parameter):
+        return ""
+    with torch._C.DisableTorchFunctionSubclass():
+        node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
+    # The node keeps its hooks in mappings that only the garbage collector can name. Plain hooks of
+    # the parameter are among them.
+    plain = parameter._backward_hooks
+    hooked = any(
+        isinstance(table, dict) and table and table is not plain for table in gc.get_referents(node)
+    )
+    return "a hook on the AccumulateGrad node" if hooked else ""

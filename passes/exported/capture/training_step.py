@@ -1,0 +1,176 @@
+"""The training step as one module: forward, loss and the gradient of every trained parameter."""
+
+import contextlib
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.capture.backward_marks import mark_backward_nodes
+from zbcompile.passes.exported.capture.checkpoint_hints import checkpoint_hints
+from zbcompile.passes.exported.capture.known_values import KnownValues
+from zbcompile.passes.exported.capture.module_state import ModuleState, module_state
+from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
+from zbcompile.passes.exported.capture.structures import Rebuild, flatten_output
+from zbcompile.passes.exported.torch_private import not_compiling, reparametrize_module
+
+LossFunction = Callable[[Any, Any], Any]
+LOSS_MODULE = "loss_function"  # prefix of parameters that belong to a loss module
+MODEL = "model"
+
+
+class TrainingStep(nn.Module):
+    """A model with its loss and its backward.
+
+    Args:
+        model: The user's module.
+        loss_fn: Maps `(output, target)` to the loss, or to `(loss, metrics)`. If None, the output
+            is the loss, or has an attribute or a key `loss`.
+        eager_path: True if torch.compiler.is_compiling() is False inside of the model.
+        static_inputs: Real tensors by the path of the batch input whose values the model may read.
+
+    After a trace `changed_state` holds the module state that forward changed, and
+    `rebuild_outputs` rebuilds the model's output and the metrics from the traced outputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction | None = None,
+        *,
+        eager_path: bool = True,
+        static_inputs: Mapping[str, Tensor] | None = None,
+        return_outputs: bool = False,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.loss_function = loss_fn
+        self.eager_path = eager_path
+        self.static_inputs = dict(static_inputs or {})
+        self.return_outputs = return_outputs
+        self.tied = _tied_names(self)
+        self.trained = tuple(name for name, param in self.named_parameters() if param.requires_grad)
+        self.changed_state = ModuleState()
+        self.rebuild_outputs: Rebuild | None = None
+        self._originals = {name: self._tensor(name) for name in self.trained}
+
+    def forward(
+        self, tangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+    ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
+        """Returns the loss, one gradient per trained parameter (None if it has none), outputs.
+
+        `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m.
+        """
+        state = module_state(self.model)
+        with torch.enable_grad(), self._ties():
+            with self._model_context(args, kwargs, target):
+                output = self.model(*args, **kwargs)
+                loss, metrics = self._loss_of(output, target)
+            value = loss.detach()
+            outputs, self.rebuild_outputs = flatten_output(
+                (output, metrics) if self.return_outputs else (None, metrics)
+            )
+            outputs = [tensor.detach() for tensor in outputs]
+            grads = self._gradients(loss, tangent)
+        self.changed_state = state.changes(module_state(self.model))
+        return value, grads, outputs
+
+    @contextlib.contextmanager
+    def _model_context(self, *batch: Any) -> Iterator[None]:
+        """Context of the model and the loss: eager's path, known values and checkpoint hints."""
+        known = KnownValues()
+        for path, leaf in leaves_with_paths(batch):
+            if path in self.static_inputs and isinstance(leaf, Tensor):
+                known.declare(leaf, self.static_inputs[path])
+        flags = not_compiling() if self.eager_path else contextlib.nullcontext()
+        with flags, checkpoint_hints(), known:
+            yield
+
+    def _gradients(self, loss: Tensor, tangent: Tensor) -> list[Tensor | None]:
+        params = {name: self._tensor(name) for name in self.trained}
+        writes = GradWrites(params)
+        mark_backward_nodes(loss)
+        with (
+            traced_hooks(self._originals, params),
+            torch.autocast(loss.device.type, enabled=False),  # as recommended for eager mode
+        ):
+            grads = torch.autograd.grad(
+                loss, list(params.values()), tangent.to(loss.dtype), allow_unused=True
+            )
+        writes.check()
+        return list(grads)
+
+    def _loss_of(self, output: Any, target: Any) -> tuple[Tensor, Any]:
+        """Returns the loss and the metrics."""
+        metrics = None
+        if self.loss_function is not None:
+            loss = self.loss_function(output, target)
+            if isinstance(loss, tuple) and len(loss) == 2:
+                loss, metrics = loss
+        elif isinstance(output, Tensor):
+            loss = output
+        elif isinstance(output, Mapping):
+            loss = output.get("loss")
+        else:
+            loss = getattr(output, "loss", None)
+        _check_loss(loss)
+        return loss, metrics
+
+    def _tensor(self, name: str) -> Tensor:
+        return operator.attrgetter(name)(self)  # type: ignore[no-any-return]
+
+    def _ties(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which tied tensors are one again. torch.export makes one per name."""
+        return reparametrize_module(
+            self, {name: self._tensor(first) for name, first in self.tied.items()}
+        )
+
+
+def public_name(name: str) -> str:
+    """Returns the user's name of a tensor of a training step: without the prefix `model.`."""
+    return name.removeprefix(f"{MODEL}.")
+
+
+def leaves_with_paths(batch: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Returns the leaves of `(args, kwargs, target)` by path: `args[0]`, `mask`, `target`."""
+    args, kwargs, target = batch
+    leaves = []
+    for root, value in (("args", args), ("kwargs", kwargs), ("target", target)):
+        for path, leaf in torch.utils._pytree.tree_flatten_with_path(value)[0]:
+            keys = torch.utils._pytree.keystr(path)
+            leaves.append((f"{root}{keys}", leaf))
+    return leaves
+
+
+def _check_loss(loss: Any) -> None:
+    if not isinstance(loss, Tensor):
+        raise CaptureError(
+            f"the loss is {type(loss).__name__}; expected a tensor with one element. Pass "
+            "`loss=` as a function of (output, target), or return the loss from forward, "
+            "alone or as `.loss`."
+        )
+    if loss.numel() != 1:
+        raise CaptureError(
+            f"the loss has shape {tuple(loss.shape)}; expected one element. Reduce it with "
+            "`.mean()` or `.sum()`."
+        )
+    if not loss.requires_grad:
+        raise CaptureError(
+            "the loss does not depend on a trained parameter: there is nothing to train. Check "
+            "`requires_grad`, `detach()` and `torch.no_grad()` in forward and loss."
+        )
+
+
+def _tied_names(module: nn.Module) -> dict[str, str]:
+    """Maps every further name of a tied parameter or buffer to its first name."""
+    tied: dict[str, str] = {}
+    first_names: dict[int, str] = {}
+    for named in (module.named_parameters, module.named_buffers):
+        for name, tensor in named(remove_duplicate=False):
+            first = first_names.setdefault(id(tensor), name)
+            if first != name:
+                tied[name] = first
+    return tied

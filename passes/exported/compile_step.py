@@ -1,0 +1,68 @@
+"""The recipe: from a model and one microbatch to the pass graphs of all stages."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.exported.capture.training_step import LossFunction
+from zbcompile.passes.exported.check import check_pass_graphs
+from zbcompile.passes.exported.partition.assign_stages import assign_stages, keep_updated_buffers
+from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
+from zbcompile.passes.exported.partition.cut_points import forward_line
+from zbcompile.passes.exported.split.split_backward import split_backward, split_convolutions
+from zbcompile.passes.exported.split.tied_gradients import label_tied_gradients
+from zbcompile.passes.exported.stage.extract import extract
+from zbcompile.passes.exported.stage.pass_graph import PassGraph
+from zbcompile.passes.exported.step_graph import Label, StepGraph
+
+
+@dataclass(frozen=True)
+class CompiledStep:
+    """The pass graphs of a training step, by stage and kind, and the graph they were made from."""
+
+    step: StepGraph
+    passes: Mapping[Label, PassGraph]
+    ranks_of: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.ranks_of)
+
+
+def compile_step(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    loss_fn: LossFunction | None = None,
+    *,
+    ranks_of: Sequence[int],
+    exact: bool = False,
+    options: ExportOptions | None = None,
+) -> CompiledStep:
+    """Compiles the training step of one microbatch.
+
+    Args:
+        ranks_of: The rank of each stage, such as `(0, 1, 1, 0)` for a V on two ranks.
+        exact: Whether gradients of parameters that several stages read are added in autograd's
+            order.
+    """
+    step = export_training_step(model, args, kwargs, target, loss_fn, options)
+    return compile_graph(step, ranks_of=ranks_of, exact=exact)
+
+
+def compile_graph(step: StepGraph, *, ranks_of: Sequence[int], exact: bool = False) -> CompiledStep:
+    """Compiles an exported training step. The passes change its graph in place."""
+    split_convolutions(step)
+    line = forward_line(step)
+    cuts = balanced_cuts(step, line, ranks_of)
+    stages = assign_stages(step, line, cuts)
+    keep_updated_buffers(step, stages)
+    labels = split_backward(step, stages)
+    label_tied_gradients(step, labels, exact)
+    passes = extract(step, labels)
+    check_pass_graphs(step, passes)
+    return CompiledStep(step, passes, tuple(ranks_of))

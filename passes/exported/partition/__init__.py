@@ -1,0 +1,1 @@
+"""Assigns the nodes of a training step to pipeline stages."""

@@ -1,0 +1,134 @@
+"""Stages: which stage computes each node of a training step."""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.exported.capture.backward_marks import forward_number
+from zbcompile.passes.exported.partition.cut_points import ForwardLine
+from zbcompile.passes.exported.step_graph import StepGraph
+
+Stages = dict[Node, int]
+
+
+def assign_stages(step: StepGraph, line: ForwardLine, cuts: Sequence[int]) -> Stages:
+    """Returns the stage of every node except the free ones.
+
+    A backward node belongs to the stage of its forward node. A sum of gradients, or a node whose
+    forward node is free, belongs to the lowest stage of its operands: gradients flow from later
+    stages to earlier ones.
+    """
+    stages: Stages = {node: bisect_right(cuts, index) for index, node in enumerate(line.nodes)}
+    last_stage = len(cuts)
+    for node in reversed(line.homes):
+        stages[node] = min((stages[user] for user in node.users if user in stages), default=0)
+    _check_buffers(step, line, stages)
+    stage_of_number: dict[int, int] = {}
+    for node in (*line.nodes, *line.homes):
+        stage_of_number.setdefault(node.meta.get("seq_nr", -1), stages[node])
+    backward = step.backward_nodes()
+    for node in backward:
+        operands = [stages[source] for source in node.all_input_nodes if source in backward]
+        lowest = min(operands, default=last_stage)
+        number = forward_number(node)
+        stage = stage_of_number.get(-1 if number is None else number, lowest)
+        if stage > lowest:
+            raise AssertionError(
+                f"{node.name} of stage {stage} reads a gradient of stage {lowest}: a gradient "
+                "would flow to a later stage"
+            )
+        stages[node] = stage
+    return stages
+
+
+def keep_updated_buffers(step: StepGraph, stages: Stages) -> None:
+    """Makes the backward read a copy of every buffer that the step writes.
+
+    Later microbatches run their forward, and write the buffer, before the backward of this one.
+    """
+    backward = step.backward_nodes()
+    for name, update in step.buffer_updates.items():
+        holder = step.buffers.get(name)
+        readers = [node for node in holder.users if node in backward] if holder else []
+        if holder is None or not readers:
+            continue
+        first = next(iter(step.calls()))
+        with step.graph.inserting_before(first):
+            copy = step.graph.call_function(torch.ops.aten.clone.default, (holder,))
+        copy.meta = {"val": holder.meta["val"], "custom": dict(update.meta.get("custom") or {})}
+        stages[copy] = stages[update]
+        for node in readers:
+            node.replace_input_with(holder, copy)
+
+
+def cuts_of_owners(line: ForwardLine, step: StepGraph, owners: Mapping[str, int]) -> list[int]:
+    """Returns the cuts that keep every parameter on the stage that `owners` names.
+
+    Used for a further program of the same model, such as another batch shape. Between the last
+    node that reads a parameter of stage s or below and the first that reads one above s, the
+    cut with the fewest crossing bytes is chosen.
+
+    Raises:
+        PartitionError: The parameters are read in another order than the owners' stages.
+    """
+    owner_of = {step.parameters[name]: stage for name, stage in owners.items()}
+    reads: list[tuple[int, int]] = []
+    for index, node in enumerate(line.nodes):
+        reads += [(index, stage) for stage in _owners_read(node, line, owner_of)]
+    cuts: list[int] = []
+    for stage in range(max(owners.values(), default=0)):
+        low = max((index for index, owner in reads if owner <= stage), default=-1)
+        high = min((index for index, owner in reads if owner > stage), default=len(line.nodes))
+        places = [cut for cut in line.cuts if max(low, *cuts, 0) < cut <= high]
+        if not places:
+            raise PartitionError(
+                f"no cut keeps the parameters of stages 0 to {stage} before those of later stages. "
+                "The model reads its parameters in another order than when it was placed; call "
+                "`pipe.recompile()` to place it again."
+            )
+        cuts.append(min(places, key=lambda cut: (line.crossing_bytes[cut], cut)))
+    return cuts
+
+
+def parameter_owners(step: StepGraph, line: ForwardLine, stages: Stages) -> dict[str, list[int]]:
+    """Returns the stages that read each parameter in the forward, lowest first."""
+    readers: dict[str, list[int]] = {}
+    for name, holder in step.parameters.items():
+        found: set[int] = set()
+        pending = list(holder.users)
+        while pending:
+            node = pending.pop()
+            if node in line.free:
+                pending.extend(node.users)
+            elif node in stages:
+                found.add(stages[node])
+        readers[name] = sorted(found)
+    return readers
+
+
+def _owners_read(node: Node, line: ForwardLine, owner_of: Mapping[Node, int]) -> list[int]:
+    """Returns the owners of the parameters that a node reads, also through free nodes."""
+    found, pending = [], list(node.all_input_nodes)
+    while pending:
+        source = pending.pop()
+        if source in owner_of:
+            found.append(owner_of[source])
+        elif source in line.free:
+            pending.extend(source.all_input_nodes)
+    return found
+
+
+def _check_buffers(step: StepGraph, line: ForwardLine, stages: Stages) -> None:
+    """Raises PartitionError if a buffer is read on another stage than the one that writes it."""
+    for name, update in step.buffer_updates.items():
+        holder = step.buffers.get(name)
+        for node in holder.users if holder is not None else ():
+            if node in stages and update in stages and stages[node] != stages[update]:
+                raise PartitionError(
+                    f"the buffer {name!r} is read on stage {stages[node]} and written on stage "
+                    f"{stages[update]}: the reader would see the value of another microbatch. Read "
+                    "and write it in one layer, or use fewer stages."
+                )

@@ -1,0 +1,74 @@
+"""Balance: chooses the cuts that make the heaviest stage, or in a V the heaviest rank, light."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+from torch.fx import Node
+
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.exported.capture.backward_marks import forward_number
+from zbcompile.passes.exported.flops import node_cost
+from zbcompile.passes.exported.partition.cut_points import ForwardLine
+from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
+
+THINNER = 1.05  # thinner cuts may weigh this factor more than the best balance
+
+
+def balanced_cuts(step: StepGraph, line: ForwardLine, ranks_of: Sequence[int]) -> tuple[int, ...]:
+    """Returns the cuts of `line`, as numbers of nodes before each, one less than stages.
+
+    Args:
+        ranks_of: The rank of each stage: `(0, 1, 2, 3)` linear, `(0, 1, 0, 1)` looped,
+            `(0, 1, 1, 0)` in a V.
+
+    Among the cuts within 5 % of the best balance, the widest of the chosen cuts carries the fewest
+    bytes.
+
+    Raises:
+        PartitionError: The model has too few places where it can be cut.
+    """
+    stages = len(ranks_of)
+    if len(line.cuts) < stages - 1:
+        raise PartitionError(
+            f"the model can be cut at {len(line.cuts)} places; {stages} stages need {stages - 1}. "
+            "Use fewer stages or a deeper model."
+        )
+    if stages == 1:
+        return ()
+    totals = [0.0, *accumulate(_loads(step, line))]
+    frame = [0, *line.cuts, len(line.nodes)]
+    row = LoadRow(totals, tuple(ranks_of), heaviest_piece(totals, frame))
+    best = best_cuts(row, frame)
+    assert best is not None
+    limit, cuts = best[0] * THINNER, best[1]
+    widths = sorted({line.crossing_bytes[cut] for cut in line.cuts})
+    low, high = 0, len(widths) - 1
+    while low <= high:  # the smallest width that leaves cuts within the limit
+        middle = (low + high) // 2
+        thin = [cut for cut in line.cuts if line.crossing_bytes[cut] <= widths[middle]]
+        found = best_cuts(row, [0, *thin, len(line.nodes)]) if len(thin) >= stages - 1 else None
+        if found is not None and found[0] <= limit:
+            cuts, high = found[1], middle - 1
+        else:
+            low = middle + 1
+    return tuple(cuts)
+
+
+def _loads(step: StepGraph, line: ForwardLine) -> list[float]:
+    """Returns the cost of each node of the line with that of its backward, in FLOPs."""
+    position_of: dict[int, int] = {}
+    loads = []
+    for index, node in enumerate(line.nodes):
+        loads.append(node_cost(node))
+        position_of.setdefault(node.meta.get("seq_nr", -1), index)
+    for node in step.backward_nodes():
+        index = position_of.get(_number(node), -1)
+        if index >= 0:
+            loads[index] += node_cost(node)
+    return loads
+
+
+def _number(node: Node) -> int:
+    number = forward_number(node)
+    return -1 if number is None else number

@@ -1,0 +1,1 @@
+"""Divides the backward of each stage into B (input gradients) and W (weight gradients)."""

@@ -1,0 +1,159 @@
+"""The split of a backward into B, which computes input gradients, and W, which computes weight
+gradients.
+
+W consists of the products whose results only reach gradients of parameters, of what follows them,
+of views that only they read, and of bias sums of values that they read anyway. B is the rest. The
+rule is the same on every stage. W then reads exactly the operands of its products.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.capture.backward_marks import forward_number
+from zbcompile.passes.exported.capture.known_values import LINE
+from zbcompile.passes.exported.partition.assign_stages import Stages
+from zbcompile.passes.exported.step_graph import (
+    BACKWARD,
+    FORWARD,
+    WEIGHT,
+    Label,
+    Labels,
+    StepGraph,
+    is_random,
+    operator_name,
+    tensors_of,
+)
+from zbcompile.passes.exported.torch_private import is_view, storage_key
+
+aten = torch.ops.aten
+PRODUCTS = frozenset(
+    {
+        *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default),
+        *(aten.mv.default, aten.dot.default, aten._grouped_mm.default),
+        *(aten.embedding_dense_backward.default, aten.convolution_backward.default),
+    }
+)
+# Operations through which the gradient of a product may pass on its way to a parameter.
+LAYOUT = frozenset(
+    {
+        *("view", "t", "transpose", "permute", "reshape", "expand", "squeeze", "unsqueeze"),
+        *("slice", "select", "clone", "detach", "alias", "_unsafe_view", "getitem"),
+        *("add", "sum", "_to_copy", "cat", "constant_pad_nd"),
+    }
+)
+
+
+def split_backward(step: StepGraph, stages: Stages) -> Labels:
+    """Returns a label for every node that has a stage: F, B or W."""
+    backward = step.backward_nodes()
+    _refuse_random(backward)
+    ends = _nodes_that_end_in_gradients(step, stages, backward)
+    weight = {node for node in backward if node.target in PRODUCTS and ends[node]}
+    _add_followers(weight, backward)
+    for node in reversed(backward):
+        readers = [user in weight and stages[user] == stages[node] for user in node.users]
+        if is_view(node) and readers and all(readers):
+            weight.add(node)
+    read = _storages_read(weight, stages)
+    for node in backward:
+        shared = read.get(stages[node], set()) & set(map(storage_key, _operands(node)))
+        if operator_name(node) == "sum" and ends[node] and shared:
+            weight.add(node)
+    _add_followers(weight, backward)
+    labels: Labels = {}
+    for node, stage in stages.items():
+        if node not in backward:
+            labels[node] = Label(stage, FORWARD)
+        else:
+            labels[node] = Label(stage, WEIGHT if node in weight else BACKWARD)
+    return labels
+
+
+def split_convolutions(step: StepGraph) -> None:
+    """Splits each backward of a convolution into one call for the input and one for the weights.
+
+    Autograd computes all gradients in one call, which would be in B as a whole. The two calls
+    compute the same bits.
+    """
+    for node in step.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
+        input_mask, *weight_mask = node.args[_MASK]
+        if not input_mask or not any(weight_mask):
+            continue
+        with step.graph.inserting_after(node):
+            weight_call = step.graph.call_function(
+                node.target, _with_mask(node, [False, *weight_mask])
+            )
+        input_value, *weight_values = node.meta["val"]
+        weight_call.meta = {**node.meta, "val": (None, *weight_values)}
+        node.meta = {**node.meta, "val": (input_value, None, None)}
+        for user in list(node.users):
+            if operator_name(user) == "getitem" and user.args[1] != 0:
+                user.args = (weight_call, user.args[1])
+        node.args = _with_mask(node, [True, False, False])
+
+
+def is_gradient_sum(node: Node) -> bool:
+    """Returns True for a sum that autograd adds between grad_fns for several uses of a value."""
+    return operator_name(node) == "add" and forward_number(node) is None
+
+
+_MASK = 10  # position of output_mask in convolution_backward: input, weight, bias
+
+
+def _with_mask(node: Node, mask: list[bool]) -> tuple[Any, ...]:
+    return (*node.args[:_MASK], mask)
+
+
+def _nodes_that_end_in_gradients(
+    step: StepGraph, stages: Stages, backward: dict[Node, None]
+) -> dict[Node, bool]:
+    """Maps each backward node to True if its value only reaches gradients of parameters, through
+    layout operations and sums, on one stage or through sums over stages."""
+    ends: dict[Node, bool] = {}
+    for node in reversed(backward):
+        ends[node] = all(
+            user.op == "output"
+            or (
+                user in backward
+                and ends[user]
+                and operator_name(user) in LAYOUT
+                and (stages[user] == stages[node] or is_gradient_sum(user))
+            )
+            for user in node.users
+        )
+    return ends
+
+
+def _add_followers(weight: set[Node], backward: dict[Node, None]) -> None:
+    for node in backward:
+        if node not in weight and any(source in weight for source in node.all_input_nodes):
+            weight.add(node)
+
+
+def _storages_read(weight: set[Node], stages: Stages) -> dict[int, set[int]]:
+    """Returns the storages that the W of each stage reads."""
+    read: dict[int, set[int]] = {}
+    for node in weight:
+        keys = read.setdefault(stages[node], set())
+        keys.update(map(storage_key, _operands(node)))
+    return read
+
+
+def _operands(node: Node) -> Iterator[torch.Tensor]:
+    for source in node.all_input_nodes:
+        yield from tensors_of(source)
+
+
+def _refuse_random(backward: dict[Node, None]) -> None:
+    for node in backward:
+        if is_random(node):
+            line = (node.meta.get("custom") or {}).get(LINE, "")
+            raise CaptureError(
+                f"the backward draws random numbers ({node.target}, of {line}): under a pipeline "
+                "the backwards of microbatches run in another order than in eager mode. Draw the "
+                "numbers in forward and save them."
+            )

@@ -1,0 +1,1 @@
+"""Extracts one graph per stage and pass."""

@@ -1,0 +1,131 @@
+"""The step graph: an exported training step whose inputs and outputs are found by role and name."""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
+
+from zbcompile.passes.exported.torch_private import OpOverload, argument
+
+Rebuild = Callable[[Any], Any]
+
+
+class Label(NamedTuple):
+    """Where a node runs: a stage and the kind of its pass."""
+
+    stage: int
+    kind: str
+
+    def __str__(self) -> str:
+        return f"{self.stage}.{self.kind}"
+
+
+FORWARD, BACKWARD, WEIGHT = "F", "B", "W"
+END = "E"  # after the last microbatch of a step: adds gradients of several stages
+Labels = dict[Node, Label]
+
+
+@dataclass
+class StepGraph:
+    """A training step as a functional graph of ATen operations.
+
+    Passes before `extract` label the nodes of `graph`, replace or duplicate them.
+
+    Attributes:
+        module: Owner of the graph and of the subgraphs that it calls.
+        parameters: Placeholders by the user's names. Tied parameters have one placeholder.
+        buffers: Placeholders of the model's buffers by name.
+        constants: Placeholders of tensors made in forward, by name.
+        constant_values: Their values.
+        batch_inputs: Placeholders of the batch by path: `args[0]`, `kwargs['mask']`, `target`.
+        tangent: Placeholder of the gradient of the loss.
+        loss: The node that computes the loss.
+        gradients: The node of each trained parameter's gradient, None if it has none.
+        buffer_updates: The node of the new value of each buffer that the step writes.
+        outputs: Tensors of the model's output and of the metrics.
+        stage_gradients: For gradients that are summed over stages after the step, by name and
+            stage: the stage's own sum. Such gradients are not in `gradients`.
+        rebuild_outputs: Rebuilds (output, metrics) from values of `outputs`.
+        eager_path: False if the model was captured on the path that it has for compilers.
+    """
+
+    module: GraphModule
+    parameters: dict[str, Node]
+    buffers: dict[str, Node]
+    constants: dict[str, Node]
+    constant_values: dict[str, Any]
+    batch_inputs: dict[str, Node]
+    tangent: Node
+    loss: Node
+    gradients: dict[str, Node | None]
+    buffer_updates: dict[str, Node]
+    outputs: list[Node]
+    stage_gradients: dict[str, dict[int, Node]] = field(default_factory=dict)
+    rebuild_outputs: Rebuild | None = None
+    eager_path: bool = True
+    tied_names: Mapping[str, str] = field(default_factory=dict)
+    changed_state: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        return self.module.graph
+
+    def calls(self) -> list[Node]:
+        """Returns the operations in the order of the trace."""
+        return [node for node in self.graph.nodes if node.op == "call_function"]
+
+    def forward_nodes(self) -> list[Node]:
+        """Returns the operations of the forward and of the loss, in order."""
+        backward = self.backward_nodes()
+        return [node for node in self.calls() if node not in backward]
+
+    def backward_nodes(self) -> dict[Node, None]:
+        """Returns the operations of the backward, in order.
+
+        The backward begins with the first operation on the tangent.
+        """
+        calls = self.calls()
+        begin = next(
+            (i for i, node in enumerate(calls) if self.tangent in node.all_input_nodes), len(calls)
+        )
+        return dict.fromkeys(calls[begin:])
+
+    def result_nodes(self) -> Iterator[Node]:
+        """Yields the nodes whose values the step returns."""
+        yield self.loss
+        yield from (node for node in self.gradients.values() if node is not None)
+        for sums in self.stage_gradients.values():
+            yield from sums.values()
+        yield from self.buffer_updates.values()
+        yield from self.outputs
+
+    def refresh_output(self) -> None:
+        """Writes the results by role into the graph's output node, after a pass replaced nodes."""
+        self.graph.output_node().args = (tuple(self.result_nodes()),)
+
+
+def operator_name(node: Node) -> str:
+    """Returns the name of a node's operator without namespace and overload, such as `mm`."""
+    target = node.target
+    if isinstance(target, OpOverload):
+        return str(target.overloadpacket.__name__)
+    return getattr(target, "__name__", str(target))
+
+
+def is_random(node: Node) -> bool:
+    """Returns True if a node draws random numbers: it is never duplicated or reordered."""
+    target = node.target
+    if not isinstance(target, OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return bool(argument(node, "dropout_p", 1.0) != 0.0)  # attention without dropout draws nothing
+
+
+def tensors_of(node: Node) -> list[Tensor]:
+    """Returns the fake tensors of a node's value."""
+    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

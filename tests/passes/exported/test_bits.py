@@ -1,0 +1,111 @@
+"""Pass graphs in the order of a schedule have eager's bits: losses, gradients, buffers."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from gpt import GPT, next_byte_loss
+from tests.support.exported_runner import Batch, Runner, differences, eager_step
+from tests.support.zoo import ZOO
+from zbcompile import schedules
+from zbcompile.passes.exported.compile_step import CompiledStep, compile_step
+
+MICROBATCHES = 4
+
+
+def compile_for(
+    schedule: str, ranks: int, model: nn.Module, batch: Batch, loss: Any, exact: bool = True
+) -> tuple[CompiledStep, Sequence[Any]]:
+    """Returns the pass graphs for a schedule, and the schedule's orders."""
+    built = schedules.build(schedule, ranks=ranks, microbatches=MICROBATCHES)
+    ranks_of = [built.placement.rank(stage) for stage in range(built.stages)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return compile_step(model, *batch, loss, ranks_of=ranks_of, exact=exact), built.orders
+
+
+def check(
+    schedule: str, ranks: int, model: nn.Module, batches: list[Batch], loss: Any
+) -> CompiledStep:
+    compiled, orders = compile_for(schedule, ranks, model, batches[0], loss)
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    assert not differences(result, eager_step(model, batches, loss, seed=5))
+    return compiled
+
+
+def batches_of(make: Callable[[], Batch]) -> list[Batch]:
+    torch.manual_seed(1)
+    return [make() for _ in range(MICROBATCHES)]
+
+
+def text() -> Batch:
+    tokens = torch.randint(256, (2, 16))
+    return (tokens,), {}, tokens
+
+
+@pytest.mark.parametrize(("schedule", "ranks"), [("zb-h1", 2), ("zb-v", 2), ("zb-h1", 4)])
+def test_gpt(schedule: str, ranks: int) -> None:
+    """Dropout, and one weight for the embedding and the head."""
+    torch.manual_seed(0)
+    model = GPT(layers=3, width=32, length=16, dropout=0.1, tied=True)
+    check(schedule, ranks, model, batches_of(text), next_byte_loss)
+
+
+SAMPLE = ["llama-unpadded", "t5", "unet", "mixtral", "resnet"]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in SAMPLE else pytest.mark.slow) for n in ZOO]
+)
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_zoo(name: str, schedule: str) -> None:
+    if name in ("lstm", "llama-half-padded"):
+        pytest.skip("not bitwise: oneDNN; masks that only some microbatches need")
+    problem = ZOO[name]
+    parts = problem.batches(1, 2 * MICROBATCHES)[0].parts(MICROBATCHES)
+    batches = [(part.args, dict(part.kwargs), part.target) for part in parts]
+    check(schedule, 2, problem.model().train(), batches, problem.loss)
+
+
+class Loop(nn.Module):
+    """A universal transformer: one layer, applied ten times, on several stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.layer = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm = nn.LayerNorm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.enter(x)
+        for _ in range(10):
+            x = x + torch.tanh(self.layer(self.norm(x)))
+        return x
+
+
+def rows() -> Batch:
+    return (torch.randn(4, 8),), {}, torch.randn(4, 8)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "1f1b", "gpipe"])
+def test_a_block_applied_ten_times(schedule: str) -> None:
+    torch.manual_seed(0)
+    compiled = check(schedule, 2, Loop(), batches_of(rows), nn.functional.mse_loss)
+    assert [str(label) for label in compiled.passes if label.kind == "E"] == ["0.E"]
+
+
+def test_default_sums_over_stages_are_within_rounding() -> None:
+    torch.manual_seed(0)
+    model, batches = Loop(), batches_of(rows)
+    compiled, orders = compile_for(
+        "zb-v", 2, model, batches[0], nn.functional.mse_loss, exact=False
+    )
+    assert not [label for label in compiled.passes if label.kind == "E"]
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    expected = eager_step(model, batches, nn.functional.mse_loss, seed=5)
+    for name, gradient in expected.gradients.items():
+        error = (result.gradients[name] - gradient).abs().max()
+        assert error <= 1e-6 * gradient.abs().max()

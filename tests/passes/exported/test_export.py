@@ -1,0 +1,279 @@
+"""An exported step is the training step: its results have the bits of eager mode."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.exported_runner import differences, eager_step, run_uncut
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.exported.capture.known_values import LINE
+
+WIDTH = 8
+
+
+class Repeated(nn.Module):
+    """Applies one layer `times` times."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.times):
+            x = x + torch.tanh(self.layer(x))
+        return x
+
+
+def assert_equals_eager(model: nn.Module, *args: Any, loss: Any = F.mse_loss, **kwargs: Any) -> Any:
+    batch = (args, kwargs, torch.randn(4, WIDTH))
+    step = export_training_step(model, *batch, loss)
+    assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], loss, 0))
+    return step
+
+
+@pytest.mark.parametrize("times", [1, 2, 10])
+def test_a_parameter_used_several_times(times: int) -> None:
+    assert_equals_eager(Repeated(times), torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("form", ["tensor", "mapping", "object"])
+def test_a_model_that_returns_its_loss(form: str) -> None:
+    class WithLoss(Repeated):
+        def forward(self, x: Tensor) -> Any:
+            loss = super().forward(x).square().mean()
+            return {"tensor": loss, "mapping": {"loss": loss}}.get(form, SimpleNamespace(loss=loss))
+
+    model = WithLoss(2)
+    batch = ((torch.randn(4, WIDTH),), {}, None)
+    step = export_training_step(model, *batch)
+    assert set(step.gradients) == {"layer.weight", "layer.bias"}
+
+
+def test_a_loss_module_has_gradients_of_its_own() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, output: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = (self.scale * (output - target)).square().mean()
+            return loss, {"error": loss / 2}
+
+    batch = ((torch.randn(4, WIDTH),), {}, torch.randn(4, WIDTH))
+    step = export_training_step(Repeated(1), *batch, Scaled())
+    assert set(step.gradients) == {"layer.weight", "layer.bias", "loss_function.scale"}
+    assert step.rebuild_outputs is not None
+    assert step.rebuild_outputs(["value"]) == (None, {"error": "value"})
+
+
+def test_a_tied_parameter_has_one_placeholder() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    model[2].weight = model[0].weight
+    step = assert_equals_eager(model, torch.randn(4, WIDTH))
+    assert set(step.parameters) == {"0.weight", "0.bias", "2.bias"}
+    assert dict(step.tied_names) == {"2.weight": "0.weight"}
+
+
+def test_unused_and_frozen_parameters_have_no_gradient() -> None:
+    model = Repeated(1)
+    model.unused = nn.Linear(1, 1)
+    model.layer.bias.requires_grad_(False)
+    step = assert_equals_eager(model, torch.randn(4, WIDTH))
+    assert step.gradients["unused.weight"] is None
+    assert "layer.bias" not in step.gradients
+
+
+def test_outputs_of_any_structure() -> None:
+    class Output:
+        def __init__(self, hidden: Tensor) -> None:
+            self.hidden, self.name = [hidden], "output"
+
+    class Model(Repeated):
+        def forward(self, x: Tensor) -> Any:
+            return Output(super().forward(x))
+
+    batch = ((torch.randn(4, WIDTH),), {}, None)
+    step = export_training_step(
+        Model(1),
+        *batch,
+        lambda output, target: output.hidden[0].sum(),
+        ExportOptions(return_outputs=True),
+    )
+    assert step.rebuild_outputs is not None
+    output, metrics = step.rebuild_outputs(["tensor"])
+    assert (output.hidden, output.name, metrics) == (["tensor"], "output", None)
+
+
+def test_values_that_depend_on_no_input_may_be_read() -> None:
+    class Positions(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            positions = torch.arange(4)
+            if bool((positions.diff() == 1).all()) and positions.tolist()[-1] == 3:
+                x = x * 2
+            return super().forward(x)
+
+    step = assert_equals_eager(Positions(1), torch.randn(4, WIDTH))
+    assert step.eager_path
+
+
+def test_static_inputs_may_be_read() -> None:
+    class Grid(Repeated):
+        def forward(self, x: Tensor, grid: Tensor) -> Tensor:
+            rows = [part.sum(0) for part in x.split(grid.tolist())]
+            return super().forward(torch.stack(rows).repeat_interleave(2, 0))
+
+    batch = ((torch.randn(4, WIDTH),), {"grid": torch.tensor([1, 3])}, torch.randn(4, WIDTH))
+    options = ExportOptions(static_inputs=("grid",))
+    model = Grid(1)
+    step = export_training_step(model, *batch, F.mse_loss, options)
+    assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], F.mse_loss, 0))
+
+
+def test_values_of_inputs_must_not_be_read() -> None:
+    class Reads(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) if x.sum() > 0 else x
+
+    with pytest.raises(Exception, match="data-dependent"):
+        export_training_step(Reads(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
+
+
+def test_the_compilers_path_is_the_second_attempt() -> None:
+    class TwoPaths(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            if not torch.compiler.is_compiling() and x.sum() > 0:
+                return x
+            return super().forward(x)
+
+    with pytest.warns(UserWarning, match="on the path that it has for compilers"):
+        step = export_training_step(
+            TwoPaths(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum()
+        )
+    assert not step.eager_path
+
+
+def test_hooks_on_parameters_run() -> None:
+    model = Repeated(3)
+    model.layer.weight.register_hook(lambda grad: grad * 0.5)
+    batch = ((torch.randn(4, WIDTH),), {}, torch.randn(4, WIDTH))
+    step = export_training_step(model, *batch, F.mse_loss)
+    result = run_uncut(step, model, batch)
+    (F.mse_loss(model(*batch[0]), batch[2])).backward()
+    assert torch.equal(result.gradients["layer.weight"], model.layer.weight.grad)
+
+
+def test_hooks_after_accumulation_are_refused() -> None:
+    model = Repeated(1)
+    model.layer.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    with pytest.raises(CaptureError, match=r"'layer.weight'.*register_hook"):
+        export_training_step(model, (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
+
+
+def test_writes_to_grad_in_a_backward_are_refused() -> None:
+    class WritesGrad(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            weight.grad = grad.t() @ x
+            return grad @ weight, None
+
+    class Model(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            return WritesGrad.apply(super().forward(x), self.layer.weight)
+
+    with pytest.raises(CaptureError, match=r"layer.weight.grad itself"):
+        export_training_step(Model(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
+
+
+def test_state_that_forward_changes_is_found() -> None:
+    class Counts(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls = getattr(self, "calls", 0) + 1
+            return super().forward(x)
+
+    model = Counts(1)
+    model.calls = 0
+    step = export_training_step(model, (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
+    assert list(step.changed_state) == ["calls"]
+
+
+def test_nodes_name_the_users_line() -> None:
+    step = assert_equals_eager(Repeated(1), torch.randn(4, WIDTH))
+    tanh = next(node for node in step.calls() if "tanh" in str(node.target))
+    assert tanh.meta["custom"][LINE].partition(":")[0] == __file__
+
+
+def test_forces_from_an_energy() -> None:
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(WIDTH, 16), nn.Tanh(), nn.Linear(16, 1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.detach().requires_grad_()
+            (gradient,) = torch.autograd.grad(self.layers(x).sum(), x, create_graph=True)
+            return -gradient
+
+    assert_equals_eager(Forces(), torch.randn(4, WIDTH))
+
+
+def test_functions_with_a_backward_of_their_own() -> None:
+    class Tripled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return x.relu()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:
+            (x,) = ctx.saved_tensors
+            return grad * (x > 0) * 3.0
+
+    class Model(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            return Tripled.apply(super().forward(x))
+
+    assert_equals_eager(Model(2), torch.randn(4, WIDTH))
+
+
+def test_compiled_submodules_run_as_they_are() -> None:
+    model = Repeated(2)
+    model.layer.compile()
+    assert_equals_eager(model, torch.randn(4, WIDTH))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointed_regions_are_annotated(reentrant: bool) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from zbcompile.passes.exported.capture.checkpoint_hints import checkpoint_region
+
+    class Model(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            x = torch.tanh(self.layer(x))
+            x = checkpoint(self.layer, F.dropout(x, 0.3), use_reentrant=reentrant)
+            return checkpoint(super().forward, x, use_reentrant=reentrant)
+
+    step = assert_equals_eager(Model(2), torch.randn(4, WIDTH))
+    regions = {checkpoint_region(node) for node in step.forward_nodes()}
+    assert regions == {None, 0, 1}
+
+
+@pytest.mark.parametrize("p", [0.025, 0.1, 0.5])
+def test_dropout_has_eagers_bits_in_any_layout(p: float) -> None:
+    class Model(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            return F.dropout(super().forward(F.dropout(x.t(), p).t()), p)
+
+    assert_equals_eager(Model(1), torch.randn(4, WIDTH))
