@@ -4,7 +4,7 @@ import dataclasses
 import traceback
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -21,24 +21,15 @@ Kept = Literal["", "outputs", "metrics"]  # of a step besides its loss
 Read = Callable[[Any, Any], Any]  # what to compute of the model's output and the target, in place of a loss
 
 
-class LossArguments(NamedTuple):
-    """A target, and further arguments of the loss function: `loss(output, target, **loss_kwargs)`."""
-
-    target: Any
-    loss_kwargs: dict[str, Any]
-
-
-def with_arguments(loss: Callable[..., Any], output: Any, target: Any) -> Any:
-    """`loss(output, target)`, with the arguments that the target brings along."""
-    if isinstance(target, LossArguments):
-        return loss(output, target.target, **target.loss_kwargs)
+def call_loss(loss: LossFunction, output: Any, target: Any) -> Any:
+    """Returns `loss(output, target)`; `failing_loss` looks for the frame of this call."""
     return loss(output, target)
 
 
 def failing_loss(error: BaseException) -> str:
     """The loss in which `error` was raised and what it was given; empty if the model raised it."""
     frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
-    given = next((frame.f_locals for frame in frames if frame.f_code is with_arguments.__code__), None)
+    given = next((frame.f_locals for frame in frames if frame.f_code is call_loss.__code__), None)
     if given is None:
         return ""
     leaves = pytree.tree_leaves((given["output"], given["target"]))
@@ -90,7 +81,7 @@ class TrainingStep(nn.Module):
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> tuple[Any, list[torch.Tensor]]:
         with self.watch.forward(self.model, (args, kwargs, target)):
             output = self.model(*args, **kwargs)
-            judge: Any = loss_in if self.loss is None else partial(with_arguments, self.loss)
+            judge: Any = loss_in if self.loss is None else partial(call_loss, self.loss)
             given = () if self.loss is None else (target,)
             if isinstance(output, PendingCall) and self.keep == "outputs":
                 raise Refusal.DTENSOR_OUTPUT.error()

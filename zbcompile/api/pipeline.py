@@ -41,7 +41,6 @@ from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.step_run import Engine
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
-    from zbcompile.torch_pipelining.as_schedule import ScheduleLike
     from zbcompile.torch_pipelining.pipeline_stage import CompiledPipelineStage
 
 
@@ -239,19 +238,6 @@ class Pipeline:
         found, outputs = self._run_step(args, kwargs, target, microbatches, kind)
         loss = found.total(self.options.loss_reduction)
         return (loss, outputs) if kind else loss
-
-    def step_losses(
-        self,
-        *args: Any,
-        target: Any = None,
-        microbatches: Given | None = None,
-        return_outputs: bool | str = False,
-        **kwargs: Any,
-    ) -> tuple[list[torch.Tensor], Any]:
-        """As `step`, but returns the loss of every microbatch, undivided; and the outputs, None if not asked for."""
-        kind = kind_of(return_outputs, False)
-        found, outputs = self._run_step(args, kwargs, target, microbatches, kind)
-        return found.read(), outputs
 
     def _run_step(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, given: Given | None, outputs: bool | str
@@ -490,12 +476,6 @@ class Pipeline:
         bound.withhold(self.program)
         program = replace(self.program, step=self.options.step)  # a loaded one may have got another seed
         return generated_stages(program, self._compiled.first().stages, self._ranks, bound.parameters)
-
-    def as_schedule(self) -> "ScheduleLike":
-        """This pipeline behind the calls of a torch.distributed.pipelining schedule: `step`, `eval`."""
-        from zbcompile.torch_pipelining.as_schedule import ScheduleLike
-
-        return ScheduleLike(self)
 
     def attached(self, kind: type[Attached]) -> Attached:
         """The one `kind` of this pipeline, which is made at the first call and closed with the pipeline."""

@@ -12,7 +12,6 @@ from torch import nn
 from zbcompile.batches.batch_split import Cut, Split, choose_cuts
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.export import flatten_inputs
-from zbcompile.passes.capture.training_step import LossArguments
 from zbcompile.passes.errors import CaptureError
 from zbcompile.torch_private import pytree
 
@@ -158,8 +157,7 @@ def flatten_batch(
     `partial`: some inputs of a step may be missing, as labels are in an evaluation.
     """
     paths, leaves, structure = flatten_inputs((args, kwargs, target))
-    whole = {"target.loss_kwargs": False} if isinstance(target, LossArguments) else {}
-    cuts, size = choose_cuts(paths, leaves, {**(split or {}), **whole}, partial)
+    cuts, size = choose_cuts(paths, leaves, split or {}, partial)
     return Batch(leaves, paths, cuts, structure, size)
 
 
