@@ -18,10 +18,6 @@ if TYPE_CHECKING:
     )
     from zbcompile.inspection.explain_model import Explanation as Explanation, explain as explain
     from zbcompile.model.experts import ExpertExchange as ExpertExchange
-    from zbcompile.model.huggingface_plan import (
-        apply_tensor_parallel_plan as apply_tensor_parallel_plan,
-        divide_experts as divide_experts,
-    )
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
     from zbcompile.passes.errors import (
         CaptureError as CaptureError,
@@ -55,7 +51,6 @@ _HOME = {
     "profiling.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
     "model.experts": ("ExpertExchange",),
-    "model.huggingface_plan": ("apply_tensor_parallel_plan", "divide_experts"),
     "model.seeds": ("microbatch_seed",),
     "errors": ("FaultError", "PipelineError", "PlacementError"),
     "passes.machine.hardware": ("Hardware",),

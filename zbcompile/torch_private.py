@@ -391,8 +391,3 @@ def _call_out(
 ) -> Any:
     given = {name: value for name, value in kwargs.items() if name not in dropped}
     return form(*args, **given, **dict(zip(names, places, strict=True)))
-
-
-def gated(experts: Any, projected: torch.Tensor) -> torch.Tensor:
-    """The gate of an expert layer of transformers (5: no public method computes it alone)."""
-    return experts._apply_gate(projected)  # type: ignore[no-any-return]

@@ -27,7 +27,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 import torch  # noqa: E402
 from tabulate import tabulate  # noqa: E402
 
-import zbcompile  # noqa: E402
+from huggingface_parallel import apply_tensor_parallel_plan, divide_experts  # noqa: E402
 from tests.support import timm_models, transformers_models  # noqa: E402
 from tests.support.compared import one_line  # noqa: E402
 from tests.support.oracle import Problem  # noqa: E402
@@ -66,11 +66,11 @@ def on_mesh(make: Callable[[], Problem], prepare: Prepare | None = None, dimensi
 def by_plan(model: Any, mesh: Any) -> Any:
     """By the plan that the model brings along, without that of its experts, which stay whole."""
     plan = {pattern: style for pattern, style in (model.tp_plan or {}).items() if "experts" not in pattern}
-    return zbcompile.apply_tensor_parallel_plan(model, mesh["tp"], plan)
+    return apply_tensor_parallel_plan(model, mesh["tp"], plan)
 
 
 def divided(model: Any, mesh: Any) -> Any:
-    return zbcompile.divide_experts(model, mesh["ep"])
+    return divide_experts(model, mesh["ep"])[0]
 
 
 def of_zoo() -> Iterator[tuple[str, Case]]:

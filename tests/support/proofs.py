@@ -19,7 +19,6 @@ from zbcompile.batches.batch import whole_batch
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, labels_of, lay_out_step, make_manager
 from zbcompile.distributed.mesh import BATCHES, PARTS
 from zbcompile.model.distributed_tensors import Parts
-from zbcompile.model.experts import placements_of_experts
 from zbcompile.model.placements import placement_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.pass_list.passes_in_order import CUT
@@ -71,7 +70,7 @@ def captured(case: Case) -> Captured:
     mesh = mesh_of(pp=1, **{case.dimension: RANKS})
     model, loss, batch = case.make(mesh)
     labels = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names or ()}
-    rules = {**Parts(model, labels).placements, **placements_of_experts(model)}
+    rules = Parts(model, labels).placements
     microbatch = whole_batch(batch.args, dict(batch.kwargs), batch.target).whole
     choices = Choices(vocab=1) if case.vocab else Choices()
     laid_out = lay_out_step(model, microbatch, loss, choices, dimensions=labels)

@@ -22,7 +22,6 @@ from zbcompile.distributed.parcels import Travel
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
-from zbcompile.model.experts import placements_of_experts
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.optimizer.optimizer_request import OptimizerRequest, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
@@ -76,8 +75,8 @@ class Pipeline:
             schedule = choose_schedule(options, self._ranks.count)
             with readable(model):
                 self._parts = Parts(model, self._ranks.mesh.labels)
-            if found := {**self._parts.placements, **placements_of_experts(model)}:
-                options = replace(options, placements={**(options.placements or {}), **found})
+            if self._parts.placements:
+                options = replace(options, placements={**(options.placements or {}), **self._parts.placements})
             self._options = options
             self._bound = bound = BoundPrograms(model, options, self._ranks)
             self._compiled = Programs(model, options, bound, schedule, saved)

@@ -102,10 +102,10 @@ def require_division(zero: int, reshard: bool) -> None:
         )
 
 
-def example_of(plan: Plan, mesh: Any = None) -> Example:
-    """Build the model, on a mesh if one is given. What it prints goes to standard error, not into the report."""
+def example_of(plan: Plan) -> Example:
+    """Build the model. What it prints goes to standard error, not into the report."""
     with contextlib.redirect_stdout(sys.stderr), fake_models(plan.device) if plan.fake else contextlib.nullcontext():
-        return example_from(plan.maker, plan.target, mesh)
+        return example_from(plan.maker, plan.target)
 
 
 def compiled(

@@ -157,7 +157,7 @@ def _add_process(group: Any) -> None:
         type=int,
         default=1,
         metavar="N",
-        help="ranks that share every matrix: TARGET takes `mesh`, or its model brings a plan along",
+        help="ranks that share every matrix: TARGET takes `mesh` and parallelises its model",
     )
     add("--threads", type=int, metavar="N", help="torch's threads per process (default: torch's own choice)")
     add(

@@ -13,7 +13,6 @@ from typing import Any
 
 from zbcompile.batches.example import Example
 from zbcompile.errors import PipelineError
-from zbcompile.model.huggingface_plan import apply_tensor_parallel_plan
 
 FORMS = "expected package.module:name or path/file.py:name"
 RETURNS = "expected (model, args), (model, args, kwargs) or zbcompile.Example(...), args being one microbatch"
@@ -28,14 +27,14 @@ def load_example(target: str, mesh: Any = None) -> Example:
 
 
 def example_from(maker: Any, target: str, mesh: Any = None) -> Example:
-    """The example that the function called `target` returns. If a mesh is given, the model is on that: the function
-    takes `mesh`, or else the model brings a plan along. Raises PipelineError."""
-    if mesh is not None and takes_mesh(maker):
-        return _as_example(_call(maker, target, {"mesh": mesh}), target)
-    example = _as_example(_call(maker, target, {}), target)
-    if mesh is not None:
-        apply_tensor_parallel_plan(example.model, mesh["tp"])
-    return example
+    """Returns the example that the function called `target` returns. If a mesh is given, the function must take it as
+    `mesh`, and parallelise its model. Raises PipelineError."""
+    if mesh is not None and not takes_mesh(maker):
+        raise PipelineError(
+            f"{target} has no parameter `mesh`, so its model is not parallelised. Give it one, and parallelise the "
+            "model over mesh['tp'] with torch.distributed.tensor.parallel.parallelize_module."
+        )
+    return _as_example(_call(maker, target, {} if mesh is None else {"mesh": mesh}), target)
 
 
 def takes_mesh(maker: Any) -> bool:

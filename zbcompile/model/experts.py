@@ -72,7 +72,6 @@ class ExpertExchange(nn.Module):
         self.experts, self.ranks = experts, 1 if group is None else group.size()
         self.group = "" if group is None else group.group_name  # a module that holds a name can be copied
         self.factor, self.by_counts = float(factor), by_counts
-        self.divided: tuple[str, ...] = ()  # parameters of the module around it that are this rank's part
         if experts % self.ranks:
             raise PipelineError(
                 f"ExpertExchange got experts={experts} and a group of {self.ranks} ranks, which must hold equally "
@@ -145,13 +144,6 @@ class ExpertExchange(nn.Module):
     def _exchange(self, rows: Tensor) -> Tensor:
         """Exchange parts: part i goes to rank i, and part i of the result comes from there."""
         return rows if self.ranks == 1 else exchanged(rows, self.group)
-
-
-def placements_of_experts(model: nn.Module) -> dict[str, dict[str, str]]:
-    """The placements of the parameters that `divide_experts` has divided."""
-    found = ((path, each) for path, each in model.named_modules() if isinstance(each, ExpertExchange))
-    paths = (f"{path.rpartition('.')[0]}.{name}" for path, each in found for name in each.divided)
-    return {path.lstrip("."): {"ep": "shard"} for path in paths}
 
 
 def _by_expert(came: Tensor, counts: Tensor, begins: Tensor, route: TokenRoute) -> DispatchedRows:

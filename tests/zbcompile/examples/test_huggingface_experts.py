@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import zbcompile
+from huggingface_parallel import divide_experts
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from tests.support.training import gradients_of
@@ -29,8 +30,10 @@ def batch_of(rank: int) -> Tensor:
 def trained(name: str, schedule: str, factor: float) -> tuple[int, Tensor, dict[str, Tensor], float]:
     """Of a rank along "ep": the loss of a step, its gradients, and the capacity that it ended with."""
     mesh = mesh_of(ep=RANKS, pp=dist.get_world_size() // RANKS)
-    model = zbcompile.divide_experts(transformers_model(name), mesh["ep"], factor)
-    pipe = zbcompile.pipeline(model, mesh=mesh, schedule=schedule, microbatches=MICROBATCHES, exact=True)
+    model, placements = divide_experts(transformers_model(name), mesh["ep"], factor)
+    pipe = zbcompile.pipeline(
+        model, mesh=mesh, schedule=schedule, microbatches=MICROBATCHES, exact=True, placements=placements
+    )
     rank = mesh["ep"].get_local_rank()
     loss = pipe.step(input_ids=batch_of(rank), labels=batch_of(rank))
     found = gradients_of(pipe)
@@ -132,5 +135,5 @@ def test_transformers_experts_on_two_ranks_beside_two_of_a_pipeline(
 
 
 def test_a_model_without_experts_is_refused() -> None:
-    with pytest.raises(zbcompile.PipelineError, match="has no layer of experts"):
-        zbcompile.divide_experts(torch.nn.Linear(2, 2), None)
+    with pytest.raises(ValueError, match="has no layer of experts"):
+        divide_experts(torch.nn.Linear(2, 2), None)

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 from gpt import next_byte_loss
+from huggingface_parallel import apply_tensor_parallel_plan
 from llama import Llama, parallelised
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
@@ -58,7 +59,7 @@ def trained(make: Callable[[], Any]) -> tuple[float, dict[str, float]]:
     """By how much loss and gradients differ from those of one process; experts, if any, stay whole."""
     mesh, whole = mesh_of(pp=dist.get_world_size() // 2, tp=2), make()
     plan = {pattern: style for pattern, style in whole.tp_plan.items() if "experts" not in pattern}
-    model = zbcompile.apply_tensor_parallel_plan(make(), mesh["tp"], plan)
+    model = apply_tensor_parallel_plan(make(), mesh["tp"], plan)
     loss = torch.zeros(())
     for rows in batch().chunk(MICROBATCHES):
         part = whole(input_ids=rows, labels=rows).loss / MICROBATCHES
@@ -97,18 +98,16 @@ KNOWN = {
 def test_every_style_is_taken_or_refused_by_name() -> None:
     parallel = pytest.importorskip("transformers.integrations.tensor_parallel")
     for style in parallel.ALL_PARALLEL_STYLES.keys() - KNOWN:
-        with pytest.raises(
-            zbcompile.PipelineError, match=f"the plan has '{style}' for 0; expected styles among colwise"
-        ):
-            zbcompile.apply_tensor_parallel_plan(nn.Sequential(nn.Linear(2, 2)), None, {"0": style})
-    with pytest.raises(zbcompile.PipelineError, match="Sequential brings no tensor-parallel plan along"):
-        zbcompile.apply_tensor_parallel_plan(nn.Sequential(), None)
+        with pytest.raises(ValueError, match=f"the plan has '{style}' for 0; expected styles among colwise"):
+            apply_tensor_parallel_plan(nn.Sequential(nn.Linear(2, 2)), None, {"0": style})
+    with pytest.raises(ValueError, match="Sequential brings no tensor-parallel plan along"):
+        apply_tensor_parallel_plan(nn.Sequential(), None)
 
 
 def test_a_plan_for_experts_is_refused_whole() -> None:
     model = mixtral()
-    with pytest.raises(zbcompile.PipelineError, match="Pass plan= without these: such modules stay whole") as raised:
-        zbcompile.apply_tensor_parallel_plan(model, None)
+    with pytest.raises(ValueError, match="Pass plan= without these: such modules stay whole") as raised:
+        apply_tensor_parallel_plan(model, None)
     refused = {pattern for pattern in model.tp_plan if pattern in str(raised.value)}
     assert refused == {pattern for pattern in model.tp_plan if "experts" in pattern}
 
@@ -117,7 +116,7 @@ def originals(change: Callable[[Any], object]) -> list[int]:
     """For each of four stages, one a layer, the stage whose graphs it has, on the first of two ranks."""
     with group_without_peers(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model, labels = zbcompile.apply_tensor_parallel_plan(qwen(layers=4), mesh), {mesh.get_group().group_name: "tp"}
+        model, labels = apply_tensor_parallel_plan(qwen(layers=4), mesh), {mesh.get_group().group_name: "tp"}
         Parts(model, labels)
         change(model.model.layers)
         microbatch = one_microbatch(Example(model, (), {"input_ids": batch(), "labels": batch()}))

@@ -1,5 +1,12 @@
-"""A transformers model that is built already, divided over a mesh: by the plan of tensor parallelism that it brings
-along, and its experts."""
+"""Divides a transformers model over a mesh: `apply_tensor_parallel_plan` by the plan of tensor parallelism that it
+brings along, `divide_experts` its experts. Copy it next to your script:
+
+    model = apply_tensor_parallel_plan(LlamaForCausalLM(config), mesh["tp"])
+    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-v")
+
+    model, placements = divide_experts(Qwen3MoeForCausalLM(config), mesh["ep"])
+    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-v", placements=placements)
+"""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -8,11 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from zbcompile.errors import PipelineError
-from zbcompile.model.experts import ExpertExchange
-from zbcompile.torch_private import gated
+import zbcompile
 
 Model = TypeVar("Model", bound=nn.Module)
+Placements = dict[str, dict[str, str]]
 OF_EXPERTS = "_is_expert_parallel"  # every layer has it whose forward `use_experts_implementation` chooses
 EXCHANGED = "zbcompile_exchange"  # the experts of `divide_experts` among transformers' ways to run experts
 
@@ -28,17 +34,13 @@ def apply_tensor_parallel_plan(model: Model, mesh: Any, plan: Mapping[str, str] 
         plan: a style for each pattern of module names; default: the model's own (`model.tp_plan`, which transformers
             puts together from `config.base_model_tp_plan`).
 
-    Raises PipelineError for a model without a plan, and for styles that are not known here, such as those of experts.
-
-    >>> model = LlamaForCausalLM(config)                                                        # doctest: +SKIP
-    >>> model = zbcompile.apply_tensor_parallel_plan(model, mesh["tp"])                         # doctest: +SKIP
-    >>> pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-v")                            # doctest: +SKIP
+    Raises ValueError for a model without a plan, and for styles that are not known here, such as those of experts.
     """
     from torch.distributed.tensor.parallel import parallelize_module
 
     wanted = dict(plan if plan is not None else getattr(model, "tp_plan", None) or {})
     if not wanted:
-        raise PipelineError(
+        raise ValueError(
             f"{type(model).__name__} brings no tensor-parallel plan along (tp_plan is empty). Pass plan=, or "
             "parallelise it with torch.distributed.tensor.parallel.parallelize_module."
         )
@@ -53,12 +55,12 @@ def apply_tensor_parallel_plan(model: Model, mesh: Any, plan: Mapping[str, str] 
 
 
 def _require_known(plan: Mapping[str, str], styles: Mapping[str, Any]) -> None:
-    """Raise PipelineError for styles that are not known; what lies below such a module belongs to it."""
+    """Raise ValueError for styles that are not known; what lies below such a module belongs to it."""
     modules = tuple(f"{pattern}." for pattern, style in plan.items() if style not in styles)
     refused = {p: style for p, style in plan.items() if style not in styles or p.startswith(modules)}
     if refused:
         shown = ", ".join(f"{style!r} for {pattern}" for pattern, style in refused.items())
-        raise PipelineError(
+        raise ValueError(
             f"the plan has {shown}; expected styles among {', '.join(sorted(styles))}. Pass plan= without these: such "
             "modules stay whole, and every rank computes them. Or divide them by hand, with functional collectives and "
             "placements=."
@@ -69,12 +71,12 @@ HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
 
 
 def _require_divisible(model: nn.Module, ranks: int, plan: Mapping[str, str]) -> None:
-    """Raise PipelineError if heads that the plan divides are not divisible."""
+    """Raise ValueError if heads that the plan divides are not divisible."""
     config = getattr(model, "config", None)
     for projection, name in HEADS.items():
         heads = getattr(config, name, None) or 0
         if heads % ranks and any(p.endswith(projection) and style == "colwise" for p, style in plan.items()):
-            raise PipelineError(f"{name} is {heads}, which is not divisible by the {ranks} ranks of the mesh.")
+            raise ValueError(f"{name} is {heads}, which is not divisible by the {ranks} ranks of the mesh.")
 
 
 def _styles() -> dict[str, Any]:
@@ -109,31 +111,27 @@ def _tie(model: nn.Module, tied: Mapping[str, str]) -> None:
     for name, first in tied.items():
         own, other = model.get_parameter(name), model.get_parameter(first)
         if getattr(own, "placements", None) != getattr(other, "placements", None):
-            raise PipelineError(f"{name} and {first} are one parameter, and the plan shards them in different ways.")
+            raise ValueError(f"{name} and {first} are one parameter, and the plan shards them in different ways.")
         path, _, last = name.rpartition(".")
         setattr(model.get_submodule(path), last, other)
 
 
-def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> Model:
-    """Divide the experts of a transformers mixture among the ranks of `mesh`, in place; returns the model.
+def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> tuple[Model, Placements]:
+    """Divides the experts of a transformers mixture among the ranks of `mesh`, in place. Returns the model, and the
+    placements of the divided parameters for `zbcompile.pipeline(..., placements=)`.
 
     Each rank keeps its part of every layer's experts, computes them with `grouped_mm`, and exchanges tokens by an
-    `ExpertExchange`, the submodule `exchange` of each. `zbcompile.pipeline` knows that these parameters differ along
-    "ep"; `placements=` need not say so.
+    `ExpertExchange`, the submodule `exchange` of each.
 
     Args:
         mesh: the dimension of a mesh, such as `mesh["ep"]`. The number of experts must be a multiple of its size.
         factor: that of `ExpertExchange`.
 
-    Raises PipelineError for a model without experts that transformers knows how to group.
-
-    >>> model = Qwen3MoeForCausalLM(config)                                                     # doctest: +SKIP
-    >>> model = zbcompile.divide_experts(model, mesh["ep"])                                     # doctest: +SKIP
-    >>> pipe = zbcompile.pipeline(model, mesh=mesh, schedule="zb-v")                            # doctest: +SKIP
+    Raises ValueError for a model without experts that transformers knows how to group.
     """
-    found = [module for module in model.modules() if hasattr(module, OF_EXPERTS)]
+    found = {name: module for name, module in model.named_modules() if hasattr(module, OF_EXPERTS)}
     if not found:
-        raise PipelineError(
+        raise ValueError(
             f"{type(model).__name__} has no layer of experts that transformers runs by an implementation of its choice "
             '(model.set_experts_implementation). Divide it by hand, with ExpertExchange and placements={name: {"ep": '
             '"shard"}}.'
@@ -141,24 +139,25 @@ def divide_experts(model: Model, mesh: Any, factor: float = 1.25) -> Model:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
     ALL_EXPERTS_FUNCTIONS.register(EXCHANGED, exchanged_experts)
-    for module in found:
-        if mesh.size() > 1:
-            _divide(module, mesh, factor)
-    return model
+    divided = [
+        f"{path}.{name}" for path, module in found.items() if mesh.size() > 1 for name in _divide(module, mesh, factor)
+    ]
+    return model, {name: {"ep": "shard"} for name in divided}
 
 
-def _divide(module: Any, mesh: Any, factor: float) -> None:
-    """Keep this rank's experts of one layer."""
+def _divide(module: Any, mesh: Any, factor: float) -> list[str]:
+    """Keeps this rank's experts of one layer. Returns the names of the parameters that it divided."""
     count, rank, ranks = module.num_experts, mesh.get_local_rank(), mesh.size()
-    exchange = ExpertExchange(count, mesh.get_group(), factor)
+    divided = []
     for name, whole in list(module.named_parameters(recurse=False)):
         if whole.shape[0] == count:
             own = whole.detach().chunk(ranks)[rank].clone()
             setattr(module, name, nn.Parameter(own, whole.requires_grad))
-            exchange.divided += (name,)
-    module.exchange = exchange
+            divided.append(name)
+    module.exchange = zbcompile.ExpertExchange(count, mesh.get_group(), factor)
     module.num_experts = count // ranks
     module.config._experts_implementation = EXCHANGED
+    return divided
 
 
 def exchanged_experts(module: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -184,6 +183,6 @@ def _computed(module: Any, rows: Tensor, ends: Tensor) -> Tensor:
         made = F.grouped_mm(rows.to(weight.dtype), weight, offs=ends)
         return (made + getattr(module, f"{name}_bias")[numbers] if module.has_bias else made).masked_fill(padding, 0.0)
 
-    inner = gated(module, product("gate_up_proj", rows)) if module.has_gate else None
+    inner = module._apply_gate(product("gate_up_proj", rows)) if module.has_gate else None
     made = product("down_proj", module.act_fn(product("up_proj", rows)) if inner is None else inner)
     return module.post_expert_norm(made) if module.has_post_expert_norm else made  # type: ignore[no-any-return]
