@@ -98,7 +98,7 @@ def verify(pipe: zbcompile.Pipeline, options: argparse.Namespace, text: Tensor, 
     for name, parameter in pipe.named_parameters():
         far[0] = torch.maximum(far[0], _difference(parameter.grad, one[name].grad))
         parameter.grad = None
-    pipe.largest(far)
+    dist.all_reduce(far, dist.ReduceOp.MAX)
     return (
         f"first step against one process: loss differs by {far[1]:.1e} of it, gradients by at most {far[0]:.1e} of "
         f"their largest entry ({len(one)} parameters)"

@@ -7,7 +7,6 @@ from zbcompile.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from zbcompile import passes as passes, schedules as schedules
-    from zbcompile.api.grad_scaler import GradScaler as GradScaler
     from zbcompile.api.pipeline import Pipeline as Pipeline
     from zbcompile.api.pipeline_function import pipeline as pipeline
     from zbcompile.batches.example import Example as Example
@@ -46,7 +45,6 @@ _HOME = {
     "api.pipeline_function": ("pipeline",),
     "persistence.loaded_pipeline": ("load",),
     "api.pipeline": ("Pipeline",),
-    "api.grad_scaler": ("GradScaler",),
     "profiling.monitor_steps": ("Figures", "monitor"),
     "profiling.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),

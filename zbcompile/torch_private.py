@@ -6,7 +6,7 @@ import functools
 import hashlib
 import pickle
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -151,25 +151,6 @@ def attributes_of(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     state = dict[Any, Any](optimizer.state)
     own = {name: value for name, value in vars(optimizer).items() if name not in {"state", "param_groups", *torchs}}
     return own | {f"state[{key!r}]": each for key, each in state.items() if isinstance(key, str)}
-
-
-def found_infinities(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> Iterable[torch.Tensor]:
-    """What `unscale_` found for an optimizer, one tensor per device; empty before it."""
-    return list(scaler._found_inf_per_device(optimizer).values())
-
-
-def add_found_infinity(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, found: torch.Tensor) -> None:
-    """Tell `step` and `update` of an infinity found elsewhere (as FSDP's sharded scaler does)."""
-    per_device: dict[Any, Any] = scaler._found_inf_per_device(optimizer)
-    per_device[found.device] = found
-
-
-def unscale_and_find_infinities(
-    gradients: list[torch.Tensor], found: torch.Tensor, inverse_scale: torch.Tensor
-) -> None:
-    """What a GradScaler does to gradients of one dtype and device; `found` becomes 1 if one is not finite. No public
-    name does it without a parameter."""
-    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse_scale)
 
 
 def gloo_link(store: dist.Store, rank: int, timeout: timedelta, size: int = 2) -> Any:

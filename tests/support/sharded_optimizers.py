@@ -17,8 +17,7 @@ from tests.support.training import compiled_once
 
 @dataclass(frozen=True)
 class Training:
-    """`updates` times: `unsynchronised` steps inside no_sync, `synchronised` ones after them, and an update.
-    `scale` is the first one of a GradScaler."""
+    """`updates` times: `unsynchronised` steps inside no_sync, `synchronised` ones after them, and an update."""
 
     problem: str = "small-tied"
     schedule: str = "zb-h1"
@@ -27,7 +26,6 @@ class Training:
     dtype: str = "float32"
     unsynchronised: int = 0
     synchronised: int = 1
-    scale: float | None = None
     updates: int = 3
     vocab: Any = "off"
     early: bool = False
@@ -64,9 +62,6 @@ def at_levels(training: Training, levels: tuple[int, ...] = (0, 1, 2, 3)) -> lis
 
 def trained(training: Training, zero: int, mesh: DeviceMesh) -> Result:
     pipe, optimizer = pipeline_with(training, zero, mesh)
-    scaler = None
-    if training.scale is not None:
-        scaler = zbcompile.GradScaler(pipe, init_scale=training.scale, growth_interval=2)
     found = Result([], [], {}, 0, [])
     steps = training.unsynchronised + training.synchronised
     for step, batch in enumerate(batches(training, training.updates * steps)):
@@ -80,7 +75,8 @@ def trained(training: Training, zero: int, mesh: DeviceMesh) -> Result:
         mine = [p for p in pipe.parameters() if p.ndim == 2 or training.kind != "Muon"]
         found.gradients.append(sum(p.grad is not None for p in mine))
         if step % steps == steps - 1:
-            update(optimizer, scaler)
+            optimizer.step()
+            optimizer.zero_grad()
             found.norms.append(torch.zeros(()) if optimizer.norm is None else optimizer.norm)
     found = Result(found.losses, found.norms, pipe.state_dict(full=True), bytes_of(optimizer), found.gradients)
     pipe.close()
@@ -111,15 +107,6 @@ def batches(training: Training, count: int) -> Any:
     return PROBLEMS[training.problem].batches(count, REPLICAS * MICROBATCHES * ROWS)
 
 
-def update(optimizer: Any, scaler: Any) -> None:
-    if scaler is None:
-        optimizer.step()
-    else:
-        scaler.step(optimizer)
-        scaler.update()
-    optimizer.zero_grad()
-
-
 def bytes_of(optimizer: torch.optim.Optimizer) -> int:
     """The state that is as large as what it belongs to."""
     return sum(t.nbytes for kept in optimizer.state.values() for t in kept.values() if t.dim())
@@ -135,7 +122,8 @@ def saved_and_moved(training: Training, folder: str, moves: tuple[tuple[str, int
         for batch in batches(training, training.updates):
             own = in_dtype(list(batch.parts(REPLICAS))[mesh["dp"].get_local_rank()], training.dtype)
             pipe.step(*own.args, target=own.target)
-            update(optimizer, None)
+            optimizer.step()
+            optimizer.zero_grad()
         zbcompile.save_checkpoint(f"{folder}/{zero}", pipe, optimizer)
         pipe.close()
     for number, (schedule, zero, replicas) in enumerate(moves, 1):

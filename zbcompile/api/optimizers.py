@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from torch import nn
-from torch.amp import GradScaler
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -118,10 +117,10 @@ class Optimizers:
         """Whether a rank that ends a step before another one would not update any more if that one fails."""
         return bool(self.made) and all(each.request.updates_early for each in self.made)
 
-    def begin_step(self, scaler: GradScaler | None) -> None:
+    def begin_step(self) -> None:
         """Before a step of the pipeline. Raises PipelineError if updates inside of it cannot follow the last ones."""
         for each in self.made:
-            each.begin_step(scaler if scaler is not None and scaler.is_enabled() else None)
+            each.begin_step()
 
     @contextmanager
     def step(self) -> Iterator[None]:

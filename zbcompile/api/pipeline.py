@@ -60,7 +60,6 @@ class Pipeline:
     """
 
     step_index: int = 0
-    scaler: torch.amp.GradScaler | None = None
 
     def __init__(
         self, model: nn.Module, options: PipelineOptions, engine: Engine, saved: Program | None = None
@@ -244,10 +243,10 @@ class Pipeline:
         with self._watch.region(f"step {self.step_index}"):
             if torch.is_inference_mode_enabled():
                 raise PipelineError("step is inside torch.inference_mode(), which has no gradients. Call it outside.")
-            self._optimizers.begin_step(self.scaler)
+            self._optimizers.begin_step()
             self._parts.take_gradients()
             step = self._runs.split(args, kwargs, target, given, outputs)
-            losses, found = self._runs.run(step, outputs, self.step_index, self.scaler)
+            losses, found = self._runs.run(step, outputs, self.step_index)
         self.step_index += 1
         self.observation.step_done(self.step_index, step)
         return losses, found
@@ -453,12 +452,6 @@ class Pipeline:
         with self._watch.region("from_replicas"):
             found = {number: each for part in gathered(self._ranks, own) for number, each in part.items()}
         return [found[number] for number in sorted(found)]
-
-    def largest(self, value: torch.Tensor) -> torch.Tensor:
-        """The largest of all ranks' and replicas' values, on each of them."""
-        with self._watch.region("largest"), self._watch.position.waiting("the exchange"):
-            self._ranks.largest(value)
-        return value
 
     def stages(self) -> "list[CompiledPipelineStage]":
         """This rank's stages as torch.distributed.pipelining stages, for torch's own schedules.

@@ -97,9 +97,7 @@ class Runs:
             return nullcontext()
         return self.engine.ranks.watch.position.turn_to(f"step {index}{''.join(unlike)}")
 
-    def run(
-        self, step: Microbatches, outputs: bool | str, index: int, scaler: torch.amp.GradScaler | None
-    ) -> tuple[Losses, Any]:
+    def run(self, step: Microbatches, outputs: bool | str, index: int) -> tuple[Losses, Any]:
         """Run step number `index`: the losses of all microbatches, and what else it returns."""
         compiled = self.compiled
         executable = self.program_for(step, runs=True)
@@ -113,7 +111,6 @@ class Runs:
             seed=self.options.seed,
             reduction=self.options.loss_reduction,
             recorder=self.observation.of_step(index + 1),
-            scale=None if scaler is None else scaler.scale,
             slices=self.optimizers.slices,
             actions=self.optimizers.actions,
             gathers=self.optimizers.gathers,

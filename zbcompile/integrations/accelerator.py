@@ -10,6 +10,7 @@ from accelerate.utils import recursively_apply
 
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.mesh import BATCHES
+from zbcompile.errors import PipelineError
 
 
 class PipelineAccelerator(Accelerator):
@@ -39,6 +40,10 @@ class PipelineAccelerator(Accelerator):
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None) -> Any:
         """Returns the optimizer as it is: its state lives with the pipeline, and is empty until that is compiled."""
+        if self.mixed_precision == "fp16":
+            raise PipelineError(
+                'PipelineAccelerator: mixed_precision="fp16"; train in bfloat16, mixed_precision="bf16".'
+            )
         return super().prepare_optimizer(optimizer, device_placement=False)
 
     def gather(self, tensor: Any) -> Any:

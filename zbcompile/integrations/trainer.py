@@ -14,7 +14,6 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINING_ARGS_NAME
 from transformers.trainer_utils import seed_worker
 
-from zbcompile.api.grad_scaler import GradScaler
 from zbcompile.api.pipeline import Pipeline
 from zbcompile.api.pipeline_function import pipeline as make_pipeline
 from zbcompile.errors import PipelineError
@@ -91,8 +90,6 @@ class PipelineTrainer(Trainer):
         super().__init__(model, args, *more, **options)
         self.pipe: Pipeline = make_pipeline(self.model, loss=BatchLoss(self.compute_loss_func), **(pipeline or {}))
         self.accelerator.pipe = self.pipe
-        if getattr(self.accelerator, "scaler", None) is not None:
-            self.accelerator.scaler = GradScaler(self.pipe)
         self._pending: dict[str, Callable[[], Any]] = {}  # what fills the pipeline once it is compiled
         if weights is not None:
             self._pending["weights"] = partial(load_weights, weights, self.pipe)

@@ -27,14 +27,6 @@ TORN = (
     "a step has failed after some stages had updated their parameters, or before their updates were corrected, so that "
     "the model is of two steps. Load a checkpoint."
 )
-UNSCALED = (
-    "optimizer.step() was called without the pipeline's GradScaler, by whose scale the update has divided the "
-    "gradients already. Call scaler.step(optimizer), which calls it unless a gradient is infinite."
-)
-SCALED = (
-    "early=True updates a stage before anybody knows whether the gradients of another one are infinite, which a "
-    'GradScaler asks. Pass validate="after", which corrects such updates, or leave early= out.'
-)
 
 PLAIN = (bool, int, float, complex, str, type(None))
 Options = list[dict[str, Any]]

@@ -5,16 +5,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.amp import GradScaler
 from torch.optim import Optimizer
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import TrainedParameters
-from zbcompile.optimizer.early_update import NOTHING, SCALED, TORN, TWICE, UNSCALED, EarlyUpdate, writes_only_its_state
+from zbcompile.optimizer.early_update import NOTHING, TORN, TWICE, EarlyUpdate, writes_only_its_state
 from zbcompile.optimizer.gradient_norm import norm_of_all
 from zbcompile.optimizer.optimizer_request import OptimizerRequest
-from zbcompile.optimizer.post_validation import PostValidation, Verdict
+from zbcompile.optimizer.post_validation import PostValidation
 from zbcompile.runtime.slice import LATE
 from zbcompile.runtime.slices import Slices
 from zbcompile.torch_private import step_without_hooks
@@ -38,9 +37,6 @@ class ParameterUpdates(Optimizer):
         self._ranks = ranks
         self._stepped: set[torch.Tensor] = set()  # which of its tensors have had an update
         self._slices: Slices | None = None
-        self._scaler: GradScaler | None = None
-        self._asked = False  # whether that scaler has asked for infinities in the last update
-        self._infinite: torch.Tensor | None = None  # whether the last update with a scaler has met an infinity
         self._norm: torch.Tensor | None = None
         self.forget_updates()
 
@@ -73,14 +69,12 @@ class ParameterUpdates(Optimizer):
 
     # Around and inside of a step of the pipeline
 
-    def begin_step(self, scaler: GradScaler | None) -> None:
+    def begin_step(self) -> None:
         """Called before a pipeline step. Raises PipelineError, on every rank, if its early update cannot follow."""
-        scaled = scaler is not None and not self.request.validates
-        problems = {TORN: self._torn, TWICE: self._made_early is not None, SCALED: scaled}
+        problems = {TORN: self._torn, TWICE: self._made_early is not None}
         found = next((text for text, is_so in problems.items() if is_so), None)
         if self.request.updates_early and found is not None:
             raise self._ranks.refusal(found)
-        self._scaler = scaler
         if self._unsettled is not None and self._reads_at_once():
             self.settle()
 
@@ -100,7 +94,7 @@ class ParameterUpdates(Optimizer):
             self._take()
             slices.begin_update(stage)
             tensors = [each.tensor for each in slices.mine(stage)]
-            may_update = validation is None or validation.may_update(tensors, slices.counted(stage))
+            may_update = validation is None or validation.may_update(slices.counted(stage))
             if validation is not None and validation.is_last(stage):
                 validation.begin_total(slices.counted())
             if validation is not None and may_update:
@@ -111,19 +105,16 @@ class ParameterUpdates(Optimizer):
             slices.end_update(stage)
 
     def _begin_validation(self) -> PostValidation:
-        program, ranks, inverse = self.trained.program, self._ranks, None
+        program, ranks = self.trained.program, self._ranks
         stages = 0 if ranks.rank is None or program.copies > 1 else len(program.stages_of(ranks.rank))
         late = any(self.trained.stage_of(name) == LATE for name in self.numbers.keys() & program.trained)
-        if self._scaler is not None:
-            scale = torch.tensor(self._scaler.get_scale(), dtype=torch.float64, device=ranks.device)
-            inverse = scale.reciprocal().float()
-        return PostValidation(ranks, self.request.clip, inverse, stages, late or not stages)
+        return PostValidation(ranks, self.request.clip, stages, late or not stages)
 
     def take(self) -> None:
         """Take the gradients that a step of the pipeline has left."""
         self._take()
         if self._begun:
-            self._begun, self._asked = False, False
+            self._begun = False
             self._made_early = self._as_made()
             if self._unsettled is not None:
                 self._unsettled.made = self._made_early
@@ -173,8 +164,6 @@ class ParameterUpdates(Optimizer):
         """Every stage has updated within the last step; it is done if nothing has changed since."""
         if self._made_early is None:
             raise PipelineError(NOTHING)
-        if self._scaler is not None and not self._asked:
-            raise PipelineError(UNSCALED)
         if not slices.divided:
             self.trained.take_gradients()
         self._made_early.require_unchanged(self.param_groups, slices.gradients())
@@ -209,15 +198,14 @@ class ParameterUpdates(Optimizer):
         if found is None:
             return
         with torch.no_grad():
-            verdict, stands = found.settle()
-            self._infinite = found.flags[0]
-            if self.request.clip is not None and verdict != "skipped":
+            stands = found.settle()
+            if self.request.clip is not None:
                 self._norm = found.norm
             self._torn = not stands
             if found.made is not None:
                 found.made.require_parameters()
             if not stands:
-                self._correct(found, verdict)
+                self._correct(found)
                 self._torn = False
         if self._made_early is not None:
             self._made_early = self._as_made()
@@ -239,26 +227,13 @@ class ParameterUpdates(Optimizer):
         own = {} if slices.divided else {each.name: each.parameter for each in slices.slices}
         return EarlyUpdate.made_with(self.param_groups, slices.gradients(), own)
 
-    def _correct(self, found: PostValidation, verdict: Verdict) -> None:
+    def _correct(self, found: PostValidation) -> None:
         """Undo an update, and make it as if it had waited."""
         with found.as_then(self.param_groups):
             self.slices.recall()
             found.undo(self.state)
             self.slices.round()
-            if verdict == "skipped":
-                self.slices.end_update()
-            else:
-                self._update_all(found.norm)
-
-    def found_infinity(self) -> torch.Tensor:
-        """Whether a gradient of the last update was infinite, on any rank: 0 or 1. If so, it is complete."""
-        self.settle()
-        self._asked = True
-        if self._infinite is None:
-            raise PipelineError(NOTHING)
-        if self._infinite:
-            self._made_early = None
-        return self._infinite
+            self._update_all(found.norm)
 
     def arrive(self, whole: bool = True) -> None:
         """Wait until the parameters have the values of the last update; those that live divided if they are needed

@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,9 +14,6 @@ from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.optimizer.early_update import EarlyUpdate, Options
 from zbcompile.optimizer.gradient_norm import begin_sum, squares_of
 from zbcompile.runtime.slice import LATE
-from zbcompile.torch_private import unscale_and_find_infinities
-
-Verdict = Literal["as it is", "clipped", "skipped"]  # how an update uses its gradients
 
 
 @dataclass
@@ -25,20 +22,21 @@ class Speculation:
 
     held: bool = False
 
-    def may_update(self, known: Verdict) -> bool:
-        """Whether a stage updates now, given what the gradients say that are known."""
-        self.held |= known != "as it is"
-        return known == "as it is"
+    def may_update(self, clips: bool) -> bool:
+        """Returns whether a stage updates now; `clips` says whether the gradients known so far need clipping."""
+        self.held |= clips
+        return not clips
 
-    def stands(self, total: Verdict, held_anywhere: bool) -> bool:
-        """Whether the updates are those of all gradients; if not, they are undone. `held_anywhere` says whether some
-        stage of any rank waits: replicas exchange their updates, so that all of them must agree.
+    def stands(self, clips: bool, held_anywhere: bool) -> bool:
+        """Returns whether the updates are those of all gradients, which `clips` says need clipping; if not, they are
+        undone. `held_anywhere` says whether some stage of any rank waits: replicas exchange their updates, so that all
+        of them must agree.
 
         >>> rank = Speculation()
-        >>> rank.may_update("as it is"), rank.stands("clipped", held_anywhere=False)
+        >>> rank.may_update(clips=False), rank.stands(clips=True, held_anywhere=False)
         (True, False)
         """
-        return total == "as it is" and not held_anywhere
+        return not clips and not held_anywhere
 
 
 TAG = 1 << 30  # above those of the pipeline's messages
@@ -76,15 +74,13 @@ def _copied(value: Any) -> Any:
 class PostValidation:
     """One update of an optimizer on this process, from its first stage to the verdict on all gradients.
 
-    `inverse` is what a GradScaler multiplies gradients by, `stages` how many stages update before the end of the step,
-    `late` says whether some rank updates more at its end.
-    `squares` are those of the gradients that this process counts, `before` the sum over the ranks before this one, and
-    whether they have met an infinity. `gradients` are those that the update has used, `made` says with which options.
+    `stages` is how many stages update before the end of the step, `late` says whether some rank updates more at its
+    end. `squares` are those of the gradients that this process counts, `before` the sum over the ranks before this
+    one. `gradients` are those that the update has used, `made` says with which options.
     """
 
     ranks: Ranks
     clip: float | None
-    inverse: torch.Tensor | None
     stages: int
     late: bool
     speculation: Speculation = field(default_factory=Speculation)
@@ -97,22 +93,18 @@ class PostValidation:
     weighed: int = 0
 
     def __post_init__(self) -> None:
-        self.infinite = torch.zeros((), device=self.ranks.device)
-        self.before = torch.zeros(2, dtype=torch.float64, device=self.ranks.device)
+        self.before = torch.zeros((), dtype=torch.float64, device=self.ranks.device)
 
-    def may_update(self, tensors: Sequence[torch.Tensor], counted: Iterable[torch.Tensor]) -> bool:
-        """Whether the stage of these `tensors`, of whose gradients this process counts some, updates now."""
-        gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
-        if self.inverse is not None and gradients:
-            unscale_and_find_infinities(gradients, self.infinite, self.inverse)
+    def may_update(self, counted: Iterable[torch.Tensor]) -> bool:
+        """Returns whether the stage whose gradients `counted` this process counts updates now."""
         self.squares |= {gradient: squares_of(gradient) for gradient in counted}
         self.weighed += 1
         if self.weighed == self.stages:
             self._receive()
-        known = torch.stack([sum(self.squares.values(), self.before[0]), self.infinite + self.before[1]])
+        known = sum(self.squares.values(), self.before)
         if self.weighed == self.stages:
             self._pass_on(known)
-        return self.speculation.may_update(self._verdict(known[0].sqrt().float(), known[1]))
+        return self.speculation.may_update(self._clips(known.sqrt().float()))
 
     def _receive(self) -> None:
         """The last stage of a rank waits for the ranks before it: those that update earlier would hold up the chain."""
@@ -129,10 +121,9 @@ class PostValidation:
         """Keep what an update of `tensors` will change."""
         self.kept += [KeptTensor.of(tensor, state) for tensor in tensors]
 
-    def _verdict(self, norm: torch.Tensor, infinite: torch.Tensor) -> Verdict:
-        if infinite > 0:
-            return "skipped"
-        return "as it is" if self.clip is None or self.clip / (norm + 1e-6) >= 1.0 else "clipped"
+    def _clips(self, norm: torch.Tensor) -> bool:
+        """Returns whether gradients of this norm are clipped; those that are not finite are."""
+        return self.clip is not None and not self.clip / (norm + 1e-6) >= 1.0
 
     def is_last(self, stage: int) -> bool:
         """Whether all gradients of this rank are weighed with this stage; the same kind of place on every rank."""
@@ -141,23 +132,22 @@ class PostValidation:
     def begin_total(self, counted: Iterable[torch.Tensor]) -> None:
         """All stages are weighed: begin to add up what all processes count, in the order of `counted`."""
         self.total, work = begin_sum([self.squares[gradient] for gradient in counted], self.ranks)
-        self.flags = torch.stack([self.infinite, torch.full_like(self.infinite, self.speculation.held)])
+        self.held = torch.tensor(float(self.speculation.held), device=self.ranks.device)
         if self.ranks.everyone is not None:
-            flags = dist.all_reduce(self.flags, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True)
-            self.works = [each for each in (work, flags, self.sending) if each is not None]
+            held = dist.all_reduce(self.held, dist.ReduceOp.MAX, group=self.ranks.everyone, async_op=True)
+            self.works = [each for each in (work, held, self.sending) if each is not None]
             for each in self.works:
                 outlives_its_step(each)
 
-    def settle(self) -> tuple[Verdict, bool]:
-        """Wait for what all gradients say. Returns that verdict, and whether the updates stand."""
+    def settle(self) -> bool:
+        """Waits for the norm of all gradients. Returns whether the updates stand."""
         watch, what = self.ranks.watch, "the norm of all gradients"
         with watch.apart(what), watch.position.waiting(what):
             while self.works:
                 complete(self.works[-1])
                 self.works.pop()
         self.norm = self.total.sqrt().float()
-        verdict = self._verdict(self.norm, self.flags[0])
-        return verdict, self.speculation.stands(verdict, bool(self.flags[1]))
+        return self.speculation.stands(self._clips(self.norm), bool(self.held))
 
     def undo(self, state: State) -> None:
         """Restore what was kept."""

@@ -31,7 +31,7 @@ class StepInput:
     """One step.
 
     `microbatches` are the tensors of each by input path, `index` is the number of the step, `reduction` says how losses
-    combine, `scale` how a GradScaler scales the loss; `recorder` records the step. `slices` are what each optimizer
+    combine; `recorder` records the step. `slices` are what each optimizer
     updates, `actions` what the optimizers do for a stage by kind (VALIDATE, GATHER, OPT), `gathers` the parameters that
     live divided. With `ahead` a rank goes on before all have ended the step. `outputs`: which ranks get the model's
     outputs, "all", "last" (that of the last stage) or "" (none). `agreement` says what the ranks differ in.
@@ -42,7 +42,6 @@ class StepInput:
     seed: int
     reduction: str
     recorder: StepRecorder | None = None
-    scale: Callable[[torch.Tensor], torch.Tensor] | None = None
     slices: Sequence[Slices] = ()
     actions: Mapping[str, Sequence[Callable[[int], None]]] = field(default_factory=dict)
     gathers: Sequence[Gathers] = ()

@@ -114,7 +114,6 @@ def _require_fixed(given: StepInput) -> None:
     """Raise PipelineError for what changes from step to step, which one recording cannot hold."""
     reasons = {
         "an optimizer updates parameters, or divides gradients, inside of it": any(given.actions.values()),
-        "a GradScaler scales its loss": given.scale is not None,
     }
     refuse(reason for reason, holds in reasons.items() if holds)
 
@@ -223,8 +222,7 @@ class StepRun:
         program, given = self.program, self.given
         one = torch.ones((), dtype=self.executable.loss_dtype, device=self.executable.first.buffers.device)
         count = program.schedule.microbatches * self.ranks.replicas.count
-        scaled = given.scale(one).to(one.dtype) if given.scale else one  # a GradScaler answers in float32
-        return scaled / count if given.reduction == "mean" else scaled
+        return one / count if given.reduction == "mean" else one
 
     def ready(self, op: str, rank: int) -> bool:
         """A rank has come to an exchange: whether all of this process have; processes wait for each other inside of

@@ -179,13 +179,6 @@ def test_misspelt_attributes_are_refused() -> None:
     pipe.record, pipe.step_index = True, 5
 
 
-def test_a_scaler_is_for_the_pipelines_device() -> None:
-    pipe = tiny(ranks=2, schedule="1f1b")
-    with pytest.raises(PipelineError, match="device='cuda', but the pipeline is on cpu"):
-        zbcompile.GradScaler(pipe, device="cuda")
-    zbcompile.GradScaler(pipe, device="cpu", init_scale=4.0)
-
-
 def test_a_schedule_brings_its_own_ranks_and_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
     pipe = tiny(schedule=build("1f1b", ranks=2, microbatches=4))
     pipe.compile(torch.ones(8, 4), target=torch.ones(8, 4))

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import zbcompile
 from tests.support.faulty import make, rows
 from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
@@ -88,7 +87,6 @@ class NoValues(TorchDispatchMode):
 def step_without_values(case: Case) -> bool:
     pipe = pipeline_of(case)
     batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
-    zbcompile.GradScaler(pipe)
     pipe.step(*batch.args, target=batch.target)
     with NoValues():
         loss = pipe.step(*batch.args, target=batch.target)

@@ -20,6 +20,7 @@ REFUSED = {
     "neftune_noise_alpha": 5.0,
     "label_smoothing_factor": 0.1,
     "auto_find_batch_size": True,
+    "fp16": True,
     "bf16_full_eval": True,
     "ddp_find_unused_parameters": True,
     "torch_compile": True,

@@ -25,7 +25,7 @@ SLOW = [
     Training("small-tied", "zb-h1"),
     Training("small-tied", "dualpipe-v", clip=0.05),
     Training("small-tied", "zb-h1", vocab=1, clip=0.05),
-    Training("short-mlp", "zb-h1", scale=2.0**127, clip=0.05, updates=5),
+    Training("short-mlp", "zb-h1", clip=0.05, updates=5),
     Training("small-tied", "zb-v", unsynchronised=2, clip=0.05),
 ]
 

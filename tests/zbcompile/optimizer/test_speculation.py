@@ -6,7 +6,7 @@ import struct
 from copy import deepcopy
 from dataclasses import dataclass, field
 
-from zbcompile.optimizer.post_validation import Speculation, Verdict
+from zbcompile.optimizer.post_validation import Speculation
 
 HISTORIES, STEPS, LIMIT = 1000, 6, 1.0
 
@@ -25,24 +25,20 @@ class Stage:
 
 @dataclass
 class Step:
-    """Of each rank the gradients of its stages; whether a scaler skips what is not finite."""
+    """Of each rank the gradients of its stages."""
 
     gradients: list[list[float]]
-    scaled: bool
 
     def factor(self, squares: float) -> float:
         factor = LIMIT / (math.sqrt(squares) + 1e-6) if squares != math.inf else 0.0
         return 1.0 if factor >= 1 else factor
 
-    def verdict(self, squares: float, infinite: bool) -> Verdict:
-        if infinite and self.scaled:
-            return "skipped"
-        return "as it is" if self.factor(squares) == 1.0 else "clipped"
+    def clips(self, squares: float) -> bool:
+        return self.factor(squares) != 1.0
 
     @property
-    def total(self) -> tuple[float, bool]:
-        every = [each for rank in self.gradients for each in rank]
-        return sum(each * each for each in every), not all(map(math.isfinite, every))
+    def total(self) -> float:
+        return sum(each * each for rank in self.gradients for each in rank)
 
 
 def drawn(generator: random.Random, ranks: int, stages: int) -> Step:
@@ -52,15 +48,14 @@ def drawn(generator: random.Random, ranks: int, stages: int) -> Step:
     if generator.random() < 0.2:
         odd = generator.choice([math.inf, -math.inf, math.nan])
         gradients[generator.randrange(ranks)][generator.randrange(stages)] = odd
-    return Step(gradients, generator.random() < 0.7)
+    return Step(gradients)
 
 
 def with_barrier(model: list[list[Stage]], step: Step) -> None:
-    squares, infinite = step.total
-    if step.verdict(squares, infinite) != "skipped":
-        for stages, gradients in zip(model, step.gradients, strict=True):
-            for stage, gradient in zip(stages, gradients, strict=True):
-                stage.update(gradient * step.factor(squares))
+    factor = step.factor(step.total)
+    for stages, gradients in zip(model, step.gradients, strict=True):
+        for stage, gradient in zip(stages, gradients, strict=True):
+            stage.update(gradient * factor)
 
 
 @dataclass
@@ -74,18 +69,15 @@ class Rank:
 
 def without_barrier(model: list[list[Stage]], step: Step, generator: random.Random) -> tuple[int, int]:
     """Returns how many stages have updated without waiting, and how many of these updates were undone."""
-    ranks, known, infinite = [Rank(stages) for stages in model], 0.0, False
+    ranks, known = [Rank(stages) for stages in model], 0.0
     for rank, gradients in zip(ranks, step.gradients, strict=True):
         for number, gradient in enumerate(gradients):
-            known, infinite = known + gradient * gradient, infinite or not math.isfinite(gradient)
-            verdict = step.verdict(known, infinite)
-            if generator.random() < 0.02:
-                verdict = "clipped"  # another replica's sum may be rounded differently
-            if rank.speculation.may_update(verdict):
+            known += gradient * gradient
+            clips = step.clips(known) or generator.random() < 0.02  # another replica's sum may be rounded differently
+            if rank.speculation.may_update(clips):
                 rank.kept[number] = deepcopy(rank.stages[number])
                 rank.stages[number].update(gradient)
-    squares, infinite = step.total
-    total, held = step.verdict(squares, infinite), any(rank.speculation.held for rank in ranks)
+    total, held = step.clips(step.total), any(rank.speculation.held for rank in ranks)
     updated = sum(len(rank.kept) for rank in ranks)
     if all(rank.speculation.stands(total, held) for rank in ranks):
         return updated, 0

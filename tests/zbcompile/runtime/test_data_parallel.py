@@ -5,13 +5,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-import zbcompile
-from tests.support.oracle import MLP, PROBLEMS, WIDTH
+from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.replicated import (
     Gradients as Found,
     in_one_process,
-    mesh_of_replicas,
     replicated,
     replicated_in_half_precision,
     summed_in_single_precision,
@@ -99,40 +97,6 @@ def test_clipping_counts_tied_parameters_once(pool: Pool) -> None:
     assert after == pytest.approx(0.1, rel=1e-5)
     for other, _ in pool.run(clipped, case):
         assert torch.equal(other, norm)
-
-
-def scaled(infinite_on: int | None, replicas: bool = False) -> tuple[bool, float, bool]:
-    """Whether the optimizer stepped, the scale after it, and whether unscaled gradients are those without a scaler."""
-    torch.manual_seed(0)
-    options = {"schedule": "zb-h1", "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}
-    pipe = zbcompile.pipeline(MLP(), mesh=mesh_of_replicas() if replicas else None, **options)
-    x = torch.linspace(-1, 1, 8 * WIDTH).view(8, WIDTH)
-    plain_loss = pipe.step(x, target=x)
-    plain = [parameter.grad for parameter in pipe.parameters()]
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=0.1)
-    optimizer.zero_grad()
-    scaler = zbcompile.GradScaler(pipe, init_scale=1024.0)
-    loss = pipe.step(x, target=x)
-    parameters = list(pipe.parameters())
-    if infinite_on == dist.get_rank():
-        parameters[0].grad[0] = torch.inf  # type: ignore[index]
-    before = [parameter.detach().clone() for parameter in parameters]
-    scaler.unscale_(optimizer)
-    same = torch.equal(loss, plain_loss) and all(map(torch.equal, plain, [p.grad for p in parameters]))  # type: ignore
-    scaler.step(optimizer)
-    scaler.update()
-    return not all(map(torch.equal, before, parameters)), scaler.get_scale(), same
-
-
-@pytest.mark.slow
-def test_a_scaler_skips_the_step_on_all_ranks_or_none(pool: Pool) -> None:
-    """The scale is a power of two: scaling and unscaling change no bit."""
-    assert pool.run(scaled, None) == [(True, 1024.0, True)] * 2
-    first, second = pool.run(scaled, 1)
-    assert first == (False, 512.0, True)
-    assert second[:2] == (False, 512.0)
-    for outcome in pool.run(scaled, 3, True, ranks=4):
-        assert outcome[:2] == (False, 512.0)
 
 
 def test_a_reduction_begins_after_the_last_weight_gradient_of_its_stage() -> None:

@@ -92,39 +92,22 @@ def trained(kind: str, schedule: str, exact: bool, disturbed: bool = True) -> di
             isinstance(step, Pair) or step.op == "BW" for order in pipe.program.schedule.orders for step in order
         ),
     }
-    scaling = {"scaled": scaled(pipe, one)} if kind == "plain" and disturbed else {}
+    nan = {"nan": said_of_a_nan(pipe)} if kind == "plain" and disturbed else {}
     pipe.close()
-    return found | scaling
+    return found | nan
 
 
-def scaled(pipe: Any, one: Llama) -> tuple[float, list[bool], float, str]:
-    """How far scaled and unscaled gradients are from one process; after an infinity on one rank which parameters are
-    as they were, and the scale; what a NaN on one rank is reported as."""
+def said_of_a_nan(pipe: Any) -> str:
+    """What a NaN in a parameter of one rank is reported as."""
     x, y = batch()
-    optimizer = torch.optim.SGD(pipe.parameters(), lr=1.0)
-    scaler = zbcompile.GradScaler(pipe, init_scale=1024.0)
-    optimizer.zero_grad()
-    pipe.step(x, target=y)
-    scaler.unscale_(optimizer)
-    ones = dict(one.named_parameters())
-    pairs = [(whole(parameter.grad), ones[name].grad) for name, parameter in pipe.named_parameters()]
-    far = max(float((gradient - other).abs().max() / other.abs().max()) for gradient, other in pairs)  # type: ignore
-    scaler.update()
-    before = [whole(p).clone() for p in pipe.parameters()]
-    if dist.get_rank() == 3:
-        sharded = [p.grad for p in pipe.parameters() if isinstance(p.grad, DTensor)]
-        sharded[-1].to_local().fill_(float("inf"))
-    scaler.step(optimizer)
-    scaler.update()
-    same = [torch.equal(whole(p), old) for p, old in zip(pipe.parameters(), before, strict=True)]
     with torch.no_grad():
         if dist.get_rank() == 3:
             next(p for p in pipe.parameters() if isinstance(p, DTensor)).to_local().fill_(float("nan"))
     try:
         pipe.step(x, target=y)
     except Exception as error:
-        return far, same, scaler.get_scale(), str(error)
-    return far, same, scaler.get_scale(), ""
+        return str(error)
+    return ""
 
 
 @pytest.mark.slow
@@ -137,7 +120,7 @@ def scaled(pipe: Any, one: Llama) -> tuple[float, list[bool], float, str]:
     ],
 )
 def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: bool, ranks: int, pool: Pool) -> None:
-    """On two ranks each has all stages of the pipeline. On four also scaling, and infinities over all dimensions."""
+    """On two ranks each has all stages of the pipeline. On four also a NaN that one rank has."""
     for seen in pool.run(trained, kind, schedule, exact, ranks=ranks):
         assert seen["loss"] <= BOUND
         assert seen["far"] <= BOUND
@@ -147,11 +130,7 @@ def test_gradients_are_those_of_one_process(kind: str, schedule: str, exact: boo
         assert seen["pairs"]
         assert not exact or seen["unequal"] == []
         if kind == "plain":
-            far, same, scale, says = seen["scaled"]
-            assert far <= BOUND
-            assert all(same)
-            assert scale == 512.0
-            assert "of stage 1 receives a NaN in parameter" in says
+            assert "of stage 1 receives a NaN in parameter" in seen["nan"]
 
 
 def shorter_last_batch() -> tuple[bool, float]:
