@@ -118,8 +118,6 @@ class Sleeper(nn.Module):
 class SleepingSGD(torch.optim.SGD):
     """The update of a layer takes its share of `UPDATE`."""
 
-    elementwise = True
-
     def __init__(self, params: Any, lr: float, share: float = 1.0) -> None:
         super().__init__(params, lr=lr)
         self.share = share

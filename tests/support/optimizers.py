@@ -1,4 +1,4 @@
-"""Small optimizers of the kinds that people bring along, which divide by each of the rules, or by none."""
+"""Small optimizers of the kinds that people bring along."""
 
 from typing import Any
 
@@ -45,15 +45,6 @@ class Lars(Plain):
         return parameter.grad * (parameter.norm() / parameter.grad.norm().clamp(min=1e-9))
 
 
-class GlobalNorm(Plain):
-    """Scales a gradient by the norm of all."""
-
-    def direction(self, parameter: Tensor) -> Tensor:
-        assert parameter.grad is not None
-        every = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
-        return parameter.grad / torch.stack([each.norm() for each in every]).norm()
-
-
 class Lion(Plain):
     """The sign of a momentum that leads its gradient."""
 
@@ -81,15 +72,12 @@ class Shampoo(Plain):
         return found.view(parameter.shape)
 
 
-def saying(kind: type[Optimizer], **said: Any) -> type[Optimizer]:
-    return type(kind.__name__, (kind,), said)
-
-
 OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {  # and their options
     **{name: (getattr(torch.optim, name), {}) for name in ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Muon")},
     "AdamW, fused": (torch.optim.AdamW, {"fused": True}),
-    "Adafactor": (saying(torch.optim.Adafactor, matrixwise=True), {}),
-    "Lion": (saying(Lion, elementwise=True), {}),
-    "EightBits": (saying(EightBits, blockwise=64), {}),
-    "Shampoo": (saying(Shampoo, matrixwise=True), {}),
+    "Adafactor": (torch.optim.Adafactor, {}),
+    "Lion": (Lion, {}),
+    "EightBits": (EightBits, {}),
+    "Shampoo": (Shampoo, {}),
+    "Lars": (Lars, {}),
 }

@@ -18,7 +18,6 @@ from zbcompile.batches.batch import Given
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.agreement import gathered
 from zbcompile.distributed.mesh import BATCHES
-from zbcompile.distributed.parcels import Travel
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, TensorPart
@@ -412,7 +411,7 @@ class Pipeline:
         clip: float | None = None,
         early: bool = False,
         validate: str = "before",
-        reduce_dtype: Travel = None,
+        reduce_dtype: torch.dtype | None = None,
         reshard_after_forward: bool | None = None,
         **options: Any,
     ) -> PipelineOptimizer:
@@ -431,8 +430,7 @@ class Pipeline:
             early: update each stage within `pipe.step`, which then returns before other ranks have ended it: the loss
                 is completed when it is read, which waits for them.
             validate: "before", or "after" to update early although the norm is known later, and to correct the update.
-            reduce_dtype: in which dtype gradients travel between replicas and are summed over them, None: as they are;
-                or a function of a row of gradients and of `add`, which begins their sum, that returns a Future of it.
+            reduce_dtype: in which dtype gradients travel between replicas and are summed over them, None: as they are.
             reshard_after_forward: with `zero=3`, True: a stage lets its parameters go while other stages run, and
                 gathers them again; False: it gathers them once in a step; None: True if `memory=` is too small for
                 False.

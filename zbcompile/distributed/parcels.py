@@ -6,16 +6,11 @@ from typing import Generic, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from zbcompile.distributed.packing import as_contiguous
-from zbcompile.errors import PipelineError
 
 Key = TypeVar("Key")
 Content = tuple[Key, torch.Tensor]
-Add = Callable[[torch.Tensor], "Future[torch.Tensor]"]
-# how tensors travel: in a dtype, or as a function makes of a row of elements, and of the collective, what becomes of it
-Travel = torch.dtype | Callable[[torch.Tensor, Add], "Future[torch.Tensor]"] | None
 
 ALONE_BYTES = 1 << 20  # what is as large travels by itself: a copy would need as much memory again
 PARCEL_BYTES = 25 << 20  # smaller tensors travel together up to this size, as in DistributedDataParallel
@@ -24,19 +19,17 @@ PARCEL_BYTES = 25 << 20  # smaller tensors travel together up to this size, as i
 @dataclass
 class Parcel(Generic[Key]):
     """Dense tensors of one dtype under way: `flat` is the memory of a single one, or a copy of several, or in another
-    dtype. `result` is what becomes of it, None: the same memory."""
+    dtype."""
 
     contents: Sequence[Content[Key]]
     flat: torch.Tensor
     work: dist.Work | None
-    result: "Future[torch.Tensor] | None" = None
 
     def arrived(self) -> Iterator[Content[Key]]:
         """Wait for the exchange. Returns the result for each tensor, in the order of its memory."""
         if self.work is not None:
             self.work.wait()
-        flat = self.flat if self.result is None else _awaited(self.result, self.flat)
-        parts = flat.view(-1).split([tensor.numel() for _, tensor in self.contents])
+        parts = self.flat.view(-1).split([tensor.numel() for _, tensor in self.contents])
         yield from zip((key for key, _ in self.contents), parts, strict=True)
 
     def unpack(self) -> None:
@@ -48,11 +41,13 @@ class Parcel(Generic[Key]):
 
 
 def send(
-    tensors: Iterable[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None], travel: Travel = None
+    tensors: Iterable[Content[Key]],
+    begin: Callable[[torch.Tensor], dist.Work | None],
+    dtype: torch.dtype | None = None,
 ) -> list[Parcel[Key]]:
-    """Begin the collective `begin` on these tensors, which have equal sizes on all of its ranks; real ones `travel` in
-    a dtype, or as a function says."""
-    return [_sent(contents, begin, travel) for contents in _divided(tensors)]
+    """Begin the collective `begin` on these tensors, which have equal sizes on all of its ranks; real ones are sent in
+    `dtype`, if it is given."""
+    return [_sent(contents, begin, dtype) for contents in _divided(tensors)]
 
 
 def _divided(tensors: Iterable[Content[Key]]) -> Iterator[list[Content[Key]]]:
@@ -69,35 +64,11 @@ def _divided(tensors: Iterable[Content[Key]]) -> Iterator[list[Content[Key]]]:
 
 
 def _sent(
-    contents: Sequence[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None], travel: Travel
+    contents: Sequence[Content[Key]], begin: Callable[[torch.Tensor], dist.Work | None], dtype: torch.dtype | None
 ) -> Parcel[Key]:
     views = [as_contiguous(tensor) for _, tensor in contents]
     alone = len(views) == 1 and views[0].is_contiguous()
     flat = views[0] if alone else torch.cat([view.reshape(-1) for view in views])
-    if travel is None or flat.is_complex():
-        return Parcel(contents, flat, begin(flat))
-    if isinstance(travel, torch.dtype):
-        flat = flat.to(travel)
-        return Parcel(contents, flat, begin(flat))
-    flat = flat.view(-1)
-    return Parcel(contents, flat, None, travel(flat, lambda tensor: _future(tensor, begin(tensor))))
-
-
-def _future(tensor: torch.Tensor, work: dist.Work | None) -> "Future[torch.Tensor]":
-    """A future of a tensor that a collective works on in place."""
-    if work is None:
-        found: Future[torch.Tensor] = Future()
-        found.set_result(tensor)
-        return found
-    return work.get_future().then(lambda _: tensor)
-
-
-def _awaited(result: object, flat: torch.Tensor) -> torch.Tensor:
-    found = result.wait() if hasattr(result, "wait") else result
-    if isinstance(found, torch.Tensor) and found.numel() == flat.numel():
-        return found
-    what = f"a tensor of {found.numel()} elements" if isinstance(found, torch.Tensor) else type(found).__name__
-    raise PipelineError(
-        f"the function that was passed as reduce_dtype= gave {what} for {flat.numel()} elements of gradients; expected "
-        "a Future of a tensor of as many elements, such as add(gradients) returns."
-    )
+    if dtype is not None and not flat.is_complex():
+        flat = flat.to(dtype)
+    return Parcel(contents, flat, begin(flat))

@@ -15,7 +15,6 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.held_elsewhere import is_in_parts
 from zbcompile.model.placements import PARTIAL, SHARD, along
-from zbcompile.optimizer.optimizer_request import UpdateRule
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
@@ -99,8 +98,9 @@ def whole_slices(trained: TrainedParameters, names: Collection[str], plain: bool
     return slices
 
 
-def divided_slices(trained: TrainedParameters, names: Collection[str], rule: UpdateRule, zero: int) -> Slices:
-    """The trained parameters called one of `names`, divided by `rule` among the replicas that sum their gradients; with
+def divided_slices(trained: TrainedParameters, names: Collection[str], elementwise: bool, zero: int) -> Slices:
+    """The trained parameters called one of `names`, divided among the replicas that sum their gradients: by elements if
+    the optimizer is `elementwise`, otherwise each parameter to one replica; with
     `zero=3` also those that no step trains, unless their memory is not theirs alone."""
     program, mesh = trained.program, trained.ranks.mesh
     everywhere = program.trained.intersection(names)
@@ -117,14 +117,14 @@ def divided_slices(trained: TrainedParameters, names: Collection[str], rule: Upd
     names_here = sorted([*everywhere & trained.own.keys(), *frozen], key=lambda name: (bucket(name), name))
     for (stage, _, summed, trains), together in groupby(names_here, bucket):
         shapes = {name: _dense(name, trained.own[name]).shape for name in together}
-        load, block = loads.setdefault(summed, [0] * mesh.size(*summed)), rule.block if trains else 1
-        parts = by_blocks(shapes, len(load), block) if block else by_matrices(shapes, load)
+        load, flat = loads.setdefault(summed, [0] * mesh.size(*summed)), elementwise or not trains
+        parts = by_elements(shapes, len(load)) if flat else by_parameters(shapes, load)
         group = mesh.group(*summed)
         here = dist.get_rank(group) if group is not None else 0
         for name, begin, end, owner in parts:
             own, shown, counts = trained.own[name], trained.shown[name], trained.counts(name, *summed)
             _sum_in_single_precision(own, shown)
-            place = (stage, counts, True, block > 0, group, owner, owner == here, trained.lives_divided(name, zero))
+            place = (stage, counts, True, flat, group, owner, owner == here, trained.lives_divided(name, zero))
             found.append(Slice(name, own, own, shown, begin, end, *place))
     owned, rest = ([each for each in found if (each.name in everywhere) == trains] for trains in (True, False))
     slices = Slices(owned, trained.ranks, True, zero == 1, frozenset(names), everywhere, frozen=rest)
@@ -132,32 +132,28 @@ def divided_slices(trained: TrainedParameters, names: Collection[str], rule: Upd
     return slices
 
 
-def by_blocks(shapes: Shapes, replicas: int, block: int) -> list[Part]:
-    """One parameter after the other in a row, each beginning with a block; the row is cut into equal parts between
-    blocks.
+def by_elements(shapes: Shapes, replicas: int) -> list[Part]:
+    """One parameter after the other in a row, which is cut into equal parts.
 
-    >>> by_blocks({"a": (2, 3), "b": (1,)}, 2, block=1)
+    >>> by_elements({"a": (2, 3), "b": (1,)}, 2)
     [('a', 0, 4, 0), ('a', 4, 6, 1), ('b', 0, 1, 1)]
-    >>> by_blocks({"a": (5,), "b": (1,)}, 2, block=2)
-    [('a', 0, 4, 0), ('a', 4, 5, 1), ('b', 0, 1, 1)]
     """
-    blocks = {name: -(-prod(shape) // block) for name, shape in shapes.items()}
-    share = -(-sum(blocks.values()) // replicas) * block or 1
+    share = -(-sum(map(prod, shapes.values())) // replicas) or 1
     found: list[Part] = []
     at = 0
     for name, shape in shapes.items():
         size = prod(shape)
         cuts = [0, *range(share - at % share, size, share), size]
         found += [(name, begin, end, (at + begin) // share) for begin, end in pairwise(cuts) if begin < end]
-        at += blocks[name] * block
+        at += size
     return found
 
 
-def by_matrices(shapes: Shapes, loads: list[int]) -> list[Part]:
+def by_parameters(shapes: Shapes, loads: list[int]) -> list[Part]:
     """Each one whole: the costliest first, to the replica that has the least to do so far, as `loads` says, which are
-    raised. An update multiplies a matrix by its own square, along its shorter side.
+    raised. An update may multiply a matrix by its own square, along its shorter side.
 
-    >>> by_matrices({"a": (2, 3), "b": (2, 2), "c": (2, 2)}, [0, 0])
+    >>> by_parameters({"a": (2, 3), "b": (2, 2), "c": (2, 2)}, [0, 0])
     [('a', 0, 6, 0), ('b', 0, 4, 1), ('c', 0, 4, 1)]
     """
     costs = {name: prod(shape) * min(shape, default=1) for name, shape in shapes.items()}

@@ -1,7 +1,7 @@
-"""The request to `pipe.optimizer`: a kind of optimizer, which may be divided among replicas if it updates element by
-element, block by block or matrix by matrix; its groups (a parameter is in the first one whose predicate takes it); its
-options."""
+"""The request to `pipe.optimizer`: a kind of optimizer; its groups (a parameter is in the first one whose predicate
+takes it); its options."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,68 +10,10 @@ import torch
 from torch.optim import Optimizer
 
 from zbcompile.distributed.mesh import Mesh
-from zbcompile.distributed.parcels import Travel
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import is_real
 
-
-@dataclass(frozen=True)
-class UpdateRule:
-    """How an optimizer updates: each `block` of elements of a parameter by itself; 0: each parameter as a whole."""
-
-    block: int
-
-    def __str__(self) -> str:
-        usual = {0: "matrix by matrix", 1: "element by element"}
-        return usual.get(self.block, f"in blocks of {self.block} elements")
-
-
-ELEMENTS, MATRICES = UpdateRule(1), UpdateRule(0)
-KNOWN = dict.fromkeys(("AdamW", "Adam", "SGD", "RMSprop", "Adagrad"), ELEMENTS) | {"Muon": MATRICES}
-DECLARE = "elementwise = True, matrixwise = True or, for blocks of 64 elements, blockwise = 64"
-
-
-def is_known(kind: type[Optimizer]) -> bool:
-    """Whether it is one of torch's optimizers whose rule is known."""
-    return any(getattr(torch.optim, name, None) is kind for name in KNOWN)
-
-
-def rule_of(kind: type[Optimizer]) -> UpdateRule | None:
-    """How an optimizer updates: as its class declares (`elementwise = True`, `matrixwise = True`, `blockwise = 64`), or
-    as is known of torch's own; None if nothing is known. Raises PipelineError for a declaration that is none of these.
-    """
-    if is_known(kind):
-        return KNOWN[kind.__name__]
-    said = {name: getattr(kind, name, False) for name in ("elementwise", "matrixwise", "blockwise")}
-    said = {name: value for name, value in said.items() if value is not False}
-    block = said.get("blockwise", 1)
-    if len(said) > 1 or not (isinstance(block, int) and block > 0 and said.get("blockwise") is not True):
-        found = ", ".join(f"{name} = {value!r}" for name, value in said.items())
-        raise PipelineError(f"{kind.__name__} says {found}; expected one of {DECLARE}.")
-    if not said:
-        return None
-    return MATRICES if "matrixwise" in said else UpdateRule(block)
-
-
-def require_divisible(kind: type[Optimizer], zero: int, mesh: Mesh) -> UpdateRule:
-    """The rule by which the optimizer is divided. Raises PipelineError if it has none, or if there is no replica."""
-    rule = rule_of(kind)
-    if rule is None:
-        raise _without_rule(f"zero={zero} divides the optimizer among replicas", kind, "pass zero=0")
-    if "dp" not in mesh.names:
-        raise PipelineError(
-            f'zero={zero} divides the optimizer among replicas, but the mesh has no dimension "dp". Pass mesh= with '
-            "one, or zero=0."
-        )
-    return rule
-
-
-def _without_rule(needs: str, kind: type[Optimizer], instead: str) -> PipelineError:
-    return PipelineError(
-        f"{needs}, and {kind.__name__} is not known to update element by element "
-        f"({', '.join(name for name, each in KNOWN.items() if each == ELEMENTS)}), matrix by matrix (Muon) or in "
-        f"blocks. If it does, say so in its class: {DECLARE}; otherwise {instead}."
-    )
+ELEMENTWISE = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")  # of torch.optim: they update element by element
 
 
 Predicate = Callable[[str, torch.Tensor], bool]
@@ -119,7 +61,7 @@ class OptimizerRequest:
     clip: float | None = None
     early: bool = False
     validate: str = "before"
-    reduce_dtype: Travel = None
+    reduce_dtype: torch.dtype | None = None
     reshard_after_forward: bool | None = None
 
     def __post_init__(self) -> None:
@@ -140,6 +82,19 @@ class OptimizerRequest:
         """Whether no other optimizer may have the same parameters."""
         return bool(self.zero) or self.updates_early or self.reduce_dtype is not None
 
+    @property
+    def is_elementwise(self) -> bool:
+        """Whether the optimizer is known to update element by element; any other one sees whole parameters."""
+        return any(getattr(torch.optim, name) is self.kind for name in ELEMENTWISE)
+
+    def require_replicas(self, mesh: Mesh) -> None:
+        """Raise PipelineError if the optimizer is to be divided and there are no replicas."""
+        if self.zero and "dp" not in mesh.names:
+            raise PipelineError(
+                f'zero={self.zero} divides the optimizer among replicas, but the mesh has no dimension "dp". Pass '
+                "mesh= with one, or zero=0."
+            )
+
     def make(self, groups: Sequence[dict[str, Any]]) -> Optimizer:
         """The torch optimizer over these groups."""
         try:
@@ -157,10 +112,13 @@ EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "validate": (lambda given: given in ("before", "after"), '"before" or "after"'),
     "reshard_after_forward": (lambda given: given is None or isinstance(given, bool), "True, False or None"),
     "reduce_dtype": (
-        lambda given: given is None or (given.is_floating_point if isinstance(given, torch.dtype) else callable(given)),
-        "a dtype of floating-point numbers, such as torch.bfloat16, a function, or None",
+        lambda given: given is None or (isinstance(given, torch.dtype) and given.is_floating_point),
+        "a dtype of floating-point numbers, such as torch.bfloat16, or None",
     ),
 }
+
+
+NO_CLOSURE = inspect.Parameter("closure", inspect.Parameter.KEYWORD_ONLY, default=None)
 
 
 def _is_list(given: Any) -> bool:
@@ -187,5 +145,8 @@ def _require_known(request: OptimizerRequest) -> None:
             "early=True updates a stage before the norm of all gradients is known, by which clip= clips. Pass "
             'validate="after", which corrects such updates, or leave one of them out.'
         )
-    if request.updates_early and rule_of(kind) is None:
-        raise _without_rule("early=True updates stage by stage", kind, "leave early= and validate= out")
+    if inspect.signature(kind.step).parameters.get("closure", NO_CLOSURE).default is inspect.Parameter.empty:
+        raise PipelineError(
+            f"{kind.__name__}.step() needs a closure, to compute gradients several times for one update. A pipeline's "
+            "optimizer updates once, from the gradients of a step: take AdamW, say."
+        )

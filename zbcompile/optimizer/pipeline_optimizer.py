@@ -12,17 +12,8 @@ from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.optimizer.division import TrainedParameters, divided_slices, whole_slices
-from zbcompile.optimizer.optimizer_request import (
-    ELEMENTS,
-    OptimizerRequest,
-    divide_into_groups,
-    is_known,
-    read_groups,
-    require_divisible,
-    rule_of,
-)
+from zbcompile.optimizer.optimizer_request import OptimizerRequest, divide_into_groups, read_groups
 from zbcompile.optimizer.parameter_updates import ParameterUpdates
-from zbcompile.optimizer.trial_update import require_rule, require_rule_for_dtensors
 
 State = dict[str, Any]
 MASTER = "master"
@@ -42,10 +33,8 @@ class PipelineOptimizer(ParameterUpdates):
         self.prepare(request, ranks)
         self._made = made
         self.numbers = {}
-        kind, zero = request.kind, request.zero
-        self._rule = require_divisible(kind, zero, ranks.mesh) if zero else rule_of(kind)
+        request.require_replicas(ranks.mesh)
         self._predicates, options = read_groups(request.groups)
-        require_rule(request, self._rule, options, ranks.device)
         inner = request.make([{**each, "params": []} for each in options])
         super().__init__(inner.param_groups, inner.defaults)
         self._adopt(inner)
@@ -85,7 +74,7 @@ class PipelineOptimizer(ParameterUpdates):
         """Take the parameters of a compiled pipeline; every rank must call it. Raises PipelineError on every rank."""
         try:
             together(self._ranks, "making the optimizer", lambda: self._bind(trained))
-            said = {key: _text(getattr(self.request, key)) for key in SETTINGS}
+            said = {key: repr(getattr(self.request, key)) for key in SETTINGS}
             options = [{k: repr(v) for k, v in g.items() if isinstance(v, PLAIN)} for g in self.param_groups]
             made = {"optimizer": self.request.kind.__name__, **said, "groups": self.numbers, "options": options}
             agree(self._ranks, made, "made different optimizers", "Every rank must make the same optimizer.")
@@ -106,21 +95,16 @@ class PipelineOptimizer(ParameterUpdates):
         self._made[:] = (each for each in self._made if each is not self)
 
     def _bind(self, trained: TrainedParameters) -> None:
-        request, plain = self.request, self._rule == ELEMENTS
+        request, plain = self.request, self.request.is_elementwise
         self.numbers = divide_into_groups(trained.model, self._predicates, request.params)
         self._require_alone(trained)
         for name in () if plain else self.numbers:
             trained.require_whole(name, request.kind.__name__, request.zero or request.updates_early)
-        parts = plain or request.updates_early
-        if not (parts or request.zero or is_known(request.kind)):
-            shown = [trained.shown[name] for name in self.numbers if name in trained.shown]
-            require_rule_for_dtensors(request, read_groups(request.groups)[1], shown)
         if request.zero:
-            assert self._rule is not None
             taken = {name for other in self._made if other.bound for name in other.slices.in_parts}
-            slices = divided_slices(trained, self.numbers.keys() - taken, self._rule, request.zero)
+            slices = divided_slices(trained, self.numbers.keys() - taken, plain, request.zero)
         else:
-            slices = whole_slices(trained, self.numbers, parts)
+            slices = whole_slices(trained, self.numbers, plain or request.updates_early)
         slices.reduce_dtype = request.reduce_dtype
         groups: list[State] = [{**group, "params": []} for group in self.param_groups]
         for each in slices.mine():
@@ -190,11 +174,6 @@ class PipelineOptimizer(ParameterUpdates):
             )
 
 
-def _text(setting: object) -> str:
-    """A setting as ranks compare it: a function by its name."""
-    return getattr(setting, "__qualname__", repr(setting))
-
-
 def _what_needs_it_alone(request: OptimizerRequest) -> str:
-    more = "" if request.reduce_dtype is None else f", reduce_dtype={_text(request.reduce_dtype)}"
+    more = "" if request.reduce_dtype is None else f", reduce_dtype={request.reduce_dtype}"
     return f"zero={request.zero}, early={request.updates_early}{more}"

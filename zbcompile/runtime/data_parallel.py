@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from zbcompile.distributed.mesh import Mesh, Replicas
-from zbcompile.distributed.parcels import Parcel, Travel, send
+from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import is_held_elsewhere
 from zbcompile.model.placements import PARTIAL, along
@@ -24,7 +24,7 @@ from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.slice import LATE
 from zbcompile.runtime.slices import Observe, Slices
 
-Way = tuple[dist.ProcessGroup, Travel]
+Way = tuple[dist.ProcessGroup, torch.dtype | None]
 
 
 @dataclass(frozen=True)

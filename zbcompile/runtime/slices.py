@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from zbcompile.distributed.parcels import Parcel, Travel, send
+from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
@@ -33,7 +33,7 @@ class Slices:
 
     `divided` says whether replicas divide them, `keep` whether the memory of whole gradients stays allocated from step
     to step; of the parameters that are `chosen` every step trains those in `trained`. Gradients are summed over
-    replicas in `reduce_dtype`, or by that function; None: as they are. The ranks that share a parameter
+    replicas in `reduce_dtype`; None: as they are. The ranks that share a parameter
     make all calls in the same order; each returns at once but `arrive` and `finish`.
     """
 
@@ -43,7 +43,7 @@ class Slices:
     keep: bool
     chosen: frozenset[str]
     trained: frozenset[str]
-    reduce_dtype: Travel = None
+    reduce_dtype: torch.dtype | None = None
     summed: bool = False  # whether the slices have gradients,
     used: bool = False  # and an update has used them
     kept: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -87,8 +87,6 @@ def test_the_copies_are_those_that_inspect_states(given: tuple[str, str, Any], d
 class Annealed(SGD):
     """Its state of a parameter is no tensor."""
 
-    elementwise = True
-
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for parameter in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
             count = self.state[parameter].setdefault("count", [0])

@@ -22,6 +22,7 @@ def assert_bitwise(runs: list[list[Result]]) -> None:
 SLOW = [
     Training("small-tied", "zb-v", clip=0.05),
     Training("short-mlp", "zb-v", kind="Muon"),
+    Training("short-mlp", "1f1b", kind="EightBits"),
     Training("small-tied", "zb-h1"),
     Training("small-tied", "dualpipe-v", clip=0.05),
     Training("small-tied", "zb-h1", vocab=1, clip=0.05),

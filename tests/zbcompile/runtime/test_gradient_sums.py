@@ -1,6 +1,5 @@
 """Where gradients end up: None where eager leaves None, added to what is there, inside tied and frozen parameters."""
 
-
 import pytest
 import torch
 import torch.nn.functional as F
