@@ -58,10 +58,6 @@ ORDERED = Switch(
     "ZBCOMPILE_ORDERED",
     "send messages over gloo as NCCL does: one connection per direction of two ranks, matched by order alone",
 )
-PAIR_STREAMS = Switch(
-    "ZBCOMPILE_PAIR_STREAMS",
-    "run the halves of a compiled pair on two CUDA streams (takes more memory: streams share none)",
-)
 TORCH_LOGS = Switch(
     "ZBCOMPILE_TORCH_LOGS",
     "show what torch logs while it traces a model, as --debug does: whole graphs and tracebacks if that fails",
@@ -70,5 +66,5 @@ TRACEBACK = Switch(
     "ZBCOMPILE_TRACEBACK",
     "show in errors all frames of torch and of this package, and on every rank what the first one prints",
 )
-OF_MESSAGES = (ORDERED, PAIR_STREAMS)  # these change what ranks send, or when: all ranks set them alike
-VARIABLES = (CACHE, CHECK, DEBUG_NAN, DUMP, ORDERED, PAIR_STREAMS, TORCH_LOGS, TRACEBACK)
+OF_MESSAGES = (ORDERED,)  # these change what ranks send, or when: all ranks set them alike
+VARIABLES = (CACHE, CHECK, DEBUG_NAN, DUMP, ORDERED, TORCH_LOGS, TRACEBACK)

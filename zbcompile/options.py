@@ -61,7 +61,7 @@ class StepOptions:
     split: Split | None = None
     placements: Placements | None = None
     backend: str = "fx"
-    cuda_graphs: bool | str = False
+    cuda_graphs: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,7 +84,7 @@ class PipelineOptions:
     balance: Balance = "flops"
     hardware: Hardware | None = None
     backend: str | Callable[..., Any] = "fx"
-    cuda_graphs: bool | str = False
+    cuda_graphs: bool = False
     split: Split | None = None
     placements: Placements | None = None
     accumulate_dtype: torch.dtype | None = None
@@ -292,7 +292,7 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
         _accept(lambda value: value in BACKENDS if isinstance(value, str) else callable(value)),
         '"fx", "inductor", or a function of a graph and its example inputs',
     ),
-    "cuda_graphs": (_accept(lambda value: isinstance(value, bool) or value == "step"), 'True, False or "step"'),
+    "cuda_graphs": _SWITCH,
     "split": (_read_split, 'a mapping of inputs to False, True or the dimension to cut, such as {"mask": False}'),
     "placements": (
         read_placements,

@@ -48,7 +48,7 @@ def pipeline(
     balance: str | Sequence[str] = "flops",
     hardware: Hardware | str | None = None,
     backend: str | Callable[..., Any] = "fx",
-    cuda_graphs: bool | str = False,
+    cuda_graphs: bool = False,
     split: Mapping[str, bool | int] | None = None,
     placements: Mapping[str, Mapping[str, str]] | None = None,
     accumulate_dtype: torch.dtype | str | None = None,
@@ -113,7 +113,6 @@ def pipeline(
             function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.
         cuda_graphs: True: record every pass as a CUDA graph and replay it (docs/backends.md). Takes memory for the
             copies of what goes in and out, and gradients that stay in place: `optimizer.zero_grad(set_to_none=False)`.
-            "step": record a whole step, whose values have fixed places (docs/memory.md).
         split: How inputs are split into microbatches, by path or keyword name. False (whole in every microbatch), True
             (along dimension 0) or the dimension, each by its own length. Tensors that are not named agree about
             dimension 0, the batch; those without dimensions or with one row go whole into every microbatch.

@@ -132,16 +132,10 @@ def record(title: str, run: Run, piece: Piece, pool: Any) -> Run:
     return RecordedPass(title, run, staying, frozenset(i for i in staying if kinds[i] == "accumulator"), pool)
 
 
-def check_cuda_graphs(wanted: bool | str, device: torch.device, backend: str, debug_nan: bool) -> None:
-    """Raise PipelineError if there is no device to record on, or for a whole step that has no places."""
+def check_cuda_graphs(wanted: bool, device: torch.device) -> None:
+    """Raise PipelineError if there is no device to record on."""
     if wanted and not gpu.is_gpu(device):
         raise PipelineError(
-            f"cuda_graphs={wanted!r} records passes on a GPU, but the pipeline is on {device}. Move the model to a "
+            f"cuda_graphs=True records passes on a GPU, but the pipeline is on {device}. Move the model to a "
             "GPU, or leave it out."
-        )
-    if wanted == "step" and (backend != "fx" or debug_nan):
-        reason = "debug_nan=True" if debug_nan else f"backend={backend!r}"
-        raise PipelineError(
-            f'cuda_graphs="step" gives the result of every operation a place, which {reason} does not leave to it. Use '
-            'cuda_graphs=True, or backend="fx" without debug_nan.'
         )

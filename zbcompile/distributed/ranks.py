@@ -10,7 +10,6 @@ import torch.distributed as dist
 from zbcompile.distributed.mesh import Mesh, Replicas, new_group
 from zbcompile.distributed.transport import (
     Channels,
-    CopiedMessages,
     OrderedLinks,
     PointToPoint,
     ReceiveBuffers,
@@ -100,7 +99,7 @@ class Ranks:
 
     def transport(self, traffic: Traffic, buffers: ReceiveBuffers) -> Transport:
         """What moves the messages of one pass."""
-        return CopiedMessages(buffers=buffers) if buffers.placed else Transport()
+        return Transport()
 
     def collective_group(self) -> dist.ProcessGroup | None:
         """The process group of the vocabulary's collectives, made at the first call; None in one process."""

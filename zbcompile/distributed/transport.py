@@ -183,7 +183,7 @@ class Transport:
 @dataclass
 class ReceiveBuffers:
     """The memory that messages arrive in, made at first use and kept over steps. `receive_buffers` says who has it
-    when; if it is `placed`, `memory_plan` does.
+    when.
 
     On CUDA no event is needed between the last reader and the next message: a backend orders its transfer behind
     whatever the compute stream was given before the receive was posted, and every reader was.
@@ -191,7 +191,6 @@ class ReceiveBuffers:
 
     device: torch.device
     made: dict[Buffer, torch.Tensor] = field(default_factory=dict)
-    placed: bool = False
 
     def get(self, buffer: Buffer) -> torch.Tensor:
         found = self.made.get(buffer)
@@ -200,24 +199,6 @@ class ReceiveBuffers:
             if buffer.number >= 0:
                 self.made[buffer] = found
         return found
-
-
-@dataclass(kw_only=True)
-class CopiedMessages(Transport):
-    """Messages in one process that, as between processes, arrive in buffers: what was sent is copied when it is
-    taken, and its sender may use its memory again."""
-
-    buffers: ReceiveBuffers
-    posted: dict[Message, list[torch.Tensor]] = field(default_factory=dict)
-
-    def post(self, message: Message, buffers: Sequence[Buffer], peer: int) -> None:
-        self.posted[message] = [self.buffers.get(buffer) for buffer in buffers]
-
-    def take(self, message: Message) -> Tensors:
-        sent = self.boxes.pop(message)
-        if message not in self.posted:  # from a stage on the same rank
-            return sent
-        return [place.copy_(value) for place, value in zip(self.posted.pop(message), sent, strict=True)]
 
 
 @dataclass(kw_only=True)

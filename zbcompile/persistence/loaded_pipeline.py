@@ -44,7 +44,7 @@ def load(
     timeout: float = PipelineOptions.timeout,
     debug_nan: bool = False,
     backend: str | GraphCompiler | None = None,
-    cuda_graphs: bool | str | None = None,
+    cuda_graphs: bool | None = None,
     max_bytes: int | None = None,
 ) -> Pipeline:
     """The pipeline that `pipe.program.save(directory)` saved, without the model's source; it runs the same bits.

@@ -60,7 +60,7 @@ class BoundPrograms:
         self._model, self._options, self.ranks = model, options, ranks
         self.debug_nan = options.debug_nan or DEBUG_NAN.read()
         self._backend = make_backend("fx" if self.debug_nan else options.backend, ranks.device)
-        check_cuda_graphs(options.cuda_graphs, ranks.device, self._backend.name, self.debug_nan)
+        check_cuda_graphs(options.cuda_graphs, ranks.device)
         self.compilations: list[Compilation] = []
         self.parameters: dict[str, nn.Parameter] = {}
         self.trained: set[str] = set()
@@ -294,7 +294,7 @@ class BoundPrograms:
 
     def _compile_passes(self, program: Program) -> CompiledPasses:
         ranks, backend = self.ranks, self._backend
-        graphs = self._options.cuda_graphs is True and not self.debug_nan and program.trains
+        graphs = self._options.cuda_graphs and not self.debug_nan and program.trains
 
         def compile_() -> CompiledPasses:
             return compile_passes(program, ranks.local, backend, graphs)

@@ -186,18 +186,16 @@ class ProgramCache:
         graphs: Sequence[BoundGraphs],
         everywhere: Sequence[BoundGraphs],
         order: Callable[[Program, int], Lowered],
-        finish: Callable[[Executable], Executable] = lambda planned: planned,
     ) -> Executable:
         """The plan of a step or an evaluation. Its microbatches run `graphs`, those of all replicas run graphs among
-        `everywhere`, in the order that `order` gives for as many microbatches. Plans are kept; `finish` completes a new
-        one."""
+        `everywhere`, in the order that `order` gives for as many microbatches. Plans are kept."""
         first = graphs[0].program
         evaluates = not first.trains
         named = evaluates, tuple(map(NUMBER, graphs)), tuple(map(NUMBER, everywhere))
         found = self._plans.pop(named, None)
-        self._plans[named] = found = found or finish(
-            plan_step(graphs, everywhere, order(first, len(graphs)), self._ranks.local)
-        )
+        if found is None:
+            found = plan_step(graphs, everywhere, order(first, len(graphs)), self._ranks.local)
+        self._plans[named] = found
         alike = [each for each in self._plans if each[0] == evaluates]
         for each in alike[: max(0, len(alike) - self._limit)]:
             del self._plans[each]

@@ -55,7 +55,6 @@ from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
 from zbcompile.runtime.executable import BoundGraphs, Executable
-from zbcompile.runtime.placed_step import require_recordable, with_places
 from zbcompile.runtime.stage_plan import rebind
 from zbcompile.runtime.step_agreement import StepAgreement
 from zbcompile.schedules import Schedule
@@ -92,7 +91,6 @@ class Programs:
         self.cache = ProgramCache(bound.ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
         self.agreement = StepAgreement(bound.ranks)
-        self._gradients: dict[str, torch.Tensor] = {}  # where they stay, if whole steps are recorded
         self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
         self._last_state: tuple[Any, ...] | None = None
         if saved is not None:
@@ -120,7 +118,7 @@ class Programs:
         self._begin_agreement(step, known, runs)
         if known and self._last[0].guards is None:
             graphs = self._last[0].graphs * len(step.each)
-            return self.cache.plan(graphs, graphs[:1], step_order, self._with_memory)
+            return self.cache.plan(graphs, graphs[:1], step_order)
         if self.saved is None:
             _require_few(step.each, self._options.max_shapes)
         if self.bound.program is not None and not known:  # what is lazy has no shape before
@@ -141,7 +139,7 @@ class Programs:
             self._last, self._last_state = [], None
         ordered = [own[place] for place in range(len(own))]
         needed_anywhere = [each for _, each in sorted(everywhere.items())]
-        return self.cache.plan(ordered, needed_anywhere, step_order, self._with_memory)
+        return self.cache.plan(ordered, needed_anywhere, step_order)
 
     def _find_step(self, microbatches: Sequence[Microbatch]) -> Lookup:
         """The graphs of microbatches of one shape."""
@@ -186,18 +184,6 @@ class Programs:
             self._last, self._last_state = [], None
             if self.ranks.is_first:
                 print(f"zbcompile: evicted the least recently used program; max_shapes={self._options.max_shapes}.")
-
-    def _with_memory(self, planned: Executable) -> Executable:
-        """With cuda_graphs="step", the step with a place for each value, so that one recording can hold it. Raises
-        PipelineError, on every rank, for a step that cannot be recorded."""
-
-        def place() -> Executable:
-            require_recordable(planned, self.ranks, loaded=self.saved is not None)
-            return with_places(planned, self.ranks.device, self._gradients)
-
-        if self._options.cuda_graphs != "step":
-            return planned
-        return together(self.ranks, "planning the step's memory", place)
 
     def require_step(self, outputs: bool | str) -> None:
         """Raise PipelineError if there is no step, or none that returns more than its loss."""

@@ -21,7 +21,6 @@ from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.slices import Slices
 from zbcompile.runtime.step_agreement import StepAgreement
-from zbcompile.runtime.step_memory import StepMemory
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules import Lowered, Schedule, lower, with_updates
 
@@ -70,14 +69,12 @@ class BoundGraphs:
 class Executable:
     """What a step runs: `graphs[i]` for microbatch i. `everywhere` are all graphs that microbatches of the step run, on
     any replica. `program` is that of the first graphs, in the order of the step, with the parameters that any of them
-    trains. `plans` are those of this process's ranks, `gradients` their sums, which all steps of the executable share.
-    `memory` is where the values of a step are, if all steps have them at the same addresses."""
+    trains. `plans` are those of this process's ranks, `gradients` their sums, which all steps share."""
 
     program: Program
     graphs: tuple[BoundGraphs, ...]
     everywhere: tuple[BoundGraphs, ...]
     plans: tuple[RankPlan, ...]
-    memory: StepMemory | None = None
     ordered: dict[Any, tuple[Schedule, tuple[RankPlan, ...]]] = field(default_factory=dict)
     gradients: dict[int, Gradients] = field(init=False, default_factory=dict)
 

@@ -18,7 +18,6 @@ from torch import nn
 from zbcompile.passes.compile_options import Choices
 
 WHOLE = -1  # in place of a microbatch: the running sum of all
-OWN = -2  # in place of a stage: that of all of them
 
 
 @dataclass
@@ -27,8 +26,7 @@ class GradientSum:
 
     `parts[stage][microbatch]` has, in exact mode, one gradient per use of a shared parameter on the stage, in the order
     in which eager adds them; otherwise `parts[stage][WHOLE]` is the stage's running sum. `whole` is the full parameter,
-    if this rank trains only rows of it but looks up any as an embedding: `parts[WHOLE]` has those gradients. `staying`
-    keeps the memory of sums for the next step, by stage.
+    if this rank trains only rows of it but looks up any as an embedding: `parts[WHOLE]` has those gradients.
     """
 
     parameter: nn.Parameter
@@ -36,7 +34,6 @@ class GradientSum:
     exact: bool = False
     shared: bool = False
     whole: nn.Parameter | None = None
-    staying: dict[int, torch.Tensor] | None = None
     running: torch.Tensor | None = None
     parts: dict[int, dict[int, list[torch.Tensor]]] = field(default_factory=dict)
 
@@ -46,7 +43,7 @@ class GradientSum:
         if self.shared or looks_up:
             part = self.parts.setdefault(WHOLE if looks_up else stage, {})
             if WHOLE not in part:
-                part[WHOLE] = [self._zeros(stage, self.whole if looks_up else None)]
+                part[WHOLE] = [self._zeros(self.whole if looks_up else None)]
             return part[WHOLE][0]
         parameter = self.parameter
         grad = parameter.grad
@@ -62,29 +59,9 @@ class GradientSum:
             self.running = self._zeros()
         return self.running
 
-    def _zeros(self, stage: int = OWN, like: nn.Parameter | None = None) -> torch.Tensor:
-        if self.staying is not None and stage in self.staying:
-            return self.staying[stage].zero_()
+    def _zeros(self, like: nn.Parameter | None = None) -> torch.Tensor:
         like = self.parameter if like is None else like
-        made = torch.zeros_like(like, dtype=self.dtype, requires_grad=False)
-        if self.staying is not None:
-            self.staying[stage] = made
-        return made
-
-    def new_gradient(self) -> torch.Tensor:
-        """Memory for `.grad`."""
-        return torch.empty_like(self.parameter, dtype=grad_dtype(self.parameter), requires_grad=False)
-
-    def stay_in(self, home: torch.Tensor) -> None:
-        """Let `.grad` be `home`. Where the first sum would have become `.grad`, it is added to -0.0, which changes no
-        bit of it."""
-        grad = self.parameter.grad
-        if grad is None:
-            adds = not (self.exact or self.shared) and self.dtype == home.dtype
-            home.fill_(0.0 if adds else -0.0)
-        elif grad.data_ptr() != home.data_ptr():
-            home.copy_(grad)
-        self.parameter.grad = home
+        return torch.zeros_like(like, dtype=self.dtype, requires_grad=False)
 
     def add(self, stage: int, microbatch: int, uses: Sequence[torch.Tensor]) -> None:
         """Add one microbatch's gradients, one per use, as eager does: each is cast to the dtype of `.grad`, then they
@@ -151,20 +128,17 @@ class GradientSum:
 
 class Gradients(dict[str, GradientSum]):
     """The sums of one rank by parameter, each made when it is first asked for; a step begins and ends with empty ones.
-    `shared` are the parameters of several stages; of those in `whole` this rank trains rows. `staying` keeps their
-    memory for the next step, if that is to be the same."""
+    `shared` are the parameters of several stages; of those in `whole` this rank trains rows."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: Choices) -> None:
         super().__init__()
         self.parameters, self.shared, self.choices = parameters, shared, choices
         self.whole: Mapping[str, nn.Parameter] = {}
-        self.staying: dict[str, dict[int, torch.Tensor]] | None = None
 
     def __missing__(self, name: str) -> GradientSum:
         parameter, choices = self.parameters[name], self.choices
         dtype = choices.dtype_of_sum(parameter.dtype)
-        staying = None if self.staying is None else self.staying.setdefault(name, {})
-        self[name] = GradientSum(parameter, dtype, choices.exact, name in self.shared, self.whole.get(name), staying)
+        self[name] = GradientSum(parameter, dtype, choices.exact, name in self.shared, self.whole.get(name))
         return self[name]
 
     def settle(self, names: Iterable[str] | None = None) -> None:

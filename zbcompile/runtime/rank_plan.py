@@ -3,24 +3,17 @@
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import torch
-
-from zbcompile.backends.cuda_graphs import RecordedPass
-from zbcompile.backends.placed import PlacedRun
 from zbcompile.backends.types import Run
 from zbcompile.compiler.compile_stage import make_manager
 from zbcompile.distributed.packing import Buffer
-from zbcompile.env import PAIR_STREAMS
-from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.pass_list.passes_in_order import OVERLAP
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
-from zbcompile.program.receive_buffers import Receiver, assign_buffers, completed_sends
+from zbcompile.program.receive_buffers import assign_buffers, completed_sends
 from zbcompile.runtime.data_parallel import Sum, SumPlan, plan_sums
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, SENDS, Action, F, Pair, Step, flatten
@@ -100,14 +93,6 @@ def plan_rank(program: Program, rank: int, graphs: Sequence[Stages], sums: Mappi
         return graphs[action.microbatch][action.stage]
 
     merged = run_together(_steps(program, rank), stage_of)
-    instructions, sum_plan = instructions_of(program, rank, stage_of, merged), plan_sums(program, rank, sums)
-    return RankPlan(rank, instructions, merged, program.stages_of(rank), sum_plan)
-
-
-def instructions_of(
-    program: Program, rank: int, stage_of: Callable[[Action], Receiver], merged: Container[Sequence[Action]] = ()
-) -> tuple[tuple[Instruction, ...], ...]:
-    """The instructions of `rank`, as a `RankPlan` has them; of its pairs those in `merged` run together."""
     edges = edges_of(program.lowered, rank)
     buffers = assign_buffers(program, rank, stage_of)
     completes = completed_sends(program, rank, buffers)
@@ -117,7 +102,9 @@ def instructions_of(
         parcels = _parcels(stage_of(action).program, makes, rank) if makes else ()
         return Instruction(action, needs, parcels, carries, peer, buffers.get(action, ()), completes.get(action, ()))
 
-    return tuple(tuple(map(instruction, step)) for step in _send_within_pairs(_steps(program, rank), merged))
+    steps = _send_within_pairs(_steps(program, rank), merged)
+    instructions = tuple(tuple(map(instruction, step)) for step in steps)
+    return RankPlan(rank, instructions, merged, program.stages_of(rank), plan_sums(program, rank, sums))
 
 
 def _parcels(stage: StageProgram, makes: Sequence[tuple[Message, int]], rank: int) -> tuple[MadeMessage, ...]:
@@ -165,10 +152,7 @@ def run_together(
 
     FX graphs are merged into one, in which collectives and messages of each half hide behind the other
     (`zbcompile.passes.stage.overlap`). Graphs that a backend has compiled can no longer be interleaved: such halves run
-    one after the other, as any two passes, or, with ZBCOMPILE_PAIR_STREAMS=1, on two CUDA streams, so that the second
-    need not wait for the first. That pays if the kernels of one half leave the device partly idle, and costs memory,
-    because the allocator keeps the memory of the two streams apart. Recorded CUDA graphs and placed runs share memory
-    and never run side by side.
+    one after the other, as any two passes.
 
     Merging is a pass like others and goes through the compiler's `PassManager`. Its results are kept with the stages of
     a program as they are bound to a process (`CompiledStage.pairs`), not in the program of all ranks, which was tried:
@@ -176,8 +160,8 @@ def run_together(
     * whom a pair joins is known only with the step. If microbatches of two shapes alternate, all 16 pairs of
       1f1b-overlap (4 ranks, 8 microbatches) join graphs of two programs; no program has them, and they would hide
       nothing;
-    * whether a pair is one graph depends on what this process made of the graphs: a backend, a place in memory, a look
-      for a NaN replaces what runs, and then nothing is merged;
+    * whether a pair is one graph depends on what this process made of the graphs: a backend, a look for a NaN
+      replaces what runs, and then nothing is merged;
     * a merged graph repeats its halves: the directory of a GPT with 16 blocks would hold 60 % more operations, to save
       7 ms for each kind of pair.
     """
@@ -199,37 +183,4 @@ def _make_run(op: str, other_op: str, one: CompiledStage, other: CompiledStage) 
     if one.mergeable and other.mergeable:
         merged = make_manager().run(OVERLAP, (one.program.pieces[op], other.program.pieces[other_op]))
         return boxed(merged.module).forward  # type: ignore[no-any-return]
-    first, second = one.calls[op].run, other.calls[other_op].run
-    shared = isinstance(first, RecordedPass | PlacedRun) or isinstance(second, RecordedPass | PlacedRun)
-    return None if shared or not PAIR_STREAMS.read() else on_two_streams(first, second, one.device, _aside(one.device))
-
-
-@cache
-def _aside(device: torch.device) -> Any:
-    """The stream of the first halves."""
-    return gpu.new_stream(device)
-
-
-def on_two_streams(first: Run, second: Run, device: torch.device, aside: Any) -> Run:
-    """The first half on the stream `aside`, the second on the current one, which continues when both are done.
-
-    Memory made on one stream may be freed while the other one still reads it. Of the first half's inputs the allocator
-    is told. What the first half makes is freed later, by passes on the current stream; `aside` makes nothing new before
-    it has waited for those, at the beginning of the next pair.
-    """
-
-    def run(values: list[Any]) -> Sequence[torch.Tensor]:
-        *inputs, take, give = values
-        values.clear()
-        current = gpu.current_stream(device)
-        aside.wait_stream(current)
-        for tensor in inputs:
-            if gpu.is_gpu(tensor.device):
-                tensor.record_stream(aside)
-        with gpu.on_stream(aside):
-            take(list(first(inputs)))
-        results = second(give())
-        current.wait_stream(aside)
-        return results
-
-    return run
+    return None

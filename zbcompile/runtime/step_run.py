@@ -9,7 +9,7 @@ among each other.
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import NamedTuple
 
@@ -35,7 +35,6 @@ from zbcompile.runtime.rank_plan import RankPlan
 from zbcompile.runtime.slice import LATE
 from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
 from zbcompile.runtime.stage_run import StageRun
-from zbcompile.runtime.step_memory import StepMemory, refuse
 from zbcompile.runtime.tied_gradients import TiedSums
 from zbcompile.runtime.vocabulary_collectives import Collectives, ShardStep
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
@@ -66,22 +65,12 @@ class Engine:
 
         Does not advance the caller's random state.
         """
-        program, ranks, memory = executable.program, self.ranks, executable.memory
+        program, ranks = executable.program, self.ranks
         for each in (each for each in given.slices if each.divided):
             each.begin(program)
         if self.equal is not None and program.trains:
             self.equal.begin(program)
         reductions = {plan.rank: self._reduction(plan, executable, given, parameters) for plan in executable.plans}
-        if memory is not None:
-            _require_fixed(given)
-            if given.agreement is not None:
-                given.agreement.require()
-            given = replace(given, microbatches=memory.stage(given.microbatches), ahead=False)
-            for plan in executable.plans:
-                trained = [name for stage in plan.stages for name in program.stages[stage].trained]
-                memory.hold(reductions[plan.rank].gradients, trained)
-            if memory.graph is not None and given.recorder is None:
-                return StepResult(memory.replay(), {})
         buffers, count = executable.first.buffers, program.schedule.microbatches
         opened, number = channels or program.schedule, executable.first.number
         traffic = Traffic(opened, count, number)
@@ -90,15 +79,12 @@ class Engine:
         schedule, plans = executable.plans_for(step.kinds, any(each.reshard for each in given.gathers))
         step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)
         with undisturbed(ranks.device), torch.no_grad():
-            if memory is None:
-                interleave(step.runs)
-            else:
-                _keep_memory(step, memory)
+            interleave(step.runs)
         step.runs.clear()  # they know the step, and would live until the collector comes
         if given.recorder is not None:
             with ranks.watch.position.waiting("the end"):
                 given.recorder.end()
-        return StepResult(step.losses if memory is None else memory.read_out(), step.made, step.fits)
+        return StepResult(step.losses, step.made, step.fits)
 
     def _reduction(
         self, plan: RankPlan, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
@@ -108,26 +94,6 @@ class Engine:
             executable.gradients[plan.rank] = Gradients(parameters, program.shared, program.choices)
         observe = unobserved if self.equal is None else self.equal.note
         return Reduction(self.ranks.replicas, plan.sums, executable.gradients[plan.rank], given.slices, observe)
-
-
-def _require_fixed(given: StepInput) -> None:
-    """Raise PipelineError for what changes from step to step, which one recording cannot hold."""
-    reasons = {
-        "an optimizer updates parameters, or divides gradients, inside of it": any(given.actions.values()),
-    }
-    refuse(reason for reason, holds in reasons.items() if holds)
-
-
-def _keep_memory(step: "StepRun", memory: StepMemory) -> None:
-    """Run a step whose values have places; record it, if it is time, and replay the recording."""
-    if step.given.recorder is not None or not memory.records():
-        interleave(step.runs)
-        memory.losses = step.losses
-        return
-    with memory.recording():
-        interleave(step.runs)
-    memory.losses, memory.holding = step.losses, step
-    memory.replay()
 
 
 def interleave(ranks: Sequence[RankRun]) -> None:

@@ -1,15 +1,11 @@
 """Passes recorded as CUDA graphs; what needs no GPU of it runs everywhere."""
 
-from contextlib import nullcontext
-
 import pytest
 import torch
 from torch import Tensor, nn
 
 import zbcompile
-from tests.support.on_gpus import two_gpus, waiting_forbidden
 from tests.support.oracle import Batch
-from tests.support.pool import Pool
 from tests.support.training import problem_of
 from zbcompile.backends.cuda_graphs import RecordedPass
 
@@ -69,81 +65,6 @@ def test_a_pass_without_inputs_is_not_recorded() -> None:
         losses.append([pipe.step(batch, target=batch).item() for _ in range(3)])
         pipe.close()
     assert losses[0] == losses[1]
-
-
-def assert_recorded_steps_equal_launches(problem: str, schedule: str, ranks: int | None) -> None:
-    """Bit by bit, with other data in every step, whether gradients are zeroed or dropped; from the third step on
-    replayed. No step but the first one waits for the device."""
-    chosen = problem_of(problem)
-    found: list[tuple[list[Tensor], dict[str, Tensor]]] = []
-    batches = [on_gpu(batch) for batch in chosen.batches(6, MICROBATCHES * 2)]
-    for graphs in (False, "step"):
-        options = {"schedule": schedule, "ranks": ranks, "microbatches": MICROBATCHES, "vocab": "off"}
-        pipe = zbcompile.pipeline(chosen.model().cuda(), loss=chosen.loss, cuda_graphs=graphs, **options)
-        losses, optimizer = [], None
-        for index, batch in enumerate(batches):
-            with waiting_forbidden() if index else nullcontext():
-                losses.append(pipe.step(*batch.args, **batch.kwargs, target=batch.target))
-            optimizer = optimizer or torch.optim.SGD(pipe.parameters(), lr=0.1)
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=index % 2 == 0)
-        found.append((losses, pipe.state_dict()))
-        pipe.close()
-    (plain_losses, plain), (its_losses, its) = found
-    assert [loss.item() for loss in its_losses] == [loss.item() for loss in plain_losses]
-    assert all(torch.equal(its[name], value) for name, value in plain.items())
-
-
-@needs_gpu
-@pytest.mark.parametrize("schedule", ["zb-v", "dualpipe-v"])
-@pytest.mark.parametrize("problem", ["mlp", "small-tied"])
-def test_a_recorded_step_computes_what_launches_do(problem: str, schedule: str) -> None:
-    assert_recorded_steps_equal_launches(problem, schedule, 2)
-
-
-@two_gpus
-@pytest.mark.mostly_slow(every=3, suite=1)
-@pytest.mark.parametrize("backend", ["nccl", "nccl, bound"], ids=["lazy", "bound to a device"])
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe"])
-@pytest.mark.parametrize("problem", ["mlp", "small-tied"])
-def test_a_recorded_step_of_two_processes(problem: str, schedule: str, backend: str, pool: Pool) -> None:
-    """Its sends and receives are in the recording, and so is the sum of the losses."""
-    pool.run(assert_recorded_steps_equal_launches, problem, schedule, None, backend=backend)
-
-
-@needs_gpu
-@pytest.mark.parametrize(
-    ("problem", "options", "reason"),
-    [
-        ("gpt-dropout", {}, "it draws random numbers"),
-        ("mlp", {"backend": lambda graph, inputs: graph}, "which backend=.* does not leave to it"),
-        ("mlp", {"debug_nan": True}, "which debug_nan=True does not leave to it"),
-    ],
-)
-def test_steps_that_cannot_be_recorded_are_refused(problem: str, options: dict[str, object], reason: str) -> None:
-    chosen = problem_of(problem)
-    batch = on_gpu(chosen.batches(1, 4)[0])
-    kept = {"schedule": "zb-h1", "ranks": 2, "loss": chosen.loss, "vocab": "off", **options}
-
-    def step() -> None:
-        pipe = zbcompile.pipeline(chosen.model().cuda(), cuda_graphs="step", **kept)
-        pipe.step(*batch.args, **batch.kwargs, target=batch.target)
-
-    with pytest.raises(zbcompile.PipelineError, match=reason):
-        step()
-
-
-@needs_gpu
-def test_what_changes_between_steps_is_refused() -> None:
-    chosen = problem_of("mlp")
-    pipe = zbcompile.pipeline(
-        chosen.model().cuda(), schedule="zb-h1", ranks=2, microbatches=2, loss=chosen.loss, cuda_graphs="step"
-    )
-    batch = on_gpu(chosen.batches(1, 4)[0])
-    losses = {pipe.step(*batch.args, target=batch.target).item() for _ in range(4)}
-    assert len(losses) == 1
-    with pytest.raises(zbcompile.PipelineError, match="it returns outputs besides its loss"):
-        pipe.step(*batch.args, target=batch.target, return_outputs=True)
 
 
 @needs_gpu

@@ -13,7 +13,6 @@ import zbcompile
 from tests.support.on_gpus import one_gpu, two_gpus, waiting_forbidden
 from tests.support.oracle import PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
-from tests.support.training import interpreted
 
 # float32 GEMMs of another shape or order: 2^-23 per addition, some hundred of them. TF32 is off by default.
 BOUND = 1e-4
@@ -79,16 +78,6 @@ def test_in_one_process(schedule: str) -> None:
 @pytest.mark.parametrize("vocab", [1, 2])
 def test_sharded_vocabulary_in_one_process(vocab: int) -> None:
     assert_steps_as_eager("small-tied", "zb-v", 2, torch.device("cuda", 0), vocab)
-
-
-@one_gpu
-@pytest.mark.mostly_slow(every=2, suite=1)
-@pytest.mark.parametrize("schedule", ["dualpipe-v", "1f1b-overlap"])
-def test_halves_of_a_pair_on_two_streams(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where a backend has compiled the passes. Small layers and several steps: freed memory is used again at once."""
-    monkeypatch.setenv("ZBCOMPILE_PAIR_STREAMS", "1")
-    for _ in range(5):
-        assert_steps_as_eager("small-tied", schedule, 2, torch.device("cuda", 0), backend=interpreted)
 
 
 def rank_of_two(schedule: str, vocab: str | int = "off") -> None:
