@@ -31,7 +31,6 @@ from zbcompile.faults.termination import (
     stop_watching,
     watch_termination,
 )
-from zbcompile.faults.turns import Turns
 from zbcompile.schedules.ir.actions import Action
 from zbcompile.tracebacks import UserTraceback, print_in_one_line
 
@@ -48,24 +47,22 @@ class LocalWatch:
     position: Position
     fault: None = None
     known: Exception | None = None
-    turns: Turns = field(default_factory=lambda: Turns(wait=True))
 
     def region(self, doing: str) -> contextlib.AbstractContextManager[None]:
         return UserTraceback(self._region(doing))
 
     @contextlib.contextmanager
     def _region(self, doing: str) -> Iterator[None]:
-        with self.turns.take(doing):
-            self.position.enter(doing)
-            try:
-                yield
-            except Exception as error:
-                if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
-                    raise
-                raise own_fault(self.position, error).error() from error
-            finally:
-                self.known = None  # its traceback holds what the call held
-            self.position.leave()
+        self.position.enter(doing)
+        try:
+            yield
+        except Exception as error:
+            if isinstance(error, PipelineError) or not isinstance(self.position.action, Action):
+                raise
+            raise own_fault(self.position, error).error() from error
+        finally:
+            self.known = None  # its traceback holds what the call held
+        self.position.leave()
 
     def apart(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -110,7 +107,6 @@ class Watch:
     closed: str = ""
     heartbeats: Heartbeats = field(default_factory=Heartbeats)
     stopped: threading.Event = field(default_factory=threading.Event)
-    turns: Turns = field(default_factory=lambda: Turns(wait=False))
 
     def __post_init__(self) -> None:
         self._seen, self._since = self._place(), time.monotonic()
@@ -126,25 +122,24 @@ class Watch:
     @contextlib.contextmanager
     def _region(self, doing: str) -> Iterator[None]:
         self._require_open()
-        with self.turns.take(doing):
-            self.position.enter(doing)
-            before, self.inside = self.inside, True
-            try:
-                yield
-                if self.fault is not None:  # this rank has given up, but what it waited in could not be cut
-                    raise self.fault.error()
-            except BaseException as error:
-                raw = self._is_of_others(error) and not TRACEBACK.read()
-                told = self._explain(error)
-                if told is error:
-                    raise
-                raise told from (None if raw else error)  # what a cut connection raises here is no cause
-            finally:
-                self.inside = before
-                if not before:
-                    self.known = None  # its traceback holds what the call held
-            self.position.leave()
-            self.progress.mark()
+        self.position.enter(doing)
+        before, self.inside = self.inside, True
+        try:
+            yield
+            if self.fault is not None:  # this rank has given up, but what it waited in could not be cut
+                raise self.fault.error()
+        except BaseException as error:
+            raw = self._is_of_others(error) and not TRACEBACK.read()
+            told = self._explain(error)
+            if told is error:
+                raise
+            raise told from (None if raw else error)  # what a cut connection raises here is no cause
+        finally:
+            self.inside = before
+            if not before:
+                self.known = None  # its traceback holds what the call held
+        self.position.leave()
+        self.progress.mark()
 
     @contextlib.contextmanager
     def apart(self, what: str) -> Iterator[None]:
