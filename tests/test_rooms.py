@@ -43,7 +43,6 @@ ORDER = {
             "amounts",
             "tables",
             "env",
-            "tracebacks",
             "json_text",
         ),
         *("safe_files", "torch_private", "progress"),

@@ -62,9 +62,5 @@ TORCH_LOGS = Switch(
     "ZBCOMPILE_TORCH_LOGS",
     "show what torch logs while it traces a model, as --debug does: whole graphs and tracebacks if that fails",
 )
-TRACEBACK = Switch(
-    "ZBCOMPILE_TRACEBACK",
-    "show in errors all frames of torch and of this package, and on every rank what the first one prints",
-)
 OF_MESSAGES = (ORDERED,)  # these change what ranks send, or when: all ranks set them alike
-VARIABLES = (CACHE, CHECK, DEBUG_NAN, DUMP, ORDERED, TORCH_LOGS, TRACEBACK)
+VARIABLES = (CACHE, CHECK, DEBUG_NAN, DUMP, ORDERED, TORCH_LOGS)

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
-from zbcompile.env import TRACEBACK
 from zbcompile.errors import PipelineError
 from zbcompile.faults.abort import Group, cut_connections
 from zbcompile.faults.board import Board, SilentStoreError
@@ -32,7 +31,6 @@ from zbcompile.faults.termination import (
     watch_termination,
 )
 from zbcompile.schedules.ir.actions import Action
-from zbcompile.tracebacks import UserTraceback, print_in_one_line
 
 INTERVAL = 0.5  # seconds between two signs of life
 SILENCE = 4 * INTERVAL  # a process that shows none for this long counts as gone once a connection is lost
@@ -48,11 +46,8 @@ class LocalWatch:
     fault: None = None
     known: Exception | None = None
 
-    def region(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        return UserTraceback(self._region(doing))
-
     @contextlib.contextmanager
-    def _region(self, doing: str) -> Iterator[None]:
+    def region(self, doing: str) -> Iterator[None]:
         self.position.enter(doing)
         try:
             yield
@@ -67,7 +62,7 @@ class LocalWatch:
     def apart(self, what: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
 
-    def known_to_all(self, error: Exception, alike: bool = True) -> Exception:
+    def known_to_all(self, error: Exception) -> Exception:
         self.known = error
         return error
 
@@ -115,12 +110,9 @@ class Watch:
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
         self._thread.start()
 
-    def region(self, doing: str) -> contextlib.AbstractContextManager[None]:
-        """Wrap a call that all ranks make: whatever ends it on one rank ends it on all."""
-        return UserTraceback(self._region(doing))
-
     @contextlib.contextmanager
-    def _region(self, doing: str) -> Iterator[None]:
+    def region(self, doing: str) -> Iterator[None]:
+        """Wrap a call that all ranks make: whatever ends it on one rank ends it on all."""
         self._require_open()
         self.position.enter(doing)
         before, self.inside = self.inside, True
@@ -129,11 +121,10 @@ class Watch:
             if self.fault is not None:  # this rank has given up, but what it waited in could not be cut
                 raise self.fault.error()
         except BaseException as error:
-            raw = self._is_of_others(error) and not TRACEBACK.read()
             told = self._explain(error)
             if told is error:
                 raise
-            raise told from (None if raw else error)  # what a cut connection raises here is no cause
+            raise told from error
         finally:
             self.inside = before
             if not before:
@@ -153,12 +144,9 @@ class Watch:
         except BaseException as error:
             raise self._explain(error) from error
 
-    def known_to_all(self, error: Exception, alike: bool = True) -> Exception:
-        """`error` is about to be raised, and every other rank raises one for the same reason; `alike` if the first rank
-        raises the same one."""
+    def known_to_all(self, error: Exception) -> Exception:
+        """`error` is about to be raised, and every other rank raises one for the same reason."""
         self.known = error
-        if alike and self.board.rank != self.board.members[0]:
-            print_in_one_line(error, self.board.rank)
         return error
 
     def close(self) -> None:

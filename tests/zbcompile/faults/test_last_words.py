@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from zbcompile.env import TRACEBACK
 from zbcompile.errors import FaultError
 from zbcompile.faults.board import SilentStoreError
 from zbcompile.faults.fault_report import Fault, Position, Status
@@ -145,25 +144,6 @@ def test_a_script_that_fails_outside_of_a_call_says_why_it_closes() -> None:
     with pytest.raises(ValueError, match="bad row"), contextlib.closing(watch):
         raise ValueError("bad row 17\nin the data")
     assert board.said[-1].ended == "it closed its pipeline, after ValueError: bad row 17"
-
-
-@pytest.mark.parametrize("error", [RuntimeError("pair.cc:553 Connection closed by peer"), ValueError("a wrong row")])
-def test_what_torch_says_of_a_cut_connection_is_not_shown(
-    error: Exception, watch: Watch, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv(TRACEBACK.name, raising=False)
-    watch._thread.join(5)
-    watch.fault, watch.stopped = None, threading.Event()
-
-    def cut() -> None:
-        watch.fault = Fault(0, "step 3", "it broke")
-        with watch.position.waiting("a tensor"):
-            raise error
-
-    with pytest.raises(FaultError, match="it broke") as raised, watch.region("step 3"):
-        cut()
-    assert (raised.value.__cause__ is error) == isinstance(error, ValueError)
-    assert raised.value.__suppress_context__
 
 
 def test_a_worker_that_is_terminated_says_nothing_and_its_parent_goes_on(watch: Watch, capfd: Any) -> None:
