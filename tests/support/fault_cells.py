@@ -1,8 +1,7 @@
 """A job of several processes in which one thing breaks, and how each of them ends: the cells of the fault sweep.
 
-A cell starts the processes of a job, breaks one thing, and does what torchrun does: it sends SIGTERM to the others once
-a process has failed. Ranks are forked from this process, which has imported torch; each then ends as a Python program
-does.
+A cell starts the processes of a job and breaks one thing. Ranks are forked from this process, which has imported torch;
+each then ends as a Python program does.
 """
 
 import contextlib
@@ -50,11 +49,11 @@ class Fault:
         return self.victim % ranks
 
 
-SENT = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP, "SIGTERM": signal.SIGTERM}
+SENT = {"SIGKILL": signal.SIGKILL, "SIGSTOP": signal.SIGSTOP}
 EXITS_AT_ONCE = "exception in F and os._exit"  # as scripts do that fear to hang at their end
 PASSES = {EXITS_AT_ONCE: Order("raise", 0, "F", 2)}
 PASSES |= {f"exception in {name}": Order("raise", 0, name, 2) for name in "FBW"}
-PASSES |= {name: Order("sleep", 0, "F", 2) for name in ("endless F", "SIGTERM to those who wait for F")}
+PASSES |= {"endless F": Order("sleep", 0, "F", 2)}
 GONE_WITH_THE_STORE = {"launcher SIGKILL": ["launcher"], "machine SIGSTOP": ["launcher", "0"]}
 FROZEN_FROM_THE_START = "launcher SIGSTOP"
 OUTSIDE = ("exception between calls", "early end", "endless code between calls")
@@ -65,13 +64,11 @@ FAULTS = (
     *(Fault(what, activity, 0) for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
     *(Fault(what, activity, 0, "rank 0") for what in ("SIGKILL", "SIGSTOP") for activity in ACTIVITIES),
     Fault(EXITS_AT_ONCE, "step", 0, "rank 0"),
-    *(Fault("SIGTERM", activity, victim) for activity in ("step", "eval", "save") for victim in (0, -1)),
     *(Fault(what, "step", victim) for what in (*PASSES, *OUTSIDE) if what != EXITS_AT_ONCE for victim in (0, -1)),
     *(Fault("never arrives", "start", victim) for victim in (0, -1)),
     Fault(FROZEN_FROM_THE_START, "start"),
     *(Fault("launcher SIGKILL", activity) for activity in ("step", "compile", "save")),
     *(Fault("machine SIGSTOP", activity) for activity in ("step", "compile", "save", "load")),
-    *(Fault("SIGTERM to all", activity) for activity in ("step", "save")),
     *(Fault("link cut", activity) for activity in ("step", "compile", "save", "load")),
 )
 
@@ -92,8 +89,7 @@ class Job:
             time.sleep(3600)
         pipe = make("1f1b", self.timeout if self.fault.activity == "start" else PATIENCE)
         pipe.step(rows(), target=rows())
-        if not self.fault.what.startswith("SIGTERM to those"):  # which end by that alone
-            pipe._watch.timeout = self.timeout  # type: ignore[union-attr]
+        pipe._watch.timeout = self.timeout  # type: ignore[union-attr]
         act = self._activity(pipe)
         for number in itertools.count():
             (self.folder / f"at-{self.rank}").write_text(str(number))
@@ -205,14 +201,8 @@ class Cell:
         self.broken = time.time()
         before = {rank: queued(self.pids[str(rank)]) for rank in range(self.ranks)}
         end = at + self.timeout + LIMIT + 60  # the end of an interpreter may lack a processor
-        told = False
         while len(self.ended) < self.ranks and time.monotonic() < end and not self._only_frozen():
             self._reap(at)
-            failed = any(self.codes.values())
-            if failed and not told and self.fault.what not in (*GONE_WITH_THE_STORE, FROZEN_FROM_THE_START):
-                told = True
-                for rank in set(range(self.ranks)) - self.ended.keys():
-                    os.kill(self.pids[str(rank)], signal.SIGTERM)
             time.sleep(0.05)
         self.queued = {rank: seconds - before[rank] for rank, seconds in self.queued.items()}
         self.close()
@@ -228,10 +218,6 @@ class Cell:
             return time.monotonic()
         if fault.what in (*PASSES, *OUTSIDE):
             wait_for((self.folder / "broken").exists)
-            waiting = set(range(self.ranks)) - {fault.rank(self.ranks)} if fault.what.startswith("SIGTERM") else ()
-            time.sleep(1.0 if waiting else 0.0)
-            for rank in waiting:
-                os.kill(self.pids[str(rank)], signal.SIGTERM)
             return time.monotonic()
         wait_for(lambda: all(self._at(rank) >= 3 for rank in range(self.ranks)))
         time.sleep(0.1)
@@ -242,8 +228,7 @@ class Cell:
             for name in GONE_WITH_THE_STORE[fault.what]:
                 os.kill(self.pids[name], SENT[fault.what.split()[1]])
         else:
-            for rank in range(self.ranks) if "all" in fault.what else [fault.rank(self.ranks)]:
-                os.kill(self.pids[str(rank)], SENT[fault.what.split()[0]])
+            os.kill(self.pids[str(fault.rank(self.ranks))], SENT[fault.what])
         return time.monotonic()
 
     def _at(self, rank: int) -> int:
@@ -296,8 +281,6 @@ class Cell:
         what, victim, said = self.fault.what, self.fault.rank(self.ranks), self.said(rank)
         if what in (*GONE_WITH_THE_STORE, FROZEN_FROM_THE_START):
             return "the launcher at" in said
-        if what.startswith("SIGTERM to"):
-            return "SIGTERM" in said
         if what == "link cut":
             far = [other for other in range(self.ranks) if self.node(other) != self.node(rank)]
             return "the launcher at" in said or any(f"rank {other} failed" in said for other in far)

@@ -23,12 +23,11 @@ from zbcompile.distributed.mesh import patience
 from zbcompile.errors import PipelineError
 from zbcompile.faults.abort import cut_connections_to
 from zbcompile.faults.board import ANSWER, GRACE
-from zbcompile.faults.termination import say_at_end, stop_watching, watch_termination
 from zbcompile.torch_private import gloo_link
 
 GLOO_TRIES = 5  # to connect; each may take the whole timeout of the group
 PAUSE = 0.05  # seconds between two looks at the store
-NEWS = 1.0  # seconds between two looks at who is absent, and within which the main thread reacts to a signal
+NEWS = 1.0  # seconds between two looks at who is absent
 MEMBERS, STARTING, GAVE_UP = "zbcompile/members", "zbcompile/starting", "zbcompile/gave up"  # keys
 
 
@@ -44,7 +43,7 @@ class Rendezvous:
         self.absent = f"the launcher at {self.host}:{self.port} does not answer"
         if not self.launcher:
             self.absent = f"rank 0, which keeps the store at {self.host}:{self.port}, did not arrive, or has ended"
-        self._said, self._over = threading.Lock(), threading.Event()
+        self._over = threading.Event()
 
     def join(self, backend: str) -> None:
         """Make the process group of all ranks. Raises PipelineError if that takes longer than `timeout`."""
@@ -147,13 +146,10 @@ class Rendezvous:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Inside, this process says why it ends if it is asked to, and waits for no store that does not answer."""
-        termination = watch_termination(self)
+        """Inside, this process waits for no store that does not answer."""
 
         def watch() -> None:
             while not self._over.wait(GRACE):
-                if termination is not None and (termination.since() or 0.0) > NEWS:
-                    self.say_before_end()
                 if self.left < -ANSWER:
                     cut_connections_to(self.port)
 
@@ -162,13 +158,6 @@ class Rendezvous:
             yield
         finally:
             self._over.set()
-            stop_watching(termination, self)
-
-    def say_before_end(self) -> bool:
-        """This process is asked to end: the reason goes to standard error, once."""
-        if self._said.acquire(blocking=False):
-            say_at_end(self.failure("it was terminated (SIGTERM)"))
-        return False
 
 
 def _members(store: dist.Store) -> dict[int, str]:

@@ -23,13 +23,6 @@ from zbcompile.faults.abort import Group, cut_connections
 from zbcompile.faults.board import Board, SilentStoreError
 from zbcompile.faults.device_progress import DeviceProgress
 from zbcompile.faults.fault_report import Fault, Heartbeats, Position, Status, find_gone, find_late, find_stray
-from zbcompile.faults.termination import (
-    TerminationRequest,
-    not_yet_terminated,
-    say_at_end,
-    stop_watching,
-    watch_termination,
-)
 from zbcompile.schedules.ir.actions import Action
 
 INTERVAL = 0.5  # seconds between two signs of life
@@ -106,7 +99,6 @@ class Watch:
     def __post_init__(self) -> None:
         self._seen, self._since = self._place(), time.monotonic()
         self._beats, self._heard_here = itertools.count(1), dict[int, int]()
-        self._termination = watch_termination(self)
         self._thread = threading.Thread(target=self._watch, name="zbcompile-watch", daemon=True)
         self._thread.start()
 
@@ -153,7 +145,6 @@ class Watch:
         """End the thread and release the store."""
         self.closed = self.closed or _after("it closed its pipeline")
         self.stopped.set()
-        stop_watching(self._termination, self)
         if self._thread is not threading.current_thread():
             self._thread.join(4 * INTERVAL)
 
@@ -174,18 +165,17 @@ class Watch:
             self.position.waits = False  # whoever catches it may go on, and other pipelines use the same connections
 
     def _tell_others(self, error: BaseException) -> BaseException:
-        with not_yet_terminated():
-            try:
-                return self._tell(error)
-            except RuntimeError:  # the store does not answer
-                if self.fault is None and not self._is_of_others(error):
-                    return error
-                self.fault = self.fault or self._without_store()
-                return self.fault.error()
+        try:
+            return self._tell(error)
+        except RuntimeError:  # the store does not answer
+            if self.fault is None and not self._lost_connection(error):
+                return error
+            self.fault = self.fault or self._without_store()
+            return self.fault.error()
 
     def _tell(self, error: BaseException) -> BaseException:
         region = self.position.region
-        if self.fault is None and not self._is_of_others(error):
+        if self.fault is None and not self._lost_connection(error):
             fault = self.board.post(region, own_fault(self.position, error))
             if not isinstance(self.position.action, Action) or not isinstance(error, Exception):
                 self._leave(region)  # nothing of this call was sent: the connections may still be good
@@ -198,10 +188,6 @@ class Watch:
             cut_connections(group, self.backend)
         self._leave(region)
         return fault.error()
-
-    def _is_of_others(self, error: BaseException) -> bool:
-        """Whether another rank may have caused `error`: the end of a connection, or of this process."""
-        return isinstance(error, TerminationRequest) or self._lost_connection(error)
 
     def _lost_connection(self, error: BaseException) -> bool:
         """Whether the process group raised `error`: only it raises while a rank waits or communicates."""
@@ -220,33 +206,12 @@ class Watch:
                 return fault
             end = min(end, time.monotonic() + SILENCE + INTERVAL)
             time.sleep(INTERVAL / 10)
-        if isinstance(error, TerminationRequest):
-            return Fault(rank, self.position.status().where, str(error))
         cause = f"rank {rank} lost its connection to the other ranks, which all show signs of life: {error}"
         return Fault(None, self.position.status().where, cause)
 
     def _find_gone(self, statuses: dict[int, Status]) -> Fault | None:
         self.heartbeats.note(statuses)
         return find_gone(self.position.rank, statuses, self.heartbeats, SILENCE)
-
-    def say_before_end(self) -> bool:
-        """Called on the main thread when this process is asked to end. Inside of a call of the pipeline, make the call
-        raise; True if it already has a fault to raise. Outside, print the reason to standard error and return False."""
-        if self.inside:
-            if self.fault is None:
-                if not self.position.waits:  # torch may be in C++ that ends the process where an exception passes
-                    self.fault = self._reason_to_end()
-                    say_at_end(self.fault.error())
-                raise TerminationRequest
-            return True
-        say_at_end((self.fault or self._reason_to_end()).error())  # raised by a call, it may not be printed yet
-        return False
-
-    def _reason_to_end(self) -> Fault:
-        try:
-            return self._find_out(self.position.region, TerminationRequest())
-        except RuntimeError:  # the store does not answer
-            return self._without_store()
 
     def _leave(self, region: int) -> None:
         """Stay until all ranks know: a launcher that sees one process end kills the other ranks."""
@@ -314,19 +279,14 @@ class Watch:
                 self._cut(fault)
 
     def _lose_patience(self, waited: float) -> Fault | None:
-        asked = self._termination.since() if self._termination else None
         waits, behind = self.position.waits, self.progress.behind()
-        if not (waits or behind) or (waited < min(STRAY, self.timeout - SILENCE) and asked is None):
+        if not (waits or behind) or waited < min(STRAY, self.timeout - SILENCE):
             return None
         rank, statuses = self.position.rank, self.board.statuses()
         gone = self._find_gone(statuses)  # notes the heartbeats, some time before they decide
         fault = find_stray(rank, statuses, self._heard_here) if waited >= min(STRAY, self.timeout) else None
         for other, status in statuses.items():
             self._heard_here.setdefault(other, status.beat)
-        if asked is not None:
-            fault = fault or gone
-            if asked > SILENCE + INTERVAL:
-                fault = fault or Fault(rank, self.position.status().where, str(TerminationRequest()))
         if waited >= self.timeout + INTERVAL:
             fault = fault or gone or find_late(rank, statuses, self.timeout, not waits)
         return None if fault is None else self.board.post(self.position.region, fault)
@@ -335,6 +295,6 @@ class Watch:
         """End this rank's wait. If its device waits, no call may be there to raise the fault, so report it at once."""
         self.fault = fault
         if self.progress.behind():
-            say_at_end(fault.error())
+            print(f"zbcompile: {fault.error()}", file=sys.stderr, flush=True)
         for group in (*self.groups, *self.inner):
             cut_connections(group, self.backend)

@@ -22,8 +22,6 @@ from zbcompile.api.pipeline import Pipeline
 from zbcompile.distributed.agreement import agree, from_first, gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
-from zbcompile.faults.fault_report import Fault
-from zbcompile.faults.termination import TerminationRequest
 from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name, part_of, publish
 from zbcompile.persistence.checkpoint_values import Tensors, to_data
@@ -40,7 +38,6 @@ from zbcompile.persistence.saved_values import (
     quiet,
     read_process,
     read_values,
-    terminated,
 )
 from zbcompile.persistence.sharded_state import parameters_in_parts
 from zbcompile.safe_files import cannot_write, write_whole
@@ -317,9 +314,6 @@ def _write(
     except dcp.CheckpointException as error:  # not an Exception; raised on every rank
         if ranks.number == 0:
             shutil.rmtree(partial, ignore_errors=True)
-        if (ended := terminated(error)) is not None:
-            fault = Fault(ranks.members[ended], position.status().where, str(TerminationRequest()))
-            raise ranks.watch.known_to_all(fault.error()) from None
         raise ranks.refusal(f"{partial} was not finished: {first_cause(error)}") from None
 
 

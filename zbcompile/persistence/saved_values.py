@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from zbcompile.errors import PipelineError
-from zbcompile.faults.termination import TerminationRequest
 from zbcompile.passes.errors import CompileError
 from zbcompile.persistence.checkpoint_values import from_data
 from zbcompile.persistence.saved_state import SavedState
@@ -43,8 +42,6 @@ def _fill(saved: SavedState, tensors: Values) -> None:
         with quiet():
             dcp.load(tensors, storage_reader=CheckpointReader(saved.path, saved), no_dist=True)
     except dcp.CheckpointException as error:
-        if terminated(error) is not None:
-            raise TerminationRequest from None
         raise PipelineError(f"{saved.path} cannot be read: {first_cause(error)}. Load another checkpoint.") from None
 
 
@@ -66,11 +63,6 @@ def quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=ONE_PROCESS)
         yield
-
-
-def terminated(error: Any) -> int | None:
-    """Which rank was asked to end while torch.distributed.checkpoint worked, which catches even that."""
-    return next((rank for rank, (cause, _) in error.failures.items() if isinstance(cause, TerminationRequest)), None)
 
 
 def first_cause(error: BaseException) -> str:

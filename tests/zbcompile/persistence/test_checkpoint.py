@@ -19,7 +19,6 @@ from tests.support.checkpointing import PROBLEM, SIZE, State, begin, state_of, t
 from tests.support.oracle import optimizer_of
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors
-from zbcompile.faults.termination import TerminationRequest
 from zbcompile.persistence.checkpoint_directory import INDEX, begin as begin_checkpoint, checkpoints_in, publish
 from zbcompile.persistence.checkpoint_storage import CheckpointReader
 from zbcompile.persistence.saved_state import open_state
@@ -225,37 +224,6 @@ def save_in(program: str, folder: str, elsewhere: str) -> None:
     finally:
         os.chdir(before)
         pipe.close()
-
-
-def terminated_in(program: str, folder: str) -> str:
-    """Rank 1 is asked to end while it writes."""
-    pipe, optimizer = begin(program)
-    asked = TerminationRequest if torch.distributed.get_rank() else None
-    try:
-        with mock.patch("zbcompile.persistence.checkpoint_storage.write_safetensors", side_effect=asked):
-            zbcompile.save_checkpoint(folder, pipe, optimizer)
-    finally:
-        pipe.close()
-    return "saved"
-
-
-def test_a_rank_that_is_terminated_while_it_saves_is_named_by_all(
-    small_program: Callable[[str, int], Path], pool: Pool, tmp_path: Path
-) -> None:
-    outcomes = pool.outcomes(terminated_in, str(small_program("zb-h1", 2)), str(tmp_path))
-    said = "rank 1 failed at the checkpoint of all ranks of saving a checkpoint"
-    assert [outcome.error for outcome in outcomes] == ["FaultError"] * 2
-    assert all(said in outcome.text and "SIGTERM" in outcome.text for outcome in outcomes)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_process_that_is_terminated_while_it_loads_blames_no_checkpoint(tmp_path: Path) -> None:
-    zbcompile.save_checkpoint(tmp_path, nn.Linear(1, 1))
-    with (
-        mock.patch.object(CheckpointReader, "read_data", side_effect=TerminationRequest),
-        pytest.raises(TerminationRequest),
-    ):
-        zbcompile.load_checkpoint(tmp_path, nn.Linear(1, 1))
 
 
 def test_a_directory_that_is_not_shared_is_refused(
