@@ -55,7 +55,7 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.simulation.idle_causes import Idle as Idle
     from zbcompile.schedules.simulation.timeline import Span as Span, Timeline as Timeline, simulate as simulate
     from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace as to_chrome_trace
-    from zbcompile.schedules.visualization.figure import to_html as to_html
+    from zbcompile.schedules.visualization.html_page import to_html as to_html
     from zbcompile.schedules.visualization.svg import to_svg as to_svg
     from zbcompile.schedules.visualization.text import format_timeline as format_timeline, summary as summary
     from zbcompile.schedules.visualization.write import (
@@ -85,7 +85,7 @@ _HOME = {
     "simulation.idle_causes": "Idle",
     "simulation.timeline": "Span Timeline simulate",
     "visualization.chrome_trace": "to_chrome_trace",
-    "visualization.figure": "to_html",
+    "visualization.html_page": "to_html",
     "visualization.svg": "to_svg",
     "visualization.text": "format_timeline summary",
     "visualization.write": "write_comparison write_picture",
@@ -108,9 +108,10 @@ def __dir__() -> list[str]:
 
 
 def _picture(shown: object) -> str:
-    from zbcompile.schedules.visualization.figure import figure, timeline_of
+    from zbcompile.schedules.simulation.timeline import Timeline, simulate
+    from zbcompile.schedules.visualization.svg import to_svg
 
-    return figure([timeline_of(shown)])
+    return to_svg(shown if isinstance(shown, Timeline) else simulate(shown))  # type: ignore[arg-type]
 
 
 Picturable.picture = _picture

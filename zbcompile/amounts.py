@@ -57,16 +57,6 @@ def format_share(share: float) -> str:
     return f"{round(share, 3) + 0.0:.1%}"
 
 
-def format_change(share: float) -> str:
-    """A relative change in per cent; one that rounds to zero has no sign.
-
-    >>> format_change(0.125), format_change(-1e-16)
-    ('+12.5%', '0.0%')
-    """
-    rounded = round(share, 3)
-    return f"{rounded:+.1%}" if rounded else "0.0%"
-
-
 def format_time(value: float, unit: str) -> str:
     """A time in the unit of a prediction.
 

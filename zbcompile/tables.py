@@ -1,14 +1,12 @@
-"""Reports: tables of figures, and the loops that write them for a terminal, a log, as JSON and as HTML."""
+"""Reports: tables of figures, and the loops that write them for a terminal, a log and as JSON."""
 
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import Any
 
 from zbcompile.amounts import (
     format_bytes,
-    format_change,
     format_count,
     format_share,
     format_signed,
@@ -38,7 +36,6 @@ WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "B": format_bytes,
     "parameters": lambda value: format_count(value, "B"),
     "share": format_share,
-    "change": format_change,
     "1/s": lambda value: f"{value:,.0f}" if value >= 1000 else plain(value, 3),
     "ratio": lambda value: f"{value:.2f}",
     "s more": lambda value: format_signed(value, lambda each: format_time(each, "s")),
@@ -170,17 +167,3 @@ def to_data(tables: Sequence[Table]) -> dict[str, Any]:
         units[table.name] = {name: unit for name, unit in named.items() if unit}
     notes = {table.name: list(table.notes) for table in tables if table.notes}
     return {**data, "units": {name: found for name, found in units.items() if found}, "notes": notes}
-
-
-def to_html(tables: Iterable[Table]) -> str:
-    """Tables for a page, each with its title as the caption."""
-    return "\n".join(map(_html, tables))
-
-
-def _html(table: Table) -> str:
-    columns = columns_of(table.rows)
-    rows = [{each.name: written(each) for each in row} for row in table.rows]
-    lines = [f"<caption>{escape(table.title)}</caption>"] if table.title else []
-    lines += ["<tr>" + "".join(f"<th>{escape(head)}</th>" for head, _ in columns.values()) + "</tr>"]
-    lines += ["<tr>" + "".join(f"<td>{escape(row.get(name, ''))}</td>" for name in columns) + "</tr>" for row in rows]
-    return '<div class="zb-table"><table>\n' + "\n".join(lines) + "\n</table></div>"

@@ -156,7 +156,6 @@ OVERLAP = Pass(
 )
 
 PASSES = (*(CAPTURE, *CANONICALISE, TRUNK, CUT, SEPARATE_USES), *(*STAGE_PASSES, DEDUPLICATE, SHARD, OVERLAP))
-PASS_NAMES = tuple(each.name for each in PASSES)
 
 
 def canonicalise(captured: Captured, manager: PassManager = SILENT) -> Canonical:

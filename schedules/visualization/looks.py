@@ -54,11 +54,9 @@ DARK = ((".zb text", "fill: #ddd"), (".zb .step", "fill: #111"), (".zb .paper", 
 
 
 def in_the_dark(*rules: tuple[str, str]) -> str:
-    """The rules for dark pages: by the system's setting, of JupyterLab, of VS Code; never on paper."""
+    """The rules for dark pages, by the system's setting; never on paper."""
     dark = "\n".join(f"  {selector} {{ {rule} }}" for selector, rule in rules)
-    themes = ('[data-jp-theme-light="false"]', ".vscode-dark")
-    notebooks = "\n".join(f"  {theme} {selector} {{ {rule} }}" for theme in themes for selector, rule in rules)
-    return f"@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}\n@media screen {{\n{notebooks}\n}}\n"
+    return f"@media screen and (prefers-color-scheme: dark) {{\n{dark}\n}}\n"
 
 
 def patterns() -> Iterator[str]:

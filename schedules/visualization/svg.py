@@ -15,11 +15,10 @@ from zbcompile.schedules.visualization.looks import IDLE_LOOKS, patterns
 from zbcompile.schedules.visualization.shapes import picture, shape, window
 from zbcompile.schedules.visualization.text import format_amount, summary
 
-LARGEST = 6000  # pixels of the longest time axis, before anybody zooms
+LARGEST = 6000  # pixels of the longest time axis
 READABLE = 1200  # pixels of an SVG, which shrinks to its window with all of its letters
 GAP = 18  # pixels between two pictures
 COMPACT = 20_000  # number of steps beyond which boxes have no text
-ALSO = {"messages": "messages", "critical": "critical path"}  # what is shown on demand
 
 
 def natural_scale(timeline: Timeline) -> float:
@@ -108,12 +107,11 @@ def swatch(fill: str, x: float = 0, y: float = 0) -> str:
 
 @dataclass(frozen=True)
 class StepPicture:
-    """The parts of a picture; `names` and `plot` are pictures of their own, side by side."""
+    """The parts of a picture."""
 
     timeline: Timeline
     wanted_width: int | None
     also: Sequence[str] = ()
-    zooms: bool = False
     top: float = 62  # pixels above the first rank: title and legend
 
     LEFT, RIGHT = 62, 74
@@ -160,17 +158,6 @@ class StepPicture:
         """Under the legend: the title, the names of the ranks and their steps."""
         yield shape("text", text=summary(self.timeline), x=8, y=18, style="font-weight:bold")
         yield from (*self.labels(), *self.shapes())
-
-    def names(self) -> Iterator[str]:
-        """The names of the ranks alone."""
-        yield window(self.LEFT, self.height - self.top + 6, 0, self.top - 6)
-        yield from (*self.labels(), "</svg>")
-
-    def plot(self) -> Iterator[str]:
-        """All but the names, the title and the legend."""
-        wide = self.timeline.finish * self.scale + self.RIGHT
-        yield window(wide, self.height - self.top + 6, self.LEFT, self.top - 6)
-        yield from (*self.shapes(), "</svg>")
 
     def labels(self) -> Iterator[str]:
         for rank in range(self.timeline.schedule.ranks):
@@ -235,9 +222,7 @@ class StepPicture:
         whole = f"{action.op}{action.microbatch}"
         shown = next((text for text in (whole, action.op) if len(text) * size * 0.62 + 3 <= width), "")
         at: dict[str, float | str] = {"x": x, "y": y, "style": f"font-size:{size:g}px"}
-        if self.zooms:
-            at |= {"data-w": width, "data-t": whole}
-        if shown or self.zooms:
+        if shown:
             yield shape("text", "step", shown, "", **at)
 
     def fill(self, action: Action) -> str:
@@ -269,14 +254,12 @@ class StepPicture:
     def axis(self) -> Iterator[str]:
         bottom = self.height - 20
         step = round_step(self.timeline.finish / 12)
-        tenths = 10 if self.zooms else 1  # readable after zooming in
-        for tick in range(int(self.timeline.finish / step * tenths) + 1):
-            time = tick * step / tenths
+        for tick in range(int(self.timeline.finish / step) + 1):
+            time = tick * step
             x = self.x(time)
             anchor, label = "middle" if tick else "start", format_amount(time, self.timeline.costs.time_unit)
-            yield '<g class="fine" display="none">' if tick % tenths else "<g>"
             yield shape("line", "axis", x1=x, x2=x, y1=self.top - 4, y2=bottom)
-            yield shape("text", text=label, x=x, y=bottom + 13, text_anchor=anchor) + "</g>"
+            yield shape("text", text=label, x=x, y=bottom + 13, text_anchor=anchor)
 
     def legend(self, entries: Sequence[tuple[str, str]], y: float = 28) -> Iterator[str]:
         x = 8.0

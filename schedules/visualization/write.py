@@ -7,7 +7,7 @@ from typing import Any
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
-from zbcompile.schedules.visualization.figure import compare_html, to_html
+from zbcompile.schedules.visualization.html_page import compare_html, to_html
 from zbcompile.schedules.visualization.svg import compare_svg, to_svg
 from zbcompile.schedules.visualization.text import compare_text, format_timeline
 

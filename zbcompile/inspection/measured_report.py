@@ -11,8 +11,8 @@ from zbcompile.prediction.predict import Basis
 from zbcompile.program.step_record import StepRecord, mean_seconds
 from zbcompile.schedules import Schedule, Timeline, format_timeline, simulate, with_updates
 from zbcompile.schedules.ir.actions import ONCE
-from zbcompile.schedules.visualization.figure import figure
 from zbcompile.schedules.visualization.step_tables import pass_bubble
+from zbcompile.schedules.visualization.svg import compare_svg
 from zbcompile.schedules.visualization.text import compare_text
 from zbcompile.schedules.visualization.units import in_units
 from zbcompile.tables import WIDTH, Figure, Table, facts
@@ -48,7 +48,7 @@ class StepComparison:
 
     def _repr_html_(self) -> str:
         """In notebooks, the predicted step above the measured one."""
-        return figure(in_units([self.predicted, self.measured]))
+        return compare_svg(in_units([self.predicted, self.measured]))
 
     def tables(self) -> Iterator[Table]:
         """The report of `--measured`."""

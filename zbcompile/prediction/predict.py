@@ -19,7 +19,7 @@ from zbcompile.schedules import Costs, Placement, simulate
 from zbcompile.schedules.ir.actions import SENDS, flatten
 from zbcompile.schedules.ir.costs import Link
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.visualization.figure import figure
+from zbcompile.schedules.visualization.svg import to_svg
 from zbcompile.schedules.visualization.units import in_units
 from zbcompile.untrusted_text import VALUES, read_json
 
@@ -109,8 +109,8 @@ def predicted_costs(
 
 
 def figure_of(program: Program) -> str:
-    """The predicted step as HTML for a notebook."""
-    return figure(in_units([simulate(program.lowered, predicted_costs(program))]))
+    """The picture of the predicted step, for a notebook."""
+    return to_svg(*in_units([simulate(program.lowered, predicted_costs(program))]))
 
 
 Program.picture = figure_of

@@ -26,8 +26,8 @@ from zbcompile.schedules import (
 from zbcompile.schedules.execution.event_loop import Events, Outcome
 from zbcompile.schedules.ir.actions import COMPUTE, Step, flatten
 from zbcompile.schedules.ir.files import from_dict
-from zbcompile.schedules.visualization.figure import figure
 from zbcompile.schedules.visualization.step_tables import idle_share, rank_table
+from zbcompile.schedules.visualization.svg import to_svg
 from zbcompile.schedules.visualization.units import in_units
 from zbcompile.tables import Figure, grid
 from zbcompile.untrusted_text import VALUES, parse_json, read_text
@@ -174,7 +174,7 @@ class StepRecord:
 
     def _repr_html_(self) -> str:
         """In notebooks, a picture of the step."""
-        return figure(in_units([self.as_ranks()], bytes_known=False))
+        return to_svg(*in_units([self.as_ranks()], bytes_known=False))
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on

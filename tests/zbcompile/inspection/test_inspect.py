@@ -17,7 +17,7 @@ import zbcompile.compile
 from tests.support.error_lines import without_progress
 from zbcompile.cli.target import load_example
 from zbcompile.inspect import main
-from zbcompile.passes.pass_list.passes_in_order import PASS_NAMES
+from zbcompile.passes.pass_list.passes_in_order import PASSES
 from zbcompile.tables import WIDTH
 
 ROOT = Path(__file__).parents[3]
@@ -186,13 +186,13 @@ def test_compared_schedules_are_drawn(tmp_path: Path, tiny: Path, inspect: Calla
 def test_the_passes_in_order(tiny: Path, inspect: Callable[..., str]) -> None:
     """Every pass is listed, also one that had nothing to do."""
     rows = json.loads(inspect(f"{tiny}:two", "--passes", "--json"))["passes"]
-    assert [row["pass"] for row in rows] == list(PASS_NAMES)
+    assert [row["pass"] for row in rows] == [each.name for each in PASSES]
     ran = [row for row in rows if row["runs"]]
     assert {"capture", "infer-values", "cut", "joint", "split", "accumulate"} <= {row["pass"] for row in ran}
     assert all(row["seconds"] > 0 and row["operations"] > 0 for row in ran)
     text = inspect(f"{tiny}:two", "--passes")
     assert max(map(len, text.splitlines())) <= WIDTH
-    assert [line.split()[0] for line in text.splitlines()[2 : 2 + len(rows)]] == list(PASS_NAMES)
+    assert [line.split()[0] for line in text.splitlines()[2 : 2 + len(rows)]] == [each.name for each in PASSES]
 
 
 def test_a_file_after_each_pass(
