@@ -169,7 +169,8 @@ def test_a_wrong_place_is_known_at_once(place: str, says: str, target: str, tmp_
 
 def without_places(text: str) -> list[str]:
     """The lines of a report, without those that say from which file an operation is."""
-    return [line for line in text.splitlines() if line.strip() and not line.strip().startswith("# File:")]
+    of_places = ("# File:", "# No stacktrace")
+    return [line for line in text.splitlines() if line.strip() and not line.strip().startswith(of_places)]
 
 
 @pytest.mark.slow
