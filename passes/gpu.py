@@ -79,11 +79,6 @@ def free_memory(device: torch.device) -> int:
     return int(torch.cuda.mem_get_info(device)[0] + unused)
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most bytes that torch's allocator has held: tensors, and gaps between them, which fill a device as well."""
-    return int(torch.cuda.max_memory_reserved(device))
-
-
 def current_stream(device: torch.device) -> Any:
     """A stream also of the CPU, where streams order nothing: code for two of them runs on both."""
     return torch.get_device_module(device).current_stream(device)

@@ -33,8 +33,6 @@ if TYPE_CHECKING:
     from zbcompile.persistence.checkpoint_directory import latest_checkpoint as latest_checkpoint
     from zbcompile.persistence.loaded_pipeline import load as load
     from zbcompile.persistence.safetensors_weights import load_weights as load_weights, save_weights as save_weights
-    from zbcompile.profiling.monitor_steps import Figures as Figures, monitor as monitor
-    from zbcompile.profiling.trace_steps import trace as trace
     from zbcompile.schedules.errors import ScheduleError as ScheduleError
 
 _HOME = {
@@ -45,8 +43,6 @@ _HOME = {
     "api.pipeline_function": ("pipeline",),
     "persistence.loaded_pipeline": ("load",),
     "api.pipeline": ("Pipeline",),
-    "profiling.monitor_steps": ("Figures", "monitor"),
-    "profiling.trace_steps": ("trace",),
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
     "model.experts": ("ExpertExchange",),
     "model.seeds": ("microbatch_seed",),

@@ -36,7 +36,6 @@ WRITTEN: Mapping[str, Callable[[Any], str]] = {
     "B": format_bytes,
     "parameters": lambda value: format_count(value, "B"),
     "share": format_share,
-    "1/s": lambda value: f"{value:,.0f}" if value >= 1000 else plain(value, 3),
     "ratio": lambda value: f"{value:.2f}",
     "s more": lambda value: format_signed(value, lambda each: format_time(each, "s")),
     "B more": lambda value: format_signed(value, format_bytes),
@@ -109,15 +108,6 @@ def _upright(row: Sequence[Figure]) -> str:
     room = max(len(each.name) for each in shown)
     texts = ((each.name, f"{written(each)} {each.unit if each.unit == 'FLOP' else ''}".rstrip()) for each in shown)
     return "\n".join(line for name, text in texts for line in wrap(f"{name:<{room}}  {text}", " " * (room + 2)))
-
-
-def to_line(row: Iterable[Figure]) -> str:
-    """One line, as in the log of a run.
-
-    >>> to_line([Figure("step", 400), Figure("time", 0.182, "s"), Figure("bubble", 0.123, "share")])
-    'step 400, time 182 ms, bubble 12.3%'
-    """
-    return ", ".join(f"{each.name} {written(each)}" for each in row)
 
 
 def grid(rows: Sequence[Sequence[Figure]]) -> str:

@@ -37,25 +37,22 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
     for gap in timeline.idle:
         waits = {} if gap.action is None else {"waits for": str(gap.action), "of rank": gap.source}
         yield _interval(f"idle: {gap.cause}", "idle", gap.rank, gap.start, gap.end, unit, waits)
-    yield from flows(timeline, unit)
+    yield from _flows(timeline, unit)
     for rank in range(timeline.schedule.ranks):
         for time, amount in timeline.memory_curve(rank):
             held = {"held": _number(amount)}
             yield {"ph": "C", "name": f"memory of rank {rank}", "pid": 0, "ts": _number(time * unit), "args": held}
 
 
-def flows(
-    timeline: Timeline, unit: float, start: float = 0, pid: int = 0, prefix: str = ""
-) -> Iterator[dict[str, Any]]:
-    """Arrows from the step that makes a message to the one that takes it, each bound to the step around its time;
-    `start` is that of the timeline in the trace, and `prefix` tells the messages of several timelines apart."""
+def _flows(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
+    """Arrows from the step that makes a message to the one that takes it, each bound to the step around its time."""
     run = timeline.run
     for number, (rank, index, needed) in enumerate(timeline.messages()):
-        name = {"name": str(needed.action), "cat": "message", "id": f"{prefix}{number}", "pid": pid}
+        name = {"name": str(needed.action), "cat": "message", "id": f"{number}", "pid": 0}
         begin, end = run.begin[needed.rank][needed.step], run.end[needed.rank][needed.step]
-        yield {"ph": "s", **name, "tid": needed.rank, "ts": _number((start + (begin + end) / 2) * unit)}
+        yield {"ph": "s", **name, "tid": needed.rank, "ts": _number((begin + end) / 2 * unit)}
         middle = (run.begin[rank][index] + run.end[rank][index]) / 2
-        yield {"ph": "f", "bp": "e", **name, "tid": rank, "ts": _number((start + middle) * unit)}
+        yield {"ph": "f", "bp": "e", **name, "tid": rank, "ts": _number(middle * unit)}
 
 
 def _interval(

@@ -55,7 +55,6 @@ NOT_RUN = {  # by a part of the command, which ends with "$"
     "page_runs": "runs the others",
     "torchrun --max-restarts$": PART,
     "torchrun --nproc-per-node 2$": PART,
-    "run --monitor 100$": PART,
     "mkdocs serve": "a server, which does not end",
 }
 LONG = re.compile(  # takes more than five minutes on two cores

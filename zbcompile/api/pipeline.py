@@ -153,7 +153,7 @@ class Pipeline:
 
     @property
     def observation(self) -> Observation:
-        """The observers of steps: records and monitors."""
+        """The recorder of steps."""
         return self._observation
 
     @property
@@ -171,7 +171,7 @@ class Pipeline:
         self.observation.record = value
 
     def recording(self) -> AbstractContextManager[list[StepRecord]]:
-        """Record the steps inside; the list that it gives fills with them. `zbcompile.trace` writes them to a file."""
+        """Record the steps inside; the list that it gives fills with them."""
         return self.observation.recording()
 
     @property
@@ -247,7 +247,7 @@ class Pipeline:
             step = self._runs.split(args, kwargs, target, given, outputs)
             losses, found = self._runs.run(step, outputs, self.step_index)
         self.step_index += 1
-        self.observation.step_done(self.step_index, step)
+        self.observation.done()
         return losses, found
 
     def eval(

@@ -110,7 +110,7 @@ class Runs:
             index=index,
             seed=self.options.seed,
             reduction=self.options.loss_reduction,
-            recorder=self.observation.of_step(index + 1),
+            recorder=self.observation.of_step(),
             slices=self.optimizers.slices,
             actions=self.optimizers.actions,
             gathers=self.optimizers.gathers,
@@ -188,7 +188,7 @@ class Runs:
             with torch.autocast(self.engine.ranks.device.type, enabled=False):  # its casts are in the graphs
                 made = self.engine.run(executable, given, {}, self.compiled.schedule).made
             self.parts.renew()
-            self.observation.forward_done()
+            self.observation.done()
         if outputs == "last" and not executable.ends_on(self.engine.ranks.local):
             found: list[Any] = [None] * len(batches)
         else:

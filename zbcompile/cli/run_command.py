@@ -72,8 +72,6 @@ def _problems(job: Job) -> Iterator[str]:
     for name in ("steps", "every", "keep", "replicas", "tensor", "log_every"):
         if getattr(job, name) < 1:
             yield f"{flag_of(name)} is {getattr(job, name)}; expected at least 1"
-    if job.monitor < 0:
-        yield f"--monitor is {job.monitor}; expected a number of steps, or 0 for none"
     if job.zero and job.replicas == 1:
         yield f"--zero {job.zero} divides the optimizer among replicas; pass --replicas N as well"
     if job.resume and job.checkpoint is None:
@@ -174,7 +172,6 @@ def _add_process(group: Any) -> None:
         help="what runs the graphs (docs/backends.md; default: as the program was saved)",
     )
     add("--log-every", type=int, default=10, metavar="N", help="steps between log lines (default: 10)")
-    add("--monitor", type=int, default=0, metavar="N", help="figures of speed and memory every N steps (default: none)")
     add_flags(group, ("timeout", "debug_nan"))
 
 

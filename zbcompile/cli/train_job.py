@@ -2,7 +2,6 @@
 
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from zbcompile.model.seeds import restore_random_state, seed_everything
 from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_checkpoint, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
 from zbcompile.persistence.safetensors_weights import holds_weights, load_weights, save_weights
-from zbcompile.profiling.monitor_steps import monitor
 from zbcompile.progress import Say, silent
 
 REFRESH = 0.5  # seconds between two readings of the loss, each of which waits for the device
@@ -93,8 +91,7 @@ def _train(job: Job, pipe: Pipeline, source: Any) -> None:
     with pipe.ranks.watch.region(f"opening {job.data}"):
         data = together(pipe.ranks, f"opening {job.data}", lambda: _data(job, pipe, source, at))
     try:
-        with monitor(pipe, job.monitor, progress.say) if job.monitor else nullcontext():
-            _steps(job, pipe, optimizer, data, progress)
+        _steps(job, pipe, optimizer, data, progress)
     finally:
         progress.close()
     if job.export is not None:

@@ -54,7 +54,6 @@ class Job:
     backend: str | None = None
     timeout: float = PipelineOptions.timeout
     log_every: int = 10
-    monitor: int = 0
     debug_nan: bool = PipelineOptions.debug_nan
     compiling: Mapping[str, Any] = field(default_factory=dict)  # options of zbcompile.pipeline, for a TARGET
 

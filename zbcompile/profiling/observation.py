@@ -1,4 +1,4 @@
-"""What looks at the steps of a pipeline: the recorder, and what `zbcompile.trace` and `zbcompile.monitor` add.
+"""The recorder of the steps of a pipeline.
 
 The record of a step says when each action ran on each rank, what waited and was sent, and why ranks were idle.
 """
@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch.distributed as dist
 
-from zbcompile.batches.batch import Microbatches
 from zbcompile.distributed.clocks import Clock, clock_of, offset_to_first
 from zbcompile.distributed.ranks import GroupRanks, Ranks
 from zbcompile.program.program import Program
@@ -96,16 +95,9 @@ def _merged(parts: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
     return dict(sorted((rank, found) for part in parts for rank, found in part.items()))
 
 
-class Watcher(Protocol):
-    """Decides before each step whether to record it; notified when the step ends."""
-
-    def wants(self, index: int) -> bool: ...
-    def done(self, index: int, step: Microbatches, record: StepRecord | None) -> None: ...
-
-
 class Observation:
-    """Records steps of `ranks` (all, if `record`), and notifies observers. `last_step` is the
-    record of the last one, if it was recorded."""
+    """Records the steps of `ranks` while `record` is set. `last_step` is the record of the last one, if it was
+    recorded."""
 
     def __init__(self, ranks: Ranks) -> None:
         self.record = False
@@ -114,7 +106,6 @@ class Observation:
         self._ahead: float | None = None  # seconds by which this host's clock is ahead of the first rank's
         self._times: ActionTimes | None = None
         self._records: list[StepRecord] | None = None
-        self._watchers: list[Watcher] = []
 
     def begin(self, program: Program, schedule: Schedule) -> ActionTimes:
         """What observes the next step. All ranks begin it together, on clocks that have been compared."""
@@ -144,49 +135,17 @@ class Observation:
         finally:
             self.record, self._records = before
 
-    @contextmanager
-    def watched(self, watcher: Watcher) -> Iterator[None]:
-        """Notifies `watcher` of the steps inside. Every rank must enter it, and want the same records."""
-        self._watchers.append(watcher)
-        try:
-            yield
-        finally:
-            self._watchers.remove(watcher)
-
-    def of_step(self, index: int) -> StepRecorder | None:
-        """The recorder of step number `index`; None if no record of it is wanted."""
-        if any([self.record, *(each.wants(index) for each in self._watchers)]):
-            return self
-        self.last_step = None
-        return None
+    def of_step(self) -> StepRecorder | None:
+        """The recorder of the next step; None if no record of it is wanted."""
+        if not self.record:
+            self.last_step = None
+        return self if self.record else None
 
     def of_forward(self) -> StepRecorder | None:
         """The recorder of a run of forwards; None if no record is wanted."""
         return self if self.record else None
 
-    def forward_done(self) -> None:
-        """Keeps the record of a forward for those who collect records."""
-        if self.record:
-            self._collect()
-
-    def step_done(self, index: int, step: Microbatches) -> None:
-        """Notifies everyone that step number `index` has ended."""
-        self._collect()
-        for watcher in self._watchers:
-            watcher.done(index, step, self.last_step)
-
-    def _collect(self) -> None:
-        if self._records is not None and self.last_step is not None:
+    def done(self) -> None:
+        """Keeps the record of a step or forward for those who collect records."""
+        if self.record and self._records is not None and self.last_step is not None:
             self._records.append(self.last_step)
-
-
-class ObservedPipeline(Protocol):
-    """A pipeline, as far as its steps are looked at."""
-
-    @property
-    def observation(self) -> Observation: ...
-    @property
-    def program(self) -> Program: ...
-    @property
-    def ranks(self) -> Ranks: ...
-    def from_replicas(self, value: Any) -> list[Any]: ...

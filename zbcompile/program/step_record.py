@@ -26,9 +26,10 @@ from zbcompile.schedules import (
 from zbcompile.schedules.execution.event_loop import Events, Outcome
 from zbcompile.schedules.ir.actions import COMPUTE, Step, flatten
 from zbcompile.schedules.ir.files import from_dict
+from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
 from zbcompile.schedules.visualization.step_tables import idle_share, rank_table
 from zbcompile.schedules.visualization.svg import to_svg
-from zbcompile.schedules.visualization.units import in_units
+from zbcompile.schedules.visualization.units import for_trace, in_units
 from zbcompile.tables import Figure, grid
 from zbcompile.untrusted_text import VALUES, parse_json, read_text
 
@@ -183,6 +184,14 @@ class StepRecord:
         >>> pipe.last_step.save("step.json")                      # doctest: +SKIP
         """
         Path(path).write_text(record_to_text(self), encoding="utf-8")
+
+    def chrome_trace(self, path: str | Path) -> None:
+        """Writes the step as a trace (JSON) for chrome://tracing and ui.perfetto.dev: a thread for each rank with its
+        actions and idle intervals, and an arrow for each message.
+
+        >>> pipe.last_step.chrome_trace("step.json")              # doctest: +SKIP
+        """
+        Path(path).write_text(to_chrome_trace(for_trace(self.as_ranks())), encoding="utf-8")
 
 
 def record_to_text(record: StepRecord) -> str:

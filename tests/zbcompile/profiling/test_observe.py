@@ -46,11 +46,12 @@ def observed(folder: str) -> tuple[StepRecord, float]:
     pipe = pipeline_of(CASE)
     batch = PROBLEMS[CASE.problem].batches(1, 8)[0]
     pipe.step(*batch.args, target=batch.target)
-    with zbcompile.trace(pipe, f"{folder}/steps.json"):
-        for _ in range(2):
-            pipe.step(*batch.args, target=batch.target)
+    with pipe.recording():
+        pipe.step(*batch.args, target=batch.target)
     assert pipe.last_step is not None
     assert not pipe.record
+    if pipe.is_first:
+        pipe.last_step.chrome_trace(f"{folder}/step.json")
     return pipe.last_step, offset_to_first(dist.group.WORLD, torch.device("cpu"))
 
 
@@ -67,10 +68,10 @@ def test_record_and_trace_of_two_processes(pool: Pool, tmp_path: Path) -> None:
         whole = max(s.end for s in compute) - min(s.start for s in compute)
         assert sum(causes.values()) == pytest.approx(whole - busy, abs=1e-6)
     assert first.idle[1]["warm-up"] > 0
-    first.save(tmp_path / "step.json")
-    assert read_record(tmp_path / "step.json").bytes_sent == first.bytes_sent
+    first.save(tmp_path / "record.json")
+    assert read_record(tmp_path / "record.json").bytes_sent == first.bytes_sent
     assert_ordered(first)
-    assert_trace(json.loads((tmp_path / "steps.json").read_text())["traceEvents"], first)
+    assert_trace(json.loads((tmp_path / "step.json").read_text())["traceEvents"], first)
 
 
 def assert_ordered(record: StepRecord) -> None:
@@ -83,17 +84,16 @@ def assert_ordered(record: StepRecord) -> None:
 
 
 def assert_trace(events: list[dict[str, Any]], record: StepRecord) -> None:
-    actions = [event for event in events if event["ph"] == "X"]
-    assert len(actions) == 2 * sum(map(len, record.spans.values()))
+    actions = [event for event in events if event["ph"] == "X" and event["cat"] != "idle"]
+    assert len(actions) == sum(parse_step(s.action)[0] in COMPUTE for spans in record.spans.values() for s in spans)
     assert {event["tid"] for event in actions} == {0, 1}
-    assert [e["name"] for e in actions if e["tid"] == 1][-1] == record.spans[1][-1].action
-    assert all(isinstance(e["ts"], float) and e["ts"] >= 0 for e in actions)
+    assert all(e["ts"] >= 0 for e in actions)
     assert_bound([event for event in events if event["ph"] in "sf"], actions)
 
 
 def assert_bound(ends: list[dict[str, Any]], actions: list[dict[str, Any]]) -> None:
     """Each message begins in the pass that makes it and ends in one on the other rank."""
-    assert len(ends) == 2 * 2 * 8
+    assert len(ends) == 2 * 8
     for end in ends:
         around = [a["name"] for a in actions if a["tid"] == end["tid"] and a["ts"] <= end["ts"] <= a["ts"] + a["dur"]]
         assert (end["name"] in around) == (end["ph"] == "s")
@@ -103,9 +103,11 @@ def assert_bound(ends: list[dict[str, Any]], actions: list[dict[str, Any]]) -> N
 def test_trace_in_one_process(tmp_path: Path) -> None:
     pipe = pipeline_of(CASE)
     batch = PROBLEMS[CASE.problem].batches(1, 8)[0]
-    with zbcompile.trace(pipe, tmp_path / "steps.json"):
-        pipe.step(*batch.args, target=batch.target)
-    names = {event["name"] for event in json.loads((tmp_path / "steps.json").read_text())["traceEvents"]}
+    pipe.record = True
+    pipe.step(*batch.args, target=batch.target)
+    assert pipe.last_step is not None
+    pipe.last_step.chrome_trace(tmp_path / "step.json")
+    names = {event["name"] for event in json.loads((tmp_path / "step.json").read_text())["traceEvents"]}
     assert {"F0.0", "B1.3", "W0.3"} <= names
 
 

@@ -261,7 +261,6 @@ def test_free_memory_counts_what_the_allocator_holds_unused() -> None:
     torch.empty(1 << 20, device=device)  # freed at once, but not given back
     assert torch.cuda.mem_get_info(device)[0] < before
     assert gpu.free_memory(device) == before
-    assert gpu.peak_memory(device) >= 1 << 22
 
 
 @pretended
