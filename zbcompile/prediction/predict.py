@@ -110,7 +110,7 @@ def predicted_costs(
 
 def figure_of(program: Program) -> str:
     """The picture of the predicted step, for a notebook."""
-    return to_svg(*in_units([simulate(program.lowered, predicted_costs(program))]))
+    return to_svg(in_units([simulate(program.lowered, predicted_costs(program))])[0])
 
 
 Program.picture = figure_of

@@ -175,7 +175,7 @@ class StepRecord:
 
     def _repr_html_(self) -> str:
         """In notebooks, a picture of the step."""
-        return to_svg(*in_units([self.as_ranks()], bytes_known=False))
+        return to_svg(in_units([self.as_ranks()], bytes_known=False)[0])
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on

@@ -63,7 +63,6 @@ def test_graphs_are_those_of_the_gpu(target: Path, tmp_path: Path) -> None:
     dropout, attention = "native_dropout", "_scaled_dot_product_flash_attention"
     for kernel in (dropout, f"{dropout}_backward", attention, f"{attention}_backward"):
         assert f"aten.{kernel}.default(" in found
-    assert "device(type='cuda'" in found
     assert "_for_cpu" not in found
     assert graphs(f"{target}:placed", tmp_path / "placed") == found
     assert graphs(f"{target}:moved", tmp_path / "moved") == found
