@@ -20,7 +20,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.utils.checkpoint
-from torch._library import custom_ops  # where torch.library.custom_op keeps what it has made
 from torch._ops import (
     HigherOrderOperator as HigherOrderOperator,  # the class of torch.ops.higher_order.*
     OpOverload as OpOverload,  # the class of torch.ops.aten.*.*
@@ -234,12 +233,6 @@ def known_operator(library: str, function: str, overload: str) -> OpOverload | N
     found = getattr(packet, overload)
     known = type(found) is OpOverload and torch._C._dispatch_has_kernel(found.name())
     return found if known and str(found) == f"{library}.{function}.{overload}" else None
-
-
-def custom_kernel(operation: OpOverload) -> Callable[..., Any] | None:
-    """The Python function that torch.library.custom_op made an operator of; None for any other operator."""
-    found = custom_ops.OPDEFS.get(str(operation.name()).partition(".")[0])
-    return None if found is None else found._init_fn
 
 
 def result_types(operation: OpOverload) -> list[str]:

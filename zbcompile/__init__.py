@@ -10,11 +10,7 @@ if TYPE_CHECKING:
     from zbcompile.api.pipeline import Pipeline as Pipeline
     from zbcompile.api.pipeline_function import pipeline as pipeline
     from zbcompile.batches.example import Example as Example
-    from zbcompile.errors import (
-        FaultError as FaultError,
-        PipelineError as PipelineError,
-        PlacementError as PlacementError,
-    )
+    from zbcompile.errors import FaultError as FaultError, PipelineError as PipelineError
     from zbcompile.inspection.explain_model import Explanation as Explanation, explain as explain
     from zbcompile.model.experts import ExpertExchange as ExpertExchange
     from zbcompile.model.seeds import microbatch_seed as microbatch_seed
@@ -46,7 +42,7 @@ _HOME = {
     "persistence.safetensors_weights": ("load_weights", "save_weights"),
     "model.experts": ("ExpertExchange",),
     "model.seeds": ("microbatch_seed",),
-    "errors": ("FaultError", "PipelineError", "PlacementError"),
+    "errors": ("FaultError", "PipelineError"),
     "passes.machine.hardware": ("Hardware",),
     "passes.errors": ("CompileError", "CaptureError", "PartitionError"),
     "schedules.errors": ("ScheduleError",),

@@ -8,17 +8,6 @@ from zbcompile.passes.errors import (
 )
 
 
-class PlacementError(PipelineError):
-    """What the ranks exchange makes a gradient, a buffer or the loss wrong, as the compiled graphs show.
-
-    `parameter` is its name ("the loss", "buffer NAME"), `dimension` that of the mesh, `line` the line of the model.
-    """
-
-    def __init__(self, text: str, parameter: str, dimension: str, line: str) -> None:
-        super().__init__(text)
-        self.parameter, self.dimension, self.line = parameter, dimension, line
-
-
 class FaultError(PipelineError):
     """Something broke on one rank, and every rank ended for it: `rank`, `where` (the action) and `cause`.
 

@@ -6,10 +6,8 @@ torch.export keeps it whole, and tracing a joint graph runs its real forward and
 operations, and nothing of the operator is left. An operator takes tensors and strings only; the rest of a call is found
 by its name in a table, which forgets a call with the graph that it was captured for.
 
-What `OpaqueCall.run` does differs between the two, and must. The Python code of a Function runs once and its backward
-with the ctx of that run, so both are on tapes (`function_calls`). A module with DTensors runs again in every trace: the
-proof of placements reads, of every operation inside, which gradient arrives for which value and along which dimensions
-it is replicated as a DTensor (`zbcompile.passes.split.gradient_flow`), and a tape has nothing left of that. Operators
+What `OpaqueCall.run` does differs between the two. The Python code of a Function runs once and its backward with the
+ctx of that run, so both are on tapes (`function_calls`). A module with DTensors runs again in every trace. Operators
 of torch.library (Triton's kernels too) and flex_attention need neither: torch.export keeps them whole, with their own
 derivative.
 """
@@ -97,11 +95,6 @@ def autocast_on(device: str) -> Autocast:
 def is_call(node: Node) -> bool:
     """Whether a node is an operator that stands for a call."""
     return node.target in (_OPERATOR, _RANDOM)
-
-
-def kernel_of_call(target: object) -> Callable[..., Any] | None:
-    """What an operator that stands for a call does, in Python; None for any other."""
-    return _kernel if target in (_OPERATOR, _RANDOM) else None
 
 
 def form_of(node: Node) -> Hashable:

@@ -55,7 +55,6 @@ def _back(ctx: object, gradient: Tensor) -> tuple[Tensor | None, ...]:
 
 
 exchange_rows.register_autograd(_back, setup_context=_keep)
-EXCHANGE_ROWS = torch.ops.zbcompile.exchange_rows.default
 
 
 class RoutedCount:

@@ -15,28 +15,22 @@ from torch.fx import Interpreter, Node
 from torch.fx.traceback import get_current_meta
 
 from zbcompile.passes.graph.storage import tensors_of
-from zbcompile.passes.split.gradient_flow import FlowRecorder
 from zbcompile.passes.torch_private import SOURCE_KEYS, source_of
 
 _MARK = "zbcompile.source"
 
 
 class MarkingInterpreter(Interpreter):
-    """Runs a forward graph and marks every grad_fn with the node that made it; `flow` is to watch them."""
-
-    flow: FlowRecorder | None = None
+    """Runs a forward graph and marks every grad_fn with the node that made it."""
 
     def run_node(self, n: Node) -> Any:
         value = super().run_node(n)
-        for tensor in tensors_of(value) if n.op in ("call_function", "placeholder") else ():
-            if n.op == "call_function":
-                _mark(tensor, n, self.flow)
-            if self.flow is not None:
-                self.flow.note(tensor)
+        for tensor in tensors_of(value) if n.op == "call_function" else ():
+            _mark(tensor, n)
         return value
 
 
-def _mark(tensor: torch.Tensor, source: Node, flow: FlowRecorder | None) -> None:
+def _mark(tensor: torch.Tensor, source: Node) -> None:
     """Mark the new grad_fns behind `tensor`: an operation may make several."""
     queue = [tensor.grad_fn]
     while queue:
@@ -48,8 +42,6 @@ def _mark(tensor: torch.Tensor, source: Node, flow: FlowRecorder | None) -> None
             continue
         metadata[_MARK] = source
         _describe_before(grad_fn, source_of(source))
-        if flow is not None:
-            flow.watch(grad_fn)
         queue.extend(following for following, _ in grad_fn.next_functions)
 
 

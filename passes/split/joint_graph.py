@@ -16,7 +16,6 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta
 
 from zbcompile.passes.capture.functional_writes import GRADIENT_LAYOUT
-from zbcompile.passes.capture.opaque_calls import kernel_of_call
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import any_gradient, is_use, leaf_like, like, output_values
 from zbcompile.passes.graph.gpu_kernels import kernel_of
@@ -27,7 +26,6 @@ from zbcompile.passes.graph.strides import boundary_like, laid_out_like
 from zbcompile.passes.partition.shared_parameters import SEPARATE_USES
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter, described_backward
-from zbcompile.passes.split.gradient_flow import FlowRecorder, GradientFlow
 from zbcompile.passes.split.in_place import calculate_alike, in_place_operation, replace_writes_into_fresh
 from zbcompile.passes.torch_private import (
     FakeTensorMode,
@@ -68,7 +66,6 @@ class Joint:
     gradient_of_input: Mapping[str, torch.Tensor]
     recomputed: Recomputation | None = None
     deferred: Mapping[str, str] = field(default_factory=dict)
-    flow: GradientFlow | None = None
     forward: frozenset[Node] = frozenset()
 
 
@@ -94,7 +91,7 @@ def trace_joint(
     with mode:
         primals = [leaf_like(node, trainable) for node in holders]
         arriving = [like(value) for value in tangents.values()]
-    run = _JointFunction(stage, len(primals), tuple(tangents), dimensions)
+    run = _JointFunction(stage, len(primals), tuple(tangents))
     with mode, kernels_layouts(), single_threaded_backward(), preserve_node_meta():
         module = make_fx(run)(*primals, *arriving)
         replace_writes_into_fresh(module)
@@ -109,8 +106,7 @@ def trace_joint(
     for node, slot in zip(nodes, slots, strict=True):
         node.meta["slot"] = slot
     inputs = tuple(zip(slots, nodes, strict=True))
-    flow = None if run.flow is None else run.flow.of(module, inputs, tuple(outputs))
-    return joint_of(stage, module, inputs, tuple(outputs), exact, flow=flow, forward=run.forward)
+    return joint_of(stage, module, inputs, tuple(outputs), exact, forward=run.forward)
 
 
 def joint_of(stage: Stage, module: GraphModule, inputs: _Named, outputs: _Named, exact: bool, **more: Any) -> Joint:
@@ -149,16 +145,14 @@ def _drop_results_without_value(module: GraphModule) -> None:
 class _JointFunction:
     """The function that is traced: the stage's forward, then `torch.autograd.grad` for whatever wants a gradient."""
 
-    def __init__(self, stage: Stage, primals: int, tangents: tuple[str, ...], dimensions: Mapping[str, str]) -> None:
-        self.stage, self.primals, self.tangents, self.dimensions = stage, primals, tangents, dimensions
+    def __init__(self, stage: Stage, primals: int, tangents: tuple[str, ...]) -> None:
+        self.stage, self.primals, self.tangents = stage, primals, tangents
         self.gradients: list[Slot] = []
-        self.flow: FlowRecorder | None = None
         self.forward: frozenset[Node] = frozenset()
 
     def __call__(self, *flat: Any) -> list[Any]:
         primals, tangents = flat[: self.primals], flat[self.primals :]
         interpreter = _UseInterpreter(self.stage.module, garbage_collect_values=False)
-        interpreter.flow = self.flow = FlowRecorder(self.dimensions) if set(self.dimensions.values()) - {"pp"} else None
         with torch.enable_grad():
             outputs = interpreter.run(*primals)
         found = next(filter(None, map(traced_node, map(local_part, flat))), None)
@@ -171,10 +165,6 @@ class _JointFunction:
         pairs += [(Slot("virtual_gradient", node.name), interpreter.env[node]) for node in first]
         pairs = [(slot, value) for slot, value in pairs if isinstance(value, torch.Tensor) and value.requires_grad]
         self.gradients = [slot for slot, _ in pairs]
-        if self.flow is not None:
-            self.flow.leaves = [
-                (self.flow.number(value), slot) for slot, value in pairs if slot.kind != "virtual_gradient"
-            ]
         return [*outputs, *self._backward(outputs, [value for _, value in pairs], tangents)]
 
     def _backward(self, outputs: Any, wanted: list[torch.Tensor], tangents: tuple[Any, ...]) -> list[Any]:
@@ -185,9 +175,6 @@ class _JointFunction:
                 raise Refusal.OUTPUT_WITHOUT_GRADIENT.error(name=name)
         if not wanted or not roots:
             return [None] * len(wanted)
-        if self.flow is not None:
-            tangents_of_roots = zip(self.tangents, roots, strict=True)
-            self.flow.roots = [(self.flow.number(root), Slot("tangent", name)) for name, root in tangents_of_roots]
         with described_backward():
             return list(torch.autograd.grad(roots, wanted, grad_outputs=tangents, allow_unused=True))
 
@@ -217,10 +204,6 @@ class _UseInterpreter(MarkingInterpreter):
         return loaded
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inside = kernel_of_call(target) if self.flow is not None else None
-        if inside is not None and self.flow is not None:  # an operator would hide what it calls from the recorder
-            with self.flow:
-                return inside(*args, **kwargs)
         return super().call_function(kernel_of(target, args), args, kwargs)
 
     def run_node(self, n: Node) -> Any:

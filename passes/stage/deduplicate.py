@@ -16,7 +16,6 @@ from zbcompile.passes.graph.fx import NodeNumber, call_text, node_numbers, outpu
 from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.partition.stage_graphs import Stage
-from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.split.joint_graph import gradients_before, tangents_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
@@ -193,25 +192,18 @@ def renamed(program: StageProgram, to: Renaming) -> StageProgram:
         buffers=to.all_names(program.buffers, "buffer"),
         trained=to.all_names(program.trained, "parameter"),
         deferred=dict(zip(to.all_names(tuple(program.deferred), "parameter"), program.deferred.values(), strict=True)),
-        flow=None if program.flow is None else _renamed_flow(program.flow, to),
     )
 
 
-def _renamed_flow(flow: GradientFlow, to: Renaming) -> GradientFlow:
-    graph, copies = _renamed_graph(flow.module.graph, to)
-    module = LazyGraphModule(flow.module, graph, class_name=f"Joint{to.stage}")
-    return flow.moved(module, copies, to.slot)
-
-
-def _renamed_graph(graph: Graph, to: Renaming) -> tuple[Graph, dict[Node, Node]]:
+def _renamed_graph(graph: Graph, to: Renaming) -> Graph:
     renamed, copies = Graph(), dict[Node, Node]()
     for node in graph.nodes:
         copies[node] = _copied(renamed, node, copies, to)
-    return renamed, copies
+    return renamed
 
 
 def _renamed_piece(piece: Piece, to: Renaming) -> Piece:
-    graph, _ = _renamed_graph(piece.module.graph, to)
+    graph = _renamed_graph(piece.module.graph, to)
     module = LazyGraphModule(piece.module, graph, class_name=f"{piece.name}{to.stage}")
     inputs, outputs = (tuple(map(to.slot, slots)) for slots in (piece.inputs, piece.outputs))
     return replace(piece, module=module, inputs=inputs, outputs=outputs)

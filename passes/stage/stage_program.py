@@ -39,7 +39,6 @@ from zbcompile.passes.graph.strides import boundary_like
 from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.split.backward_locations import MarkingInterpreter
-from zbcompile.passes.split.gradient_flow import GradientFlow
 from zbcompile.passes.split.in_place import replace_writes_into_fresh
 from zbcompile.passes.split.joint_graph import Recomputation
 from zbcompile.passes.split.saved_bytes import Crossing
@@ -80,7 +79,6 @@ class StageProgram:
     improvements: tuple[Improvement, ...] = ()
     recomputed: Recomputation | None = None
     deferred: Mapping[str, str] = field(default_factory=dict)
-    flow: GradientFlow | None = field(default=None, repr=False, compare=False)
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -135,7 +133,6 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
         flops=_flops(raw, mode),
         recomputed=split.joint.recomputed,
         deferred=dict(split.joint.deferred),
-        flow=split.joint.flow,
     )
 
 

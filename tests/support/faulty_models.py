@@ -2,16 +2,15 @@
 (Megatron-LM 7452, NeMo Automodel 3817), and the same models without it."""
 
 from collections.abc import Callable
-from typing import Any
+from fnmatch import fnmatch
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed._functional_collectives as collectives
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.support.oracle import Batch
 from tests.support.parallel_models import LENGTH, WIDTH, Along, Enter, Gather, Leave
-from tests.support.proofs import Case, Made
 
 VOCABULARY = 12
 
@@ -198,38 +197,49 @@ def _itself(output: Tensor, target: Tensor) -> Tensor:
 
 _SHARDS = {"columns": {"tp": "shard"}, "rows": {"tp": "shard"}, "experts": {"tp": "shard"}}
 _PARTS = {"norm.*": {"tp": "partial"}, "router.*": {"tp": "partial"}}
-# Fault -> the model, the dimension, the placements, what the refusal names, and a piece of the line that it shows.
-FAULTS: dict[str, tuple[Callable[..., Faulty], str, dict[str, Any], str, str]] = {
-    "gradient not summed": (Columns, "tp", _SHARDS, "norm.weight", "self.norm(x)"),
-    "gradient summed twice": (Columns, "tp", _SHARDS, "norm.", "self.enter("),
-    "output not summed": (Columns, "tp", _SHARDS, "the loss", "out"),
-    "output summed twice": (Columns, "tp", _SHARDS, "rows", "self.leave(out)"),
-    "sum in both directions": (Columns, "tp", _SHARDS, "rows", "LeaveTwice.apply"),
-    "bias added by all": (Columns, "tp", _SHARDS, "bias", "part + self.bias"),
-    "dropout of a part": (Columns, "tp", _SHARDS, "the loss", "out"),
-    "slice without a sum": (Sliced, "tp", {}, "mix.", "mix(x)"),
-    "shared norm of parts": (Sliced, "tp", {}, "scale", "* scale"),
-    "norm of a sequence's part": (Sequence, "tp", _SHARDS | {"router.*": {"tp": "partial"}}, "norm.", "self.norm(own)"),
-    "partial router": (Sequence, "tp", _SHARDS | {"norm.*": {"tp": "partial"}}, "router.weight", "self.router(y)"),
-    "partial gate": (Balanced, "tp", _SHARDS, "router.weight", "self.along.part(shares"),
-    "auxiliary loss counted per rank": (Balanced, "tp", _SHARDS, "router.weight", "all_reduce(counts"),
-    "tied head": (Tied, "tp", {}, "table", "self.along.part(table, 0)"),
-    "mean over differing counts": (Counted, "cp", {}, "the loss", "/ number"),
-    "gathered without a gradient": (Attending, "cp", {}, "key.", "Gather.apply"),
-    "buffer of a part": (Norming, "cp", {}, "mean", "mean"),
+
+
+class Fault(NamedTuple):
+    """A model with a fault, the dimension, the placements, and what the refusal of the first step says; None: the first
+    step cannot see it, since all ranks compute the same wrong number."""
+
+    model: Callable[..., Faulty]
+    dimension: str
+    placements: dict[str, Any]
+    says: str | None
+
+
+FAULTS = {
+    "gradient not summed": Fault(Columns, "tp", _SHARDS, "norm"),
+    "gradient summed twice": Fault(Columns, "tp", _SHARDS, None),
+    "output not summed": Fault(Columns, "tp", _SHARDS, "loss"),
+    "output summed twice": Fault(Columns, "tp", _SHARDS, None),
+    "sum in both directions": Fault(Columns, "tp", _SHARDS, None),
+    "bias added by all": Fault(Columns, "tp", _SHARDS, None),
+    "dropout of a part": Fault(Columns, "tp", _SHARDS, "loss"),
+    "slice without a sum": Fault(Sliced, "tp", {}, "mix"),
+    "shared norm of parts": Fault(Sliced, "tp", {}, "scale"),
+    "norm of a sequence's part": Fault(Sequence, "tp", _SHARDS | {"router.*": {"tp": "partial"}}, "norm"),
+    "partial router": Fault(Sequence, "tp", _SHARDS | {"norm.*": {"tp": "partial"}}, "router"),
+    "partial gate": Fault(Balanced, "tp", _SHARDS, "router"),
+    "auxiliary loss counted per rank": Fault(Balanced, "tp", _SHARDS, None),
+    "tied head": Fault(Tied, "tp", {}, "table"),
+    "mean over differing counts": Fault(Counted, "cp", {}, None),
+    "gathered without a gradient": Fault(Attending, "cp", {}, None),
+    "buffer of a part": Fault(Norming, "cp", {}, None),
 }
+RIGHT = {kind: fault for fault, (kind, *_) in FAULTS.items()}  # one of the faults of each model
 
 
-def case_of(fault: str, right: bool = False) -> Case:
-    """The model with its fault, or the `right` one."""
-    kind, dimension, placements, _, _ = FAULTS[fault]
+def step_of(fault: str, right: bool, mesh: Any) -> tuple[nn.Module, dict[str, Any], Tensor]:
+    """The model with its fault, or the `right` one, the options of its pipeline, and a batch, which is also the
+    target."""
+    kind, dimension, placements, _ = FAULTS[fault]
     placements = placements | _PARTS if right and kind is Sequence else placements
+    model = kind(mesh, dimension, "" if right else fault)
+    names = [name for name, _ in model.named_parameters()]
+    placements = {pattern: each for pattern, each in placements.items() if any(fnmatch(n, pattern) for n in names)}
     loss = _itself if kind in (Counted, Attending) else _mean
-
-    def make(mesh: Any) -> Made:
-        model = kind(mesh, dimension, "" if right else fault)
-        torch.manual_seed(1)
-        x = torch.randint(VOCABULARY, (2, LENGTH)) if kind is Tied else torch.randn(2, LENGTH, WIDTH)
-        return model, loss, Batch((x,), {}, x)
-
-    return Case(make, dimension, placements, stages=1)
+    torch.manual_seed(1)
+    x = torch.randint(VOCABULARY, (2, LENGTH)) if kind is Tied else torch.randn(2, LENGTH, WIDTH)
+    return model, {"loss": loss, "placements": placements}, x

@@ -245,3 +245,19 @@ def part_of(gradient: Tensor, like: Tensor, along: Along) -> Tensor:
         if gradient.shape[dim] != like.shape[dim]:
             return along.part(gradient, dim)
     return gradient
+
+
+class Dispatched(nn.Module):
+    """Experts on all ranks, each of which gets as many tokens of every rank."""
+
+    def __init__(self, mesh: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.along = Along(mesh, "ep")
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 1)
+        self.expert = nn.Parameter(self.along.part(torch.randn(self.along.size, WIDTH, WIDTH) / 4, 0).clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = self.norm(x).flatten(0, 1)
+        made = F.gelu(self.along.exchange(tokens) @ self.expert[0])
+        return x + (self.along.exchange(made) * self.router(tokens).sigmoid()).view_as(x)

@@ -80,10 +80,10 @@ def require_equal_results(
     parts: Mapping[str, tuple[int, Sequence[str]]],
     losses: Sequence[float],
     trained: Collection[str],
-) -> bool:
+) -> None:
     """Raise PipelineError on every rank if the gradient of a `trained` parameter, or a buffer that forward writes,
     differs between ranks that should all have computed the whole of it: `results` has each with the dimensions along
-    which that is so. Differences by rounding are allowed. Return whether any result on any rank is zero.
+    which that is so. Differences by rounding are allowed.
 
     Also raises it if what the ranks along a dimension contribute to the sum of a gradient is equal bit by bit: each has
     the whole sum already. `parts` has the checksum of each contribution, with the dimensions along which it is summed.
@@ -100,7 +100,6 @@ def require_equal_results(
     _require_parts(ranks, [(each, theirs) for _, each, theirs in reports])
     for (name, _), first, rank, _, _ in unlike(ranks.members, [each for each, _, _ in reports], _near):
         raise ranks.refusal(_differs(ranks, name, first, rank, name in trained))
-    return any(values[1] == 0 for each, _, _ in reports for values in each.values())
 
 
 def _require_parts(ranks: Ranks, reports: Sequence[tuple[Mapping[Any, int], Sequence[float]]]) -> None:

@@ -237,12 +237,6 @@ class Summary:
             yield f"FLOPs unknown, so timed by the bytes that they move: {', '.join(unknown)}."
         if program.shared:
             yield f"on several stages, gradients summed over them: {', '.join(sorted(program.shared))}."
-        if program.rules is not None:
-            yield f"what ranks exchange was proven when compiling, by version {program.rules} of the rules."
-        for dimension, names in sorted((program.unproven or {}).items()):
-            if names:
-                found = ", ".join(sorted(names))
-                yield f'not proven right along "{dimension}" when compiling, so compared in the first step: {found}.'
         yield from (f"warning while capturing: {text}" for text in self.inspected.warnings)
 
 

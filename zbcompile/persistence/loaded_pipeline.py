@@ -20,7 +20,6 @@ from zbcompile.model.model_info import has_values, module_of
 from zbcompile.options import BACKENDS, PipelineOptions
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.process_groups import groups_in
-from zbcompile.passes.verification.value_kinds import RULES
 from zbcompile.persistence.checkpoint import load_checkpoint
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.manifest import AGAIN, SavedProgram
@@ -199,8 +198,7 @@ def _read_for(
             "model on a real device."
         )
     groups = _named_here(folder, data["dimensions"], program, ranks.mesh)
-    proven = program.rules == RULES  # else by rules that may have been wrong: the first step compares all of it
-    return replace(program, groups=groups, unproven=program.unproven if proven else None)
+    return replace(program, groups=groups)
 
 
 def _named_here(folder: Path, sizes: Mapping[str, int], program: SavedProgram, mesh: Mesh) -> dict[str, str]:

@@ -87,8 +87,6 @@ def manifest_to_text(
         "guards": guards_to_data(program.guards),
         "output": output_to_data(None if program.trains else program.output),
         "plan": None if program.plan is None else program.plan.to_dict(),
-        "rules": program.rules,
-        "unproven": {dimension: sorted(names) for dimension, names in (program.unproven or {}).items()},
         "files": {name: list(each) for name, each in sorted(files.items())},
     }
     return to_text({**data, "digest": digest_of(data)}, 2)
@@ -189,8 +187,6 @@ def program_from_manifest(
         step=_step_from_data(data["step"]),
         output=output_from_data(data["output"], str(device)),
         plan=from_plain(Choice, {**data["plan"], "order": lowered.schedule}) if data.get("plan") else None,
-        unproven={on_a_line(each): frozenset(_texts(names)) for each, names in data.get("unproven", {}).items()},
-        rules=None if data.get("rules") is None else int(data["rules"]),
         written=data,
     )
 

@@ -45,10 +45,7 @@ class Program:
     * What it is right for: `call` is the form of a microbatch (see `call_of`), `guards` what forward asks about its
       inputs with the answers that the program was compiled for, `premises` what the model's Python read.
     * What it returns: `output` says what of its forward, by a step besides the loss; None: nothing.
-    * What was decided and proven: `plan` says how `schedule="auto"` chose (None for a schedule that was given);
-      `unproven` names what could not be proven equal, or a part, along a dimension of the mesh, so that the first step
-      compares it (None if nothing was proven); `rules` is the version of the rules that proved the rest
-      (`zbcompile.passes.verification.value_kinds`).
+    * What was decided: `plan` says how `schedule="auto"` chose (None for a schedule that was given).
     * Its directory: `also` are the other programs there (forwards, by what they compute, and steps for other answers),
       `writer` is the function that saves it.
     """
@@ -73,8 +70,6 @@ class Program:
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: Choice | None = field(default=None, compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
-    unproven: Mapping[str, frozenset[str]] | None = field(default=None, repr=False, compare=False)
-    rules: int | None = field(default=None, repr=False, compare=False)
     picture: ClassVar[Callable[["Program"], str]]
 
     def __post_init__(self) -> None:

@@ -49,7 +49,7 @@ from zbcompile.program_cache.cache import (
     torch_modes,
     what_is_new,
 )
-from zbcompile.program_cache.compared_graphs import draw_apart, with_proof
+from zbcompile.program_cache.compared_graphs import draw_apart
 from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import kept_for, keyword
@@ -328,7 +328,7 @@ class Programs:
                 return compile_laid_out(*task, edges=edges)  # what an evaluation has placed is in another order
 
         program = replace(together(self.ranks, "compiling", compile_), step=self._options.step)
-        return draw_apart(self.ranks, with_proof(self.ranks, program))
+        return draw_apart(self.ranks, program)
 
     @property
     def _placed(self) -> Program | None:

@@ -28,8 +28,8 @@ from zbcompile.faults.watchdog import LocalWatch, Watch
 from zbcompile.model.seeds import microbatch_seed, undisturbed
 from zbcompile.runtime.action_loop import ActionLabels, Observer, RankRun
 from zbcompile.runtime.data_parallel import Reduction, unobserved
-from zbcompile.runtime.equal_results import EqualResults, written_buffers
 from zbcompile.runtime.executable import Executable, Made, StepInput, StepResult
+from zbcompile.runtime.first_step_check import FirstStepCheck, written_buffers
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.rank_plan import RankPlan
 from zbcompile.runtime.slice import LATE
@@ -51,7 +51,7 @@ class Engine:
     ranks: Ranks
 
     def __post_init__(self) -> None:
-        self.equal = EqualResults(self.ranks) if self.ranks.mesh.beside("pp") else None
+        self.check = FirstStepCheck(self.ranks) if self.ranks.mesh.beside("pp", "dp") else None
 
     def run(
         self,
@@ -68,14 +68,14 @@ class Engine:
         program, ranks = executable.program, self.ranks
         for each in (each for each in given.slices if each.divided):
             each.begin(program)
-        if self.equal is not None and program.trains:
-            self.equal.begin(program)
+        if self.check is not None and program.trains:
+            self.check.begin(executable)
         reductions = {plan.rank: self._reduction(plan, executable, given, parameters) for plan in executable.plans}
         buffers, count = executable.first.buffers, program.schedule.microbatches
         opened, number = channels or program.schedule, executable.first.number
         traffic = Traffic(opened, count, number)
         transport = ranks.transport(traffic, buffers)
-        step = StepRun(executable, given, ranks, self.equal, reductions)
+        step = StepRun(executable, given, ranks, self.check, reductions)
         schedule, plans = executable.plans_for(step.kinds, any(each.reshard for each in given.gathers))
         step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)
         with undisturbed(ranks.device), torch.no_grad():
@@ -92,7 +92,7 @@ class Engine:
         program = executable.program
         if plan.rank not in executable.gradients:
             executable.gradients[plan.rank] = Gradients(parameters, program.shared, program.choices)
-        observe = unobserved if self.equal is None else self.equal.note
+        observe = unobserved if self.check is None else self.check.note
         return Reduction(self.ranks.replicas, plan.sums, executable.gradients[plan.rank], given.slices, observe)
 
 
@@ -117,7 +117,7 @@ def interleave(ranks: Sequence[RankRun]) -> None:
 
 @dataclass
 class StepRun:
-    """`runs` are those of this process's ranks, `reductions` the sums of their gradients, by rank. `equal` compares
+    """`runs` are those of this process's ranks, `reductions` the sums of their gradients, by rank. `check` compares
     what other ranks compute as well, None if none does; `collectives` are those of a sharded output layer. `come` are
     the ranks that have come to each exchange, `done` the exchanges that have begun. `losses` are there after LOSS, and
     `fits`, whether all tokens had room where they went; `made`, the leaves of the model's output by microbatch, after
@@ -129,7 +129,7 @@ class StepRun:
     executable: Executable
     given: StepInput
     ranks: Ranks
-    equal: EqualResults | None
+    check: FirstStepCheck | None
     reductions: Mapping[int, Reduction]
     runs: list[RankRun] = field(default_factory=list)
     collectives: Collectives | None = None
@@ -289,19 +289,17 @@ class StepRun:
         if self.ranks.group is None:
             self.losses = Losses([own[i].detach() for i in range(self.program.schedule.microbatches)])
             return
-        equal = self.equal if self.equal is not None and self.equal.pending else None
-        found = {} if equal is None else self.reductions[self.ranks.local[0]].results()
-        further = equal is not None and equal.has_news(self.executable, found), missing
-        shared, (news, left_out), work = share_losses(self.executable, own, self.ranks, further)
+        check = self.check if self.check is not None and self.check.names else None
+        shared, left_out, work = share_losses(self.executable, own, self.ranks, missing)
         self.losses = Losses(shared[:, 0].unbind(), partial(_wait, self.ranks.watch, work))
-        if equal is not None or not self.given.ahead or self.executable.may_overflow:
+        if check is not None or not self.given.ahead or self.executable.may_overflow:
             self.losses.read()
         else:
             outlives_its_step(work)
         if self.executable.may_overflow:
             self.fits = not left_out
-        if equal is not None and self.fits and news:
-            equal.compare(self.executable, found, shared)
+        if check is not None and self.fits:
+            check.compare(self.executable, self.reductions[self.ranks.local[0]].results(), shared)
 
     def _missing(self) -> torch.Tensor | int:
         """How many exchanges between experts had no room for all tokens of this process."""
@@ -368,19 +366,18 @@ def share_losses(
     executable: Executable,
     own: Mapping[int, torch.Tensor],
     ranks: Ranks,
-    further: tuple[torch.Tensor | int, torch.Tensor | int] = (0, 0),
+    further: torch.Tensor | int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, dist.Work]:
     """Begin to give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a
-    tensor [replicas x microbatches, tp]. With it, the sums over all ranks of two `further` numbers, on the device.
+    tensor [replicas x microbatches, tp]. With it, the sum over all ranks of a `further` number, on the device.
 
     Each loss has one owner and the other ranks add zeros, which changes no bit.
     """
     count, mesh = len(executable.graphs), ranks.mesh
-    shape = (ranks.replicas.count * count + len(further), mesh.size("tp"))
+    shape = (ranks.replicas.count * count + 1, mesh.size("tp"))
     shared = torch.zeros(shape, dtype=executable.loss_dtype, device=ranks.device)
     for microbatch, loss in own.items():
         shared[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
-    for row, number in enumerate(further, -len(further)):
-        shared[row] += number
+    shared[-1] += further
     work = dist.all_reduce(shared, group=ranks.everyone, async_op=True)
-    return shared[: -len(further)], shared[-len(further) :, 0], work
+    return shared[:-1], shared[-1, 0], work

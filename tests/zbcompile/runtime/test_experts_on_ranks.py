@@ -93,8 +93,6 @@ def trained(run: Run) -> tuple[int, Seen]:
         if optimizer is not None and (wanted["zero"] != 2 or step + 1 == len(run.routers)):
             optimizer.step()
             optimizer.zero_grad()
-    assert pipe.program.unproven is not None
-    assert not any(pipe.program.unproven.values())
     gradients = {} if optimizer else gradients_of(pipe)
     state = {name: each.clone() for name, each in pipe.state_dict().items()}
     factor = model.layers[0].exchange.factor

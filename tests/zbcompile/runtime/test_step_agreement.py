@@ -16,9 +16,8 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import zbcompile
 from tests.support.meshes import mesh_of
-from tests.support.parallel_models import LENGTH, WIDTH, ContextParallel, TensorParallel
+from tests.support.parallel_models import LENGTH, WIDTH, ContextParallel, Dispatched, TensorParallel
 from tests.support.pool import Pool
-from tests.support.proven_models import Dispatched
 from zbcompile import PipelineError
 from zbcompile.runtime.action_loop import RankRun
 
