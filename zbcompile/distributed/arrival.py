@@ -18,13 +18,13 @@ from typing import Any
 
 import torch.distributed as dist
 
-from zbcompile.distributed.interfaces import VARIABLE, let_gloo_find
 from zbcompile.distributed.mesh import patience
 from zbcompile.errors import PipelineError
 from zbcompile.faults.abort import cut_connections_to
 from zbcompile.faults.board import ANSWER, GRACE
 from zbcompile.torch_private import gloo_link
 
+INTERFACE = "GLOO_SOCKET_IFNAME"  # the environment variable that names gloo's network interface
 GLOO_TRIES = 5  # to connect; each may take the whole timeout of the group
 PAUSE = 0.05  # seconds between two looks at the store
 NEWS = 1.0  # seconds between two looks at who is absent
@@ -47,7 +47,6 @@ class Rendezvous:
 
     def join(self, backend: str) -> None:
         """Make the process group of all ranks. Raises PipelineError if that takes longer than `timeout`."""
-        let_gloo_find(self.host)
         try:
             with self._watched():
                 store = self.meet(self._store())
@@ -63,7 +62,7 @@ class Rendezvous:
         return (
             f"rank {self.rank} of {self.ranks} found no process group after {waited}: {why}. Start all processes, "
             "with the same MASTER_ADDR and MASTER_PORT, on machines that reach each other by "
-            f"{os.environ.get(VARIABLE, 'the address of their host name')} (set {VARIABLE} to the interface; "
+            f"{os.environ.get(INTERFACE, 'the address of their host name')} (set {INTERFACE} to the interface; "
             "`ip address` shows them), or give them more timeout=."
         )
 
