@@ -25,7 +25,7 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     )
     from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary as with_vocabulary
     from zbcompile.schedules.ir.actions import Action as Action, Pair as Pair
-    from zbcompile.schedules.ir.costs import Costs as Costs, Link as Link, PairTime as PairTime
+    from zbcompile.schedules.ir.costs import Costs as Costs, Link as Link
     from zbcompile.schedules.ir.files import (
         from_csv as from_csv,
         from_json as from_json,
@@ -51,7 +51,11 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.searching.hunt import SearchResult as SearchResult
     from zbcompile.schedules.searching.order_search import bound as bound, search as search
     from zbcompile.schedules.simulation.closed_forms import ClosedForm as ClosedForm, closed_form as closed_form
-    from zbcompile.schedules.simulation.critical_path import Leg as Leg, chain as chain, critical_path as critical_path
+    from zbcompile.schedules.simulation.critical_path import (
+        CriticalStep as CriticalStep,
+        blocking_chain as blocking_chain,
+        critical_path as critical_path,
+    )
     from zbcompile.schedules.simulation.idle_causes import Idle as Idle
     from zbcompile.schedules.simulation.timeline import Span as Span, Timeline as Timeline, simulate as simulate
     from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace as to_chrome_trace
@@ -71,7 +75,7 @@ _HOME = {
     "generators.registry": "admits names smallest_microbatches",
     "generators.vocabulary_insertion": "with_vocabulary",
     "ir.actions": "Action Pair",
-    "ir.costs": "Costs Link PairTime",
+    "ir.costs": "Costs Link",
     "ir.files": "from_csv from_json load save to_csv to_json",
     "ir.placement": "Placement",
     "ir.schedule": "Lowered Schedule format_order format_schedule format_step parse_order parse_schedule parse_step",
@@ -81,7 +85,7 @@ _HOME = {
     "searching.hunt": "SearchResult",
     "searching.order_search": "bound search",
     "simulation.closed_forms": "ClosedForm closed_form",
-    "simulation.critical_path": "Leg chain critical_path",
+    "simulation.critical_path": "CriticalStep blocking_chain critical_path",
     "simulation.idle_causes": "Idle",
     "simulation.timeline": "Span Timeline simulate",
     "visualization.chrome_trace": "to_chrome_trace",

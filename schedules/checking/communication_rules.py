@@ -6,8 +6,7 @@ from itertools import accumulate
 from typing import cast
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
-from zbcompile.schedules.execution.event_loop import Outcome, run
+from zbcompile.schedules.execution.deadlock import run_to_end, schedule_error_at
 from zbcompile.schedules.ir.actions import COMMUNICATION, COMPUTE, MESSAGES, RECEIVES, SENDS, Action, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import (
@@ -40,10 +39,7 @@ def check_communication(lowered: Lowered) -> tuple[int, ...]:
         _check_receives(lowered, channel, sent[channel], received[channel])
     check_collectives(lowered)
     check_exchanges(lowered)
-    outcome = run(lowered, Costs.uniform(schedule.stages))
-    require_finished(lowered, outcome)
-    for rank in range(schedule.ranks):
-        _check_sends_follow(lowered, rank, routes[rank], outcome)
+    run_to_end(lowered, Costs.uniform(schedule.stages))
     return tuple(_receive_buffers(lowered, rank, routes[rank]) for rank in range(schedule.ranks))
 
 
@@ -59,7 +55,7 @@ def _check_computation(lowered: Lowered, rank: int) -> None:
     found = str(computed[place]) if place < len(computed) else "nothing more"
     wanted = str(order[place]) if place < len(order) else "nothing more"
     message = f"{lowered.schedule.name}: rank {rank}: the program computes {found} where the order has {wanted}"
-    raise culprit_error(message, lowered.programs, rank, places[place] if place < len(places) else len(program) - 1)
+    raise schedule_error_at(message, lowered.programs, rank, places[place] if place < len(places) else len(program) - 1)
 
 
 def _collect_messages(
@@ -82,7 +78,7 @@ def _collect_messages(
         if (op, stage) not in lanes or not 0 <= microbatch < count:
             reason = "no such stage or microbatch here, or the other side is on the same rank"
             message = f"{lowered.schedule.name}: rank {rank}: {step} is not a message of this rank: {reason}"
-            raise culprit_error(message, lowered.programs, rank, index)
+            raise schedule_error_at(message, lowered.programs, rank, index)
         lane, first = lanes[op, stage]
         lane.append(first + microbatch)
 
@@ -112,7 +108,7 @@ def _check_sends(lowered: Lowered, channel: Channel, sent: Sequence[MessageNo], 
             send = _send_of(lowered, message)
             index = _last_index(lowered.programs[source], send)
             text = f"{name}: {send} appears twice or belongs to no microbatch of this channel"
-            raise culprit_error(text, lowered.programs, source, index)
+            raise schedule_error_at(text, lowered.programs, source, index)
         seen.add(message)
 
 
@@ -132,22 +128,7 @@ def _check_receives(
     posted = _receive_of(lowered, received[place])
     due = _send_of(lowered, sent[place]) if place < len(sent) else "nothing more"
     text = f"{name}: message {place} is {due}, but rank {destination} posts {posted} for it"
-    raise culprit_error(text, lowered.programs, destination, _last_index(lowered.programs[destination], posted))
-
-
-def _check_sends_follow(lowered: Lowered, rank: int, routes: Routes, outcome: Outcome) -> None:
-    """Require each send to follow the pass that makes its value, by the run's times: passes took positive time."""
-    events, happened, count = outcome.events, outcome.happened, lowered.schedule.microbatches
-    for op, stage in routes:
-        if op not in SENDS:
-            continue
-        made, sent = events.first(KINDS[op].takes, stage), events.first(op, stage)
-        pairs = zip(happened[made : made + count], happened[sent : sent + count], strict=True)
-        early = [m for m, (a, b) in enumerate(pairs) if b < a and lowered.schedule.rank_of(stage, m) == rank]
-        if early:
-            send = Action(op, stage, early[0])
-            text = f"{lowered.schedule.name}: rank {rank}: {send} comes before the pass that computes its message"
-            raise culprit_error(text, lowered.programs, rank, _last_index(lowered.programs[rank], send))
+    raise schedule_error_at(text, lowered.programs, destination, _last_index(lowered.programs[destination], posted))
 
 
 def _receive_buffers(lowered: Lowered, rank: int, routes: Routes) -> int:

@@ -6,9 +6,9 @@ from typing import Any, Literal, NamedTuple
 
 from zbcompile.schedules.checking.communication_rules import check_communication
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.deadlock import culprit_error, require_finished
-from zbcompile.schedules.execution.event_loop import require_fit, run, without_collector
+from zbcompile.schedules.execution.deadlock import run_to_end, schedule_error_at
 from zbcompile.schedules.execution.memory import first_beyond, peak_memory
+from zbcompile.schedules.execution.order_graph import gc_disabled, require_stages, require_steps
 from zbcompile.schedules.generators.forward_only import FORWARD_ONLY
 from zbcompile.schedules.ir.actions import (
     BW,
@@ -49,7 +49,7 @@ class Report(NamedTuple):
     receive_buffers: tuple[int, ...] | None
 
 
-@without_collector()
+@gc_disabled()
 def check(
     program: Schedule | Lowered,
     costs: Costs | None = None,
@@ -71,7 +71,8 @@ def check(
     """
     schedule, _ = parts(program)
     costs = costs or Costs.uniform(schedule.stages)
-    require_fit(schedule, costs)
+    require_steps(schedule, schedule.orders)
+    require_stages(schedule, costs)
     _check_copies(schedule)
     for rank, order in enumerate(schedule.orders):
         _check_pairs(schedule, rank, order)
@@ -82,7 +83,7 @@ def check(
     if isinstance(program, Lowered):
         buffers = check_communication(program)
     else:
-        require_finished(schedule, run(schedule, Costs.uniform(schedule.stages)))
+        run_to_end(schedule, Costs.uniform(schedule.stages))
     peaks = _check_memory(schedule, costs, memory_limit)
     return Report(peaks, buffers)
 
@@ -100,7 +101,7 @@ def _check_pairs(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
         if isinstance(step, Pair) and (step.first.op, step.second.op) not in PAIRED:
             expected = "a pair is a forward F and a backward B or BW, or an F or B and a W"
             message = f"{schedule.name}: rank {rank}, step {index}: {expected}, not {step}"
-            raise culprit_error(message, schedule.orders, rank, index)
+            raise schedule_error_at(message, schedule.orders, rank, index)
 
 
 def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> Mapping[int, Sequence[int]]:
@@ -133,7 +134,7 @@ def _check_actions(schedule: Schedule, rank: int, order: Sequence[Step]) -> Mapp
                 missing = next(op for op in KINDS if whole & ~state & BITS[op])
                 names = " or ".join(op for op in KINDS if op in COMPUTE and KINDS[op].event == missing)
                 what = f"rank {rank} never runs {names} of stage {stage}, microbatch {microbatch}"
-                raise culprit_error(f"{schedule.name}: {what}", schedule.orders, rank, len(order) - 1)
+                raise schedule_error_at(f"{schedule.name}: {what}", schedule.orders, rank, len(order) - 1)
     return finished
 
 
@@ -187,11 +188,11 @@ def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
                 )
                 text = f"{schedule.name}: rank {rank}: {Action(op, stage, 0)} {wrong}; expected once,{expected}"
                 text = f"{text} of its stage"
-                raise culprit_error(text, schedule.orders, rank, places[-1] if places else len(order) - 1)
+                raise schedule_error_at(text, schedule.orders, rank, places[-1] if places else len(order) - 1)
         for index, step in enumerate(order):
             if step[0] == op and (step[1] not in own or step[2] != 0):
                 text = f"{schedule.name}: rank {rank}: {step} is not of this rank, or its microbatch is not 0"
-                raise culprit_error(text, schedule.orders, rank, index)
+                raise schedule_error_at(text, schedule.orders, rank, index)
     if gathers:
         _check_gathers(schedule, rank, order)
 
@@ -207,12 +208,12 @@ def _check_gathers(schedule: Schedule, rank: int, order: Sequence[Step]) -> None
                 if (op, number) != (GATHERS[place], current):
                     expected = Action(GATHERS[place], stage, current)
                     text = f"{schedule.name}: rank {rank}: {step} stands where {expected} is due"
-                    raise culprit_error(text, schedule.orders, rank, index)
+                    raise schedule_error_at(text, schedule.orders, rank, index)
                 done[stage] = (place + 1, current) if place < 2 else (0, current + 1)
             elif op in GATHERS or (op in (F, B, BW) and done[stage][0] != 2):
                 what = "is not of this rank" if op in GATHERS else "reads parameters that are not gathered"
                 text = f"{schedule.name}: rank {rank}: {step} {what}"
-                raise culprit_error(text, schedule.orders, rank, index)
+                raise schedule_error_at(text, schedule.orders, rank, index)
 
 
 def _wrong_action(
@@ -224,7 +225,7 @@ def _wrong_action(
         reason = _why_wrong(schedule, rank, op, stage, microbatch, progress)
     except (TypeError, ValueError):
         reason = f"{action!r} is not an action; expected Action(op, stage, microbatch)"
-    return culprit_error(f"{schedule.name}: rank {rank}, step {index}: {reason}", schedule.orders, rank, index)
+    return schedule_error_at(f"{schedule.name}: rank {rank}, step {index}: {reason}", schedule.orders, rank, index)
 
 
 def _why_wrong(
@@ -278,7 +279,7 @@ def _require_ascending(
     wrong = {(op, stage, early) for op in ops}
     order = schedule.orders[rank]
     index = next(i for i, step in enumerate(order) if wrong & set(flatten((step,))))
-    raise culprit_error(message, schedule.orders, rank, index)
+    raise schedule_error_at(message, schedule.orders, rank, index)
 
 
 def _check_memory(schedule: Schedule, costs: Costs, limit: float | None) -> tuple[float, ...]:
@@ -289,5 +290,5 @@ def _check_memory(schedule: Schedule, costs: Costs, limit: float | None) -> tupl
         if peak > limit * (1 + 1e-9):  # sums of floats differ in their last bits with the order of the additions
             index = first_beyond(schedule.orders[rank], costs, limit)
             message = f"{schedule.name}: rank {rank} needs {peak} of memory; the limit is {limit}, exceeded here"
-            raise culprit_error(message, schedule.orders, rank, index)
+            raise schedule_error_at(message, schedule.orders, rank, index)
     return peaks

@@ -1,43 +1,54 @@
-"""Names the ranks that wait for each other when a run does not finish."""
+"""Runs an order to its end, or names the ranks that wait for each other."""
 
 from collections.abc import Sequence
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.event_loop import Outcome
-from zbcompile.schedules.ir.actions import COLLECTIVES, EXCHANGES, RECEIVES, SENDS, Action, B, Step
+from zbcompile.schedules.execution.order_graph import MISSING, NodeTimes, OrderGraph, require_stages, run
+from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action, B, Step
+from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
 
 
-def require_finished(program: Schedule | Lowered, outcome: Outcome) -> None:
-    """Raise `ScheduleError` with the circle of waits, or the action that is missing, unless every rank has finished."""
-    if not outcome.blocked:
-        return
-    schedule, orders = parts(program)
-    lines, seen = [], []
-    rank = min(outcome.blocked)
-    while rank in outcome.blocked and rank not in seen:
+def run_to_end(program: Schedule | Lowered, costs: Costs) -> tuple[OrderGraph, NodeTimes]:
+    """Returns the graph of the orders and the times of its nodes.
+
+    Raises `ScheduleError` with the cycle of waits, or the action that is missing, if a rank does not finish.
+    """
+    graph = OrderGraph(program)
+    require_stages(graph.schedule, costs)
+    found = run(graph, graph.times(costs), graph.delays(costs))
+    if found.stuck:
+        raise deadlock_error(graph, found)
+    return graph, found
+
+
+def deadlock_error(graph: OrderGraph, found: NodeTimes) -> ScheduleError:
+    """Returns the error that shows why ranks are stuck."""
+    schedule, orders = parts(graph.program)
+    lines, seen = [], list[int]()
+    rank = min(found.stuck)
+    while rank in found.stuck and rank not in seen:
         seen.append(rank)
-        step = orders[rank][len(outcome.end[rank])]
-        wanted = outcome.events.action(outcome.blocked[rank])
-        there = wanted.op in EXCHANGES  # they are named by their rank
-        owner = wanted.stage if there else schedule.rank_of(wanted.stage, wanted.microbatch)
-        lines.append(f"  rank {rank} stops at {step} and waits for rank {owner} to {_deed(wanted)}")
+        node = found.stuck[rank]
+        wanted = next(a for a, made in graph.needed_by(node) if made == MISSING or found.end[made] is None)
+        owner = schedule.rank_of(wanted.stage, wanted.microbatch)
+        lines.append(f"  rank {rank} stops at {graph.steps[node]} and waits for rank {owner} to {_deed(wanted)}")
         rank = owner
+    index = found.stuck[seen[-1]] - graph.first[seen[-1]]
     if rank == seen[-1]:
-        step = orders[rank][len(outcome.end[rank])]
+        step = orders[rank][index]
         what = f"rank {rank} runs {step} before an action on the same rank that it depends on"
     elif rank in seen:
         what = "deadlock: these ranks wait for each other"
     else:
         what = f"the orders do not finish: rank {rank} has ended and never runs what another rank waits for"
-    grid = excerpt(orders, seen[-1], len(outcome.end[seen[-1]]))
-    raise ScheduleError("\n".join([f"{schedule.name}: {what}", *lines, grid]))
+    return ScheduleError("\n".join([f"{schedule.name}: {what}", *lines, excerpt(orders, seen[-1], index)]))
 
 
 def _deed(action: Action) -> str:
     if action.op in RECEIVES | COLLECTIVES:
         return f"post {action}"
-    if action.op in SENDS or action.op in EXCHANGES:
+    if action.op in SENDS:
         return f"reach {action}"
     return f"run {action}" if action.op != B else f"run B or BW of stage {action.stage}, microbatch {action.microbatch}"
 
@@ -46,7 +57,7 @@ COLUMNS, ROWS = 4, 2  # shown on either side of the culprit
 
 
 def excerpt(orders: Sequence[Sequence[Step]], rank: int, index: int) -> str:
-    """The steps around step `index` of `rank`, and what its neighbours do at the same place; the culprit in brackets.
+    """Returns the steps around step `index` of `rank`, and those of its neighbours; the culprit is in brackets.
 
     >>> from zbcompile.schedules.ir.actions import Action
     >>> print(excerpt([(Action("F", 0, 0), Action("F", 0, 1))], 0, 1))
@@ -64,6 +75,6 @@ def excerpt(orders: Sequence[Sequence[Step]], rank: int, index: int) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def culprit_error(message: str, orders: Sequence[Sequence[Step]], rank: int, index: int) -> ScheduleError:
-    """A `ScheduleError` with the grid around step `index` of `rank`."""
+def schedule_error_at(message: str, orders: Sequence[Sequence[Step]], rank: int, index: int) -> ScheduleError:
+    """Returns a `ScheduleError` with the grid around step `index` of `rank`."""
     return ScheduleError(f"{message}\n{excerpt(orders, rank, index)}")

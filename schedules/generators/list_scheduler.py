@@ -7,10 +7,9 @@ V-Half and V-Min) state what a rank prefers and read the order off the clock.
 import heapq
 import math
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any, TypeVar
 
-from zbcompile.schedules.execution.event_loop import run
+from zbcompile.schedules.execution.deadlock import run_to_end
 from zbcompile.schedules.generators.task import Orders, Task
 from zbcompile.schedules.ir.actions import Action, B, F, Step, W, flatten
 from zbcompile.schedules.ir.dependencies import users
@@ -117,14 +116,13 @@ def dispatch(floor: AnyFloor, choose: Callable[[AnyFloor, int], Step | None]) ->
 
 
 def begins(task: Task, orders: Orders) -> dict[Action, float]:
-    """The begin of every action of `orders` (which have no pairs), if each begins as early as it can."""
-    times = run(task.schedule(orders), task.costs_or_equal).begin
-    actions = (action for order in orders for action in flatten(order))
-    return dict(zip(actions, chain.from_iterable(times), strict=True))
+    """Returns the begin of every action of `orders` (which have no pairs), if each begins as early as it can."""
+    graph, run = run_to_end(task.schedule(orders), task.costs_or_equal)
+    return dict(zip(flatten(graph.steps), run.start, strict=True))
 
 
 def spans(task: Task, orders: Orders) -> tuple[float, float]:
-    """Cost (longest own span of a rank) and makespan of `orders`."""
-    outcome = run(task.schedule(orders), task.costs_or_equal)
-    ends = [end[-1] for end in outcome.end]
-    return max(end - begin[0] for end, begin in zip(ends, outcome.begin, strict=True)), max(ends)
+    """Returns cost (longest own span of a rank) and makespan of `orders`."""
+    graph, run = run_to_end(task.schedule(orders), task.costs_or_equal)
+    ranks = [nodes for nodes in map(graph.nodes, range(task.ranks)) if nodes]
+    return max(run.end[nodes[-1]] - run.start[nodes[0]] for nodes in ranks), max(run.end)

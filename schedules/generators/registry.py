@@ -12,8 +12,7 @@ from typing import Any
 
 from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.deadlock import require_finished
-from zbcompile.schedules.execution.event_loop import run
+from zbcompile.schedules.execution.deadlock import run_to_end
 from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
 from zbcompile.schedules.generators.task import Generator, Task
 from zbcompile.schedules.ir.costs import Costs
@@ -120,7 +119,7 @@ def generated(family: Family, task: Task, options: Mapping[str, Any]) -> Schedul
     assert family.generate is not None
     schedule = Schedule(family.name, task.placement, task.microbatches, family.generate(task, **options))
     if options.get("group") is not None:
-        require_finished(schedule, run(schedule, task.costs_or_equal))  # a short last group can end in a deadlock
+        run_to_end(schedule, task.costs_or_equal)  # a short last group can end in a deadlock
     return schedule
 
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import islice
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.event_loop import run
+from zbcompile.schedules.execution.deadlock import run_to_end
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators.list_scheduler import Floor, dispatch, oldest
 from zbcompile.schedules.generators.task import Orders, Task
@@ -58,7 +58,7 @@ class VocabularyClock(Floor):
         if op in (S, T):
             yield from self._shard_done(op, microbatch, end)
         elif op == F and stage == self.last:  # its backward waits for the shards
-            yield from self._shards(S, microbatch, end + self.costs.delay(F))
+            yield from self._shards(S, microbatch, end + self.costs.comm)
         else:
             yield from self._delivered(rank, action, end)
 
@@ -73,7 +73,7 @@ class VocabularyClock(Floor):
         self._latest[key] = max(self._latest[key], end)
         if self._missing[key]:
             return
-        time = self._latest[key] + self.costs.delay(op)
+        time = self._latest[key] + self.costs.comm
         if op == S:
             yield from self._shards(T, microbatch, time)
         if op == (S, T)[self.barriers - 1]:
@@ -116,7 +116,7 @@ def with_vocabulary(
     fitting = [each for each in candidates if _fits(each, costs, limits)]
     if not fitting:
         raise ScheduleError(f"{schedule.name}: no order with {barriers} barriers fits; raise extra={extra}")
-    return min(fitting, key=lambda each: max(ends[-1] for ends in run(each, costs).end))
+    return min(fitting, key=lambda each: max(run_to_end(each, costs)[1].end))
 
 
 def textbook_costs(stages: int) -> Costs:

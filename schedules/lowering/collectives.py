@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.deadlock import culprit_error
-from zbcompile.schedules.execution.event_loop import Outcome
+from zbcompile.schedules.execution.deadlock import schedule_error_at
+from zbcompile.schedules.execution.order_graph import NodeTimes, OrderGraph
 from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, SPREAD, STATS, SUM, Action, F, Step, T, flatten
 from zbcompile.schedules.ir.dependencies import needs
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
@@ -35,35 +35,34 @@ def collectives_of(schedule: Schedule) -> tuple[str, ...]:
     return (LOOKUP, *passes, SPREAD) if T in schedule.ops else (LOOKUP, *passes)
 
 
-def global_order(schedule: Schedule, outcome: Outcome) -> list[Collective]:
-    """Every collective of a step in the order of the times at which they can begin."""
-    events, shards = outcome.events, schedule.shards
-    fed = {op: {need for s in shards for need in needs(op, s, schedule.stages)} for op in collectives_of(schedule)}
-    made = {op: [events.first(*need) for need in found] for op, found in fed.items() if found}
-    times = (
-        (op, m, max(outcome.happened[e + m] for e in made[op])) for op in made for m in range(schedule.microbatches)
-    )
-    found = [(time, m, op) for op, m, time in times]
-    return sorted([*found, *(_lookups(schedule, outcome) if schedule.lookups else ())])
+def global_order(graph: OrderGraph, run: NodeTimes) -> list[Collective]:
+    """Returns every collective of a step in the order of the times at which they can begin."""
+    schedule, found = graph.schedule, list[Collective]()
+    for op in collectives_of(schedule):
+        inputs = {need for shard in schedule.shards for need in needs(op, shard, schedule.stages)}
+        for m in range(schedule.microbatches) if inputs else ():
+            found.append((max(run.end[graph.node(*need, m)] for need in inputs), m, op))
+    return sorted([*found, *(_lookups(graph, run) if schedule.lookups else ())])
 
 
-def _lookups(schedule: Schedule, outcome: Outcome) -> list[Collective]:
-    """Every LOOKUP, with the time of the forward two before its own."""
+def _lookups(graph: OrderGraph, run: NodeTimes) -> list[Collective]:
+    """Returns every LOOKUP, with the time of the forward two before its own."""
+    schedule = graph.schedule
     first = [a.microbatch for a in flatten(schedule.orders[schedule.rank_of(0, 0)]) if a.op == F and a.stage == 0]
-    ends = [outcome.happened[outcome.events.first(F, 0) + m] for m in first]
-    times = [0.0] * LOOKUPS_AHEAD + ends
+    times = [0.0] * LOOKUPS_AHEAD + [run.end[graph.node(F, 0, m)] for m in first]
     return [(time, m, LOOKUP) for time, m in zip(times, first, strict=False)]
 
 
-def post_collectives(schedule: Schedule, outcome: Outcome, posts: Sequence[Posts]) -> None:
-    """Enter every collective into the `posts` of every shard's rank, behind the receives already in them."""
+def post_collectives(graph: OrderGraph, run: NodeTimes, posts: Sequence[Posts]) -> None:
+    """Enters every collective into the `posts` of every shard's rank, behind the receives already in them."""
+    schedule, first = graph.schedule, graph.first
     shard_of = {schedule.rank_of(shard, 0): shard for shard in schedule.shards}
-    for time, microbatch, op in global_order(schedule, outcome):
+    for time, microbatch, op in global_order(graph, run):
         for rank, shard in shard_of.items():
-            begins, ends = outcome.begin[rank], outcome.end[rank]
-            place = bisect_left(begins, time)
-            if place and ends[place - 1] > time:
+            place = bisect_left(run.start, time, first[rank], first[rank + 1])
+            if place > first[rank] and run.end[place - 1] > time:
                 place -= 1
+            place -= first[rank]
             found = posts[rank][place] = posts[rank][place] or []
             found.append(Action(op, shard, microbatch))
 
@@ -99,4 +98,4 @@ def _posted(program: Sequence[Step]) -> list[tuple[tuple[str, int], int]]:
 def _refuse(lowered: Lowered, rank: int, index: int, reason: str) -> None:
     what = f"{lowered.schedule.name}: rank {rank}: {lowered.programs[rank][index]} {reason}"
     rule = "all shards post the same collectives in the same order"
-    raise culprit_error(f"{what}; {rule}", lowered.programs, rank, index)
+    raise schedule_error_at(f"{what}; {rule}", lowered.programs, rank, index)

@@ -21,8 +21,8 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.deadlock import require_finished
-from zbcompile.schedules.execution.event_loop import Outcome, run, without_collector
+from zbcompile.schedules.execution.deadlock import run_to_end
+from zbcompile.schedules.execution.order_graph import NodeTimes, OrderGraph, gc_disabled
 from zbcompile.schedules.ir.actions import COMPUTE, Action, Pair, Step, flatten, has_pairs
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import other_end, sends_after, target
@@ -42,7 +42,7 @@ class Peer(NamedTuple):
 Peers = dict[str, dict[int, tuple[Peer, ...]]]  # by operation, then by stage
 
 
-@without_collector()
+@gc_disabled()
 def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     """Place SEND, RECV and (with vocabulary passes) collective actions in every rank's order.
 
@@ -57,15 +57,14 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
     """
     if schedule.programs:
         return _with_its_messages(schedule)
-    outcome = run(schedule, _positive(costs or Costs.uniform(schedule.stages)))
-    require_finished(schedule, outcome)
+    graph, run = run_to_end(schedule, _positive(costs or Costs.uniform(schedule.stages)))
     microbatches = tuple(range(schedule.microbatches))  # one object per number, not one per action
     peers = [_peers(schedule, rank, microbatches) for rank in range(schedule.ranks)]
     posts: list[Posts] = [[None] * (len(order) + 1) for order in schedule.orders]
     for rank, order in enumerate(schedule.orders):
-        _post_receives(order, outcome.begin[rank], peers[rank], outcome, posts)
+        _post_receives(order, graph, run, peers[rank], rank, posts)
     if schedule.shards:
-        post_collectives(schedule, outcome, posts)
+        post_collectives(graph, run, posts)
     return Lowered(schedule, tuple(map(_interleave, schedule.orders, peers, posts)))
 
 
@@ -82,23 +81,24 @@ def _positive(costs: Costs) -> Costs:
     """The costs, in which a pass of no time takes a very short one: the proof above needs positive times."""
     times = {name: getattr(costs, name) for op in COMPUTE for name in KINDS[op].time}
     tiny = min((t for values in times.values() for t in values if t > 0), default=1) / 1024
-    pairs = tuple(pair._replace(time=pair.time or tiny) for pair in costs.pairs)
     positive: dict[str, Any] = {op: tuple(t or tiny for t in values) for op, values in times.items()}
-    return replace(costs, pairs=pairs, **positive)
+    return replace(costs, **positive)
 
 
 def _post_receives(
-    order: Sequence[Step], begins: Sequence[float], peers: Peers, outcome: Outcome, posts: Sequence[Posts]
+    order: Sequence[Step], graph: OrderGraph, run: NodeTimes, peers: Peers, rank: int, posts: Sequence[Posts]
 ) -> None:
-    """Enter the receives of everything that one rank sends into the `posts` of the receiving ranks."""
-    reached = dict.fromkeys((p.rank for stages in peers.values() for found in stages.values() for p in found), 0)
-    for begin, (op, stage, microbatch) in _timed(order, begins):
+    """Enters the receives of everything that one rank sends into the `posts` of the receiving ranks."""
+    first, start, end = graph.first, run.start, run.end
+    reached = {p.rank: first[p.rank] for stages in peers.values() for found in stages.values() for p in found}
+    for begin, (op, stage, microbatch) in _timed(order, start[first[rank] : first[rank + 1]]):
         for peer in peers[op].get(stage, ()):
             there = peer.rank
-            place = bisect_left(outcome.begin[there], begin, reached[there])
-            if place and outcome.end[there][place - 1] > begin:
+            place = bisect_left(start, begin, reached[there], first[there + 1])
+            if place > first[there] and end[place - 1] > begin:
                 place -= 1
             reached[there] = place
+            place -= first[there]
             present = posts[there][place]
             if present is None:
                 posts[there][place] = [peer.receives[microbatch]]

@@ -19,7 +19,7 @@ from itertools import takewhile
 from typing import overload
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.deadlock import culprit_error
+from zbcompile.schedules.execution.deadlock import schedule_error_at
 from zbcompile.schedules.ir.actions import (
     BW,
     COMMUNICATION,
@@ -159,4 +159,4 @@ def check_exchanges(lowered: Lowered) -> None:
             place = min(len(program), len(expected)) - 1 if place is None else place
             what = f"{schedule.name}: rank {rank}: {program[place]} is not in its place, or an exchange is missing"
             rule = "all ranks run the same exchanges, in the order of the table, around all other actions"
-            raise culprit_error(f"{what}; {rule}", lowered.programs, rank, place)
+            raise schedule_error_at(f"{what}; {rule}", lowered.programs, rank, place)

@@ -6,6 +6,7 @@ from operator import sub
 
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.generators.registry import find
+from zbcompile.schedules.ir.actions import has_pairs
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.annealing import Annealer
 from zbcompile.schedules.searching.justification import Justifier, turned_around
@@ -162,7 +163,7 @@ class Hunt:
         if self.pool:
             self.progress.show(min(c.value for c in self.pool), min(self.bounds.values()), self.budget.spent)
         for schedule in (named, None) if named is not None else (None,):
-            if schedule is None or problem.costs.overlap or problem.costs.pairs:  # else a pair opened is no longer
+            if schedule is None or any(map(has_pairs, schedule.orders)):  # an opened pair may be longer
                 timeline = simulate(schedule or problem.schedule(words), problem.costs)
                 value = timeline.makespan if problem.barrier else timeline.cost
                 self.pool.append(Candidate(problem, value, origin, words, schedule))

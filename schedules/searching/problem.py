@@ -104,11 +104,11 @@ class Problem:
         here = self.rank[self.number[action]]
         reduced = {B: (S, T)[self.barriers - 1] if stage == self.placement.stages - 1 else "", T: S}.get(op, "")
         if reduced and self.sharded:
-            yield len(self.actions) + (reduced == T) * self.microbatches + m, self.costs.delay(reduced)
+            yield len(self.actions) + (reduced == T) * self.microbatches + m, self.costs.comm
             return
         for other, at in needs(op, stage, self.placement.stages):
             made = self.number[Action(other, at, m)]
-            delay = self.costs.delay(F) if op == S else self.costs.hop(min(stage, at), self.rank[made], here)
+            delay = self.costs.comm if op == S else self.costs.hop(min(stage, at), self.rank[made], here)
             yield made, delay
 
     @cached_property
@@ -134,7 +134,7 @@ class Problem:
         """By rank: what is added to the end of its last pass for the objective, the largest of these sums."""
         own = [sum(self.costs.optimizer[s] for s in self.placement.stages_of(r)) for r in range(self.placement.ranks)]
         if self.barrier:
-            return (self.costs.barrier + max(own),) * self.placement.ranks
+            return (max(own),) * self.placement.ranks
         return tuple(time - start for time, start in zip(own, self._starts, strict=True))
 
     @cached_property

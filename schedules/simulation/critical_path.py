@@ -1,7 +1,6 @@
 """The critical path of a step, and the chain of steps behind every idle interval.
 
-Both go back from a moment to what made it happen: a step began either because the step before it on its rank ended or
-because what it needs arrived, so every step has one step that held it up last (ties: its own rank).
+Both go back from a node to what made it start: the last input to arrive, or the step before it on its rank.
 """
 
 from collections.abc import Iterator, Sequence
@@ -9,16 +8,15 @@ from itertools import groupby
 from typing import NamedTuple
 
 from zbcompile.amounts import plain
-from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
-from zbcompile.schedules.ir.schedule import parts
+from zbcompile.schedules.ir.actions import COMMUNICATION, Step, flatten
 from zbcompile.schedules.simulation.idle_causes import Idle
 from zbcompile.schedules.simulation.timeline import Timeline
 
 
-class Leg(NamedTuple):
-    """`step` ran on `rank` from `start` to `end`; what it made was then on its way for `travel` to the next leg.
+class CriticalStep(NamedTuple):
+    """`step` ran on `rank` from `start` to `end`; its result then travelled for `travel` to the next critical step.
 
-    `overhead`, in a measured step, is what then passed on the same rank before the next leg, with nothing missing.
+    `overhead`, in a measured step, is what then passed on the same rank before the next step, with nothing missing.
     """
 
     rank: int
@@ -32,73 +30,66 @@ class Leg(NamedTuple):
         return f"rank {self.rank}: {self.step}, {plain(self.start)} to {plain(self.end)}"
 
 
-def critical_path(timeline: Timeline) -> tuple[Leg, ...]:
-    """The chain of steps, first to last, that determines the step's length: to shorten the step, shorten one of them.
+def critical_path(timeline: Timeline) -> tuple[CriticalStep, ...]:
+    """Returns the chain of steps, first to last, that determines the step's length.
 
-    Lengths and travel times add up to `timeline.finish`.
+    Times and travel times add up to `timeline.finish`.
 
     >>> from zbcompile.schedules import build, simulate
     >>> [str(leg.step) for leg in critical_path(simulate(build("gpipe", ranks=2, microbatches=1)))]
     ['F0.0', 'F1.0', 'BW1.0', 'BW0.0']
     """
-    run = timeline.run
-    ends = [(end[-1], -rank) for rank, end in enumerate(run.end) if end]
-    if not ends:
-        return ()
-    last = -max(ends)[1]
-    return tuple(_back(timeline, last, len(run.end[last]) - 1))[::-1]
+    graph, end = timeline.graph, timeline.end
+    last = [nodes[-1] for nodes in map(graph.nodes, range(timeline.schedule.ranks)) if nodes]
+    return tuple(_back(timeline, max(last, key=end.__getitem__)))[::-1] if last else ()
 
 
-def chain(timeline: Timeline, idle: Idle) -> tuple[Leg, ...]:
-    """The steps that `idle.rank` waited for, on other ranks, from first to last.
+def blocking_chain(timeline: Timeline, idle: Idle) -> tuple[CriticalStep, ...]:
+    """Returns the steps that `idle.rank` waited for, on other ranks, from first to last.
 
     Empty if it waited for nothing.
     """
+    graph = timeline.graph
     if idle.step is None or idle.action is None:
         return ()
-    index = parts(timeline.program)[1][idle.rank].index(idle.step)
-    needed = timeline.waits.held_up(idle.rank, index)
-    if needed is None:
+    node = next(n for n in graph.nodes(idle.rank) if graph.steps[n] == idle.step)
+    made = timeline.blocking(node)
+    if made is None:
         return ()
-    legs = []
-    travel = timeline.run.begin[idle.rank][index] - needed.made
-    for leg in _back(timeline, needed.rank, needed.step, travel):
-        legs.append(leg)
-        if leg.start <= idle.start:
+    steps = []
+    for step in _back(timeline, made, timeline.start[node] - timeline.end[made]):
+        steps.append(step)
+        if step.start <= idle.start:
             break
-    return tuple(legs[::-1])
+    return tuple(steps[::-1])
 
 
-def _back(timeline: Timeline, rank: int, index: int, travel: float = 0) -> Iterator[Leg]:
-    """Follows from one step back to the first what delayed it."""
-    overhead: float = 0
-    run = timeline.run
-    orders = parts(timeline.program)[1]
+def _back(timeline: Timeline, node: int, travel: float = 0) -> Iterator[CriticalStep]:
+    """Follows from one node back to the first what delayed it."""
+    graph, start, end, overhead = timeline.graph, timeline.start, timeline.end, 0.0
     while True:
-        start = run.begin[rank][index]
-        needed = timeline.waits.held_up(rank, index)
-        if needed is None and orders[rank][index][0] in (GATHER, VALIDATE):
-            start = run.end[rank][index - 1] if index else 0  # it waited for the step before
-        if orders[rank][index][0] not in COMMUNICATION or run.end[rank][index] > start:
-            yield Leg(rank, orders[rank][index], start, run.end[rank][index], travel, overhead)
+        step, rank = graph.steps[node], graph.rank(node)
+        if step[0] not in COMMUNICATION or end[node] > start[node]:
+            yield CriticalStep(rank, step, start[node], end[node], travel, overhead)
             travel = overhead = 0  # those of a SEND, which takes no time, go to the step that made the message
-        if needed is not None:
-            rank, index, travel = needed.rank, needed.step, travel + start - needed.made
-        elif index:
-            index, overhead = index - 1, overhead + start - run.end[rank][index - 1]
+        made = timeline.blocking(node)
+        if made is not None:
+            node, travel = made, travel + start[node] - end[made]
+        elif node != graph.first[rank]:
+            node, overhead = node - 1, overhead + start[node] - end[node - 1]
         else:
             return
 
 
-def time_by_kind(path: Sequence[Leg]) -> dict[str, float]:
-    """How much of a path each kind of step takes ("F", "B", "F|BW", ..., "messages", "overhead"), longest first."""
-    total = {"messages": sum(leg.travel for leg in path), "overhead": sum(leg.overhead for leg in path)}
-    for leg in path:
-        kind = "|".join(action.op for action in flatten((leg.step,)))
-        total[kind] = total.get(kind, 0) + leg.end - leg.start
+def time_by_kind(path: Sequence[CriticalStep]) -> dict[str, float]:
+    """Returns how much of a path each kind of step takes ("F", "F|BW", ..., "messages", "overhead"), longest first."""
+    total = {"messages": sum(step.travel for step in path), "overhead": sum(step.overhead for step in path)}
+    for each in path:
+        kind = "|".join(action.op for action in flatten((each.step,)))
+        total[kind] = total.get(kind, 0) + each.end - each.start
     return {kind: time for kind, time in sorted(total.items(), key=lambda item: -item[1]) if time}
 
 
-def by_rank(path: Sequence[Leg]) -> list[tuple[Leg, ...]]:
-    """A path cut where it changes the rank."""
-    return [tuple(legs) for _, legs in groupby(path, key=lambda leg: leg.rank)]
+def by_rank(path: Sequence[CriticalStep]) -> list[tuple[CriticalStep, ...]]:
+    """Returns a path cut where it changes the rank."""
+    return [tuple(steps) for _, steps in groupby(path, key=lambda step: step.rank)]

@@ -1,4 +1,4 @@
-"""A predicted step: when each action runs, the length of the step, the memory of every rank, and why ranks wait."""
+"""A timed step: when each action runs, the length of the step, the memory of every rank, and why ranks wait."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -6,14 +6,14 @@ from functools import cached_property
 from itertools import accumulate
 from typing import NamedTuple
 
-from zbcompile.schedules.execution.deadlock import require_finished
-from zbcompile.schedules.execution.event_loop import Outcome, run, without_collector
+from zbcompile.schedules.execution.deadlock import run_to_end
 from zbcompile.schedules.execution.memory import deltas, peak_memory
+from zbcompile.schedules.execution.order_graph import OrderGraph, blocking, gc_disabled
 from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Picturable, Schedule, parts
-from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, Input, Waits
+from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, idle_intervals
 
 
 class Span(NamedTuple):
@@ -25,14 +25,15 @@ class Span(NamedTuple):
     end: float
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Timeline(Picturable):
-    """What `simulate` predicts. Times count from the first start, in the unit of the costs.
+    """A simulated or measured step. Times count from the first start, in the unit of the costs.
 
-    * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on any rank, then
-      `costs.barrier`, then the slowest rank's optimizer; of orders that have the optimizer's actions, to the last end.
+    * `start`, `end`: by node of `graph`.
+    * `makespan`: the whole step with an optimizer barrier: from the first start to the last end on any rank, then the
+      slowest rank's optimizer; of orders that have the optimizer's actions, to the last end.
     * `cost`: the longest own span of a rank, from its first pass to its last end, with its own optimizer: what counts
-    if ranks may start the next step on their own (Qi et al., Zero Bubble, section 4).
+      if ranks may start the next step on their own (Qi et al., Zero Bubble, section 4).
     * `work`: the sum of passes (and optimizer) on the busiest rank. `bubble` = 1 - work/makespan, `cost_bubble` =
       1 - work/cost.
     * `peak_memory[rank]`, in the unit of `costs.activation`.
@@ -40,25 +41,31 @@ class Timeline(Picturable):
     * `spans`: every step, rank by rank in order of time; `idle`: every gap, with its cause.
     """
 
-    program: Schedule | Lowered
+    graph: OrderGraph
     costs: Costs
-    run: Outcome
+    start: Sequence[float]
+    end: Sequence[float]
     peak_memory: tuple[float, ...]
     memory_limits: tuple[float, ...] = ()
 
     @property
+    def program(self) -> Schedule | Lowered:
+        return self.graph.program
+
+    @property
     def schedule(self) -> Schedule:
-        return parts(self.program)[0]
+        return self.graph.schedule
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
         """The sum of the passes of every rank, without its optimizer."""
-        return tuple(sum(end) - sum(begin) for begin, end in zip(self.run.begin, self.run.end, strict=True))
+        ranks = map(self.graph.nodes, range(self.schedule.ranks))
+        return tuple(sum(self.end[n] for n in nodes) - sum(self.start[n] for n in nodes) for nodes in ranks)
 
     @cached_property
     def finish(self) -> float:
         """When the last pass of any rank ends; the first one starts at 0."""
-        return max((end[-1] for end in self.run.end if end), default=0)
+        return max(self.end, default=0)
 
     @cached_property
     def optimizer(self) -> tuple[float, ...]:
@@ -70,18 +77,20 @@ class Timeline(Picturable):
 
     @cached_property
     def _updates(self) -> bool:
-        """Whether actions of the orders are the optimizer's steps."""
         return any("optimizer" in KINDS[op].time for op in self.schedule.ops)
 
     @property
     def makespan(self) -> float:
-        return self.finish if self._updates else self.finish + self.costs.barrier + max(self.optimizer)
+        return self.finish + max(self.optimizer)
 
     @cached_property
     def cost(self) -> float:
-        starts = map(_first_start, parts(self.program)[1], self.run.begin)
-        spans = zip(starts, self.run.end, self.optimizer, strict=True)
-        return max((end[-1] - start + optimizer for start, end, optimizer in spans if end), default=0)
+        spans = []
+        for rank, optimizer in enumerate(self.optimizer):
+            nodes = self.graph.nodes(rank)
+            own = (self.start[n] for n in nodes if self.graph.steps[n][0] not in (VALIDATE, GATHER))
+            spans += [self.end[nodes[-1]] - next(own, 0) + optimizer] if nodes else []
+        return max(spans, default=0)
 
     @cached_property
     def work(self) -> float:
@@ -100,29 +109,30 @@ class Timeline(Picturable):
         return tuple(span for rank in range(self.schedule.ranks) for span in self.spans_of(rank))
 
     def spans_of(self, rank: int) -> tuple[Span, ...]:
-        """The spans of one rank, without SEND and RECV."""
-        steps = parts(self.program)[1][rank]
-        times = zip(steps, self.run.begin[rank], self.run.end[rank], strict=True)
-        return tuple(Span(rank, step, begin, end) for step, begin, end in times if step[0] not in COMMUNICATION)
+        """Returns the spans of one rank, without SEND and RECV."""
+        steps, nodes = self.graph.steps, self.graph.nodes(rank)
+        compute = (n for n in nodes if steps[n][0] not in COMMUNICATION)
+        return tuple(Span(rank, steps[n], self.start[n], self.end[n]) for n in compute)
+
+    @cached_property
+    def _delays(self) -> list[float]:
+        return self.graph.delays(self.costs)
+
+    def blocking(self, node: int) -> int | None:
+        """Returns the node whose result delayed `node`; None if its rank was busy until all inputs had arrived."""
+        return blocking(self.graph, node, self.end, self._delays)
+
+    def messages(self) -> Iterator[tuple[int, int]]:
+        """Yields for every message between two ranks the node that makes it and the node that uses it."""
+        links = [link.kind == "message" for link in self.graph.links]
+        for node, inputs in enumerate(self.graph.inputs):
+            yield from ((made, node) for made, link in inputs if links[link])
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
-        return tuple(idle for rank in range(self.schedule.ranks) for idle in self.waits.of_rank(rank))
-
-    @cached_property
-    def waits(self) -> Waits:
-        """Finds, for every step, the input that held it up."""
-        return Waits(self.program, self.costs, self.run)
-
-    def messages(self) -> Iterator[tuple[int, int, Input]]:
-        """Yields for every message between two ranks the rank and the index of the step that uses it, and its source.
-
-        Collectives of the vocabulary passes are left out.
-        """
-        for rank, order in enumerate(parts(self.program)[1]):
-            for index, step in enumerate(order):
-                if step[0] not in COMMUNICATION and not self.waits.is_collective(rank, index):
-                    yield from ((rank, index, n) for n in self.waits.inputs(rank, index) if n.rank != rank)
+        """Every gap of every rank. The gaps and passes of a rank add up to `finish`."""
+        how = self.start, self.end, self._delays
+        return tuple(idle for rank in range(self.schedule.ranks) for idle in idle_intervals(self.graph, rank, *how))
 
     @cached_property
     def causes(self) -> tuple[Cause, ...]:
@@ -133,13 +143,14 @@ class Timeline(Picturable):
     @cached_property
     def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
         """The idle time of every rank by cause."""
-        totals: tuple[dict[Cause, float], ...] = tuple(dict.fromkeys(self.causes, 0) for _ in self.run.end)
+        totals: tuple[dict[Cause, float], ...]
+        totals = tuple(dict.fromkeys(self.causes, 0) for _ in range(self.schedule.ranks))
         for gap in self.idle:
             totals[gap.rank][gap.cause] += gap.end - gap.start
         return totals
 
     def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
-        """The memory of `rank` from each time on, as (time, amount); 0 before the first."""
+        """Returns the memory of `rank` from each time on, as (time, amount); 0 before the first."""
         spans = self.spans_of(rank)
         steps = tuple(span.step for span in spans)
         times = ((span.start, span.end) for span in spans for _ in flatten((span.step,)))
@@ -149,15 +160,9 @@ class Timeline(Picturable):
         return tuple((time, amount) for (time, _), amount in zip(curve, amounts, strict=True))
 
 
-def _first_start(order: Sequence[Step], begins: Sequence[float]) -> float:
-    """The time at which a rank begins, without the wait for the previous step."""
-    own = (begin for step, begin in zip(order, begins, strict=True) if step[0] not in (VALIDATE, GATHER))
-    return next(own, 0)
-
-
-@without_collector()
+@gc_disabled()
 def simulate(program: Schedule | Lowered, costs: Costs | None = None) -> Timeline:
-    """Run a schedule, or a lowered program, under `costs` (default: every pass takes 1, hops are free).
+    """Returns the step of a schedule, or of a lowered one, under `costs` (default: passes take 1, hops are free).
 
     Every rank runs its order; a step begins when its rank is free and what it needs has arrived. A result is available
     on another rank `costs.hop` after its pass has ended; a hop occupies neither rank. In a schedule messages are
@@ -171,6 +176,16 @@ def simulate(program: Schedule | Lowered, costs: Costs | None = None) -> Timelin
     """
     schedule, _ = parts(program)
     costs = costs or Costs.uniform(schedule.stages)
-    outcome = run(program, costs)
-    require_finished(program, outcome)
-    return Timeline(program, costs, outcome, peak_memory(schedule, costs))
+    graph, run = run_to_end(program, costs)
+    return Timeline(graph, costs, run.start, run.end, peak_memory(schedule, costs))
+
+
+def measured_timeline(schedule: Schedule, costs: Costs, times: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
+    """Returns the step whose steps started and ended at `times[rank]`; `costs` give its memory and travel times."""
+    graph = OrderGraph(schedule)
+    start, end = ([pair[at] for rank in times for pair in rank] for at in (0, 1))
+    for inputs in graph.inputs[len(end) :]:  # a barrier ends with the last shard
+        latest = max(end[made] for made, _ in inputs)
+        start.append(latest)
+        end.append(latest)
+    return Timeline(graph, costs, start, end, peak_memory(schedule, costs))

@@ -45,14 +45,13 @@ def _events(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
 
 
 def _flows(timeline: Timeline, unit: float) -> Iterator[dict[str, Any]]:
-    """Arrows from the step that makes a message to the one that takes it, each bound to the step around its time."""
-    run = timeline.run
-    for number, (rank, index, needed) in enumerate(timeline.messages()):
-        name = {"name": str(needed.action), "cat": "message", "id": f"{number}", "pid": 0}
-        begin, end = run.begin[needed.rank][needed.step], run.end[needed.rank][needed.step]
-        yield {"ph": "s", **name, "tid": needed.rank, "ts": _number((begin + end) / 2 * unit)}
-        middle = (run.begin[rank][index] + run.end[rank][index]) / 2
-        yield {"ph": "f", "bp": "e", **name, "tid": rank, "ts": _number(middle * unit)}
+    """Yields an arrow from each step that makes a message to the step that uses it."""
+    graph = timeline.graph
+    for number, (source, node) in enumerate(timeline.messages()):
+        name = {"name": str(graph.steps[source]), "cat": "message", "id": f"{number}", "pid": 0}
+        for phase, at in (({"ph": "s"}, source), ({"ph": "f", "bp": "e"}, node)):
+            middle = (timeline.start[at] + timeline.end[at]) / 2
+            yield {**phase, **name, "tid": graph.rank(at), "ts": _number(middle * unit)}
 
 
 def _interval(

@@ -31,7 +31,6 @@ IDLE_LOOKS = {  # strokes in a tile of 8 x 8: sparser and thinner than those of 
     "cool-down": ("#999999", "M2,2 h4"),
     "wait": ("#d62728", "M0,0 l8,8"),
     "communication": ("#3b78c3", "M0,4 h8"),
-    "imbalance": ("#a8860a", "M4,0 v8"),
     "overhead": ("#999999", ""),
 }
 STYLE = """

@@ -177,10 +177,10 @@ class StepPicture:
 
     def messages(self) -> Iterator[str]:
         """A line per message, from the end of the step that makes it to the beginning of the one that takes it."""
-        run = self.timeline.run
-        for rank, index, needed in self.timeline.messages():
-            start, end = self.x(run.end[needed.rank][needed.step]), self.x(run.begin[rank][index])
-            yield f"M{start:g},{self.middle(needed.rank):g}L{end:g},{self.middle(rank):g}"
+        rank, timeline = self.timeline.graph.rank, self.timeline
+        for source, node in timeline.messages():
+            start, end = self.x(timeline.end[source]), self.x(timeline.start[node])
+            yield f"M{start:g},{self.middle(rank(source)):g}L{end:g},{self.middle(rank(node)):g}"
 
     def critical(self) -> Iterator[str]:
         """One line through the steps of the critical path."""

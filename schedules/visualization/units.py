@@ -37,7 +37,7 @@ def _unit(largest: float, units: Sequence[tuple[float, str]]) -> tuple[float, st
 
 
 def _scaled(timeline: Timeline, time: float, size: float, time_unit: str, memory_unit: str) -> Timeline:
-    costs, run = timeline.costs, timeline.run
+    costs = timeline.costs
     units = dict.fromkeys(("activation", "residue", "vocab_state"), size)
     units |= dict.fromkeys(("optimizer", "forward_exchange", "backward_exchange"), time)
     values: dict[str, Any] = {name: tuple(v / unit for v in getattr(costs, name)) for name, unit in units.items()}
@@ -46,10 +46,9 @@ def _scaled(timeline: Timeline, time: float, size: float, time_unit: str, memory
         **values,
         comm=costs.comm / time,
         bandwidth=None if costs.bandwidth is None else costs.bandwidth * time,
-        barrier=costs.barrier / time,
         time_unit=time_unit,
         memory_unit=memory_unit,
     )
-    begin, end = ([[moment / time for moment in rank] for rank in ranks] for ranks in (run.begin, run.end))
+    start, end = ([moment / time for moment in moments] for moments in (timeline.start, timeline.end))
     peaks, limits = (tuple(amount / size for amount in each) for each in (timeline.peak_memory, timeline.memory_limits))
-    return Timeline(timeline.program, scaled, run._replace(begin=begin, end=end), peaks, memory_limits=limits)
+    return Timeline(timeline.graph, scaled, start, end, peaks, limits)

@@ -120,7 +120,6 @@ class LinePrices:
             vocab_state=(rows * self.shard.state,) * stages,
             comm=self.link.latency if self.link else 0,
             bandwidth=self.link.bandwidth if self.link else None,
-            **dict.fromkeys(("cast", "stats"), self._exchange(rows)),
             time_unit="s",
             memory_unit="bytes",
         )
@@ -245,12 +244,6 @@ class LinePrices:
 
     def _sum(self, seconds: Sequence[float], begin: int, end: int) -> float:
         return sum(seconds[begin:end])
-
-    def _exchange(self, rows: float) -> float | None:
-        """Until every rank has the last stage's output, or the sum of all parts of its gradient."""
-        if self.link is None or not self.shard.output:
-            return None
-        return self.link.latency + rows * self.shard.output / self.link.bandwidth
 
     @property
     def shard_bytes(self) -> float:

@@ -7,7 +7,7 @@ from zbcompile.amounts import format_share, format_time
 from zbcompile.errors import PipelineError
 from zbcompile.passes.stage.stage_program import collectives_of
 from zbcompile.program.program import Program
-from zbcompile.schedules import Idle, Leg, Schedule, Timeline, chain, critical_path
+from zbcompile.schedules import CriticalStep, Idle, Schedule, Timeline, blocking_chain, critical_path
 from zbcompile.schedules.ir.actions import Action, Pair, flatten
 from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
 from zbcompile.tables import Figure, Table
@@ -82,14 +82,13 @@ def _interval(timeline: Timeline, gap: Idle, unit: str) -> str:
     if gap.step is None:
         return f"{length} of {gap.cause} from {start} on: nothing left to do until the last rank has finished"
     if gap.action is None:
-        reason = "its inputs were ready" if gap.cause == "overhead" else "it waits for the update of the step before"
-        return f"{length} of {gap.cause} from {start} on, before {gap.step}: {reason}"
+        return f"{length} of {gap.cause} from {start} on, before {gap.step}: its inputs were ready"
     awaited = f"{gap.action} of rank {gap.source}"
     head = f"{length} of {gap.cause} from {start} on, before {gap.step}, which needs {awaited}"
-    return "\n".join([head, *(f"  {_leg(legs, unit)}" for legs in by_rank(chain(timeline, gap)))])
+    return "\n".join([head, *(f"  {_leg(legs, unit)}" for legs in by_rank(blocking_chain(timeline, gap)))])
 
 
-def _leg(legs: Sequence[Leg], unit: str) -> str:
+def _leg(legs: Sequence[CriticalStep], unit: str) -> str:
     lasted = format_time(legs[-1].end - legs[0].start, unit)
     travel = f", then {format_time(legs[-1].travel, unit)} on its way" if legs[-1].travel else ""
     return f"rank {legs[0].rank}: {_actions(legs)}  ({len(legs)} in {lasted}{travel})"
@@ -134,6 +133,6 @@ def format_idle(shares: Mapping[str, float]) -> str:
     return f"Ranks are idle {total:.1%} of the time: {', '.join(parts)}." if parts else "No rank is idle."
 
 
-def _actions(legs: Sequence[Leg]) -> str:
+def _actions(legs: Sequence[CriticalStep]) -> str:
     steps = [str(leg.step) for leg in legs]
     return ", ".join(steps) if len(steps) <= 6 else f"{', '.join(steps[:3])} ... {', '.join(steps[-2:])}"

@@ -19,15 +19,15 @@ from zbcompile.tables import WIDTH, Figure, Table, facts
 
 LARGEST_RATIO = 4  # of two steps that are drawn on one axis
 PASSES = ("F", "B", "W", "BW", "S", "T")
-WAITS = ("warm-up", "wait", "imbalance", "cool-down")
+WAITS = ("warm-up", "wait", "cool-down")
 _SILENT = ("threads", "order", "graphs", "types")  # differ only along with entries that are reported anyway
 # The parts of a rank's difference; they add up to it. `communication`: results that were made and on their way while it
-# stood waiting for them. `imbalance`: waits for passes of other ranks, while the pipeline fills, runs and drains.
+# stood waiting for them. `waiting`: waits for passes of other ranks, while the pipeline fills, runs and drains.
 # `overhead`: all inputs had arrived: the host's work between two passes.
 PARTS: Mapping[str, Sequence[str]] = {
     "compute": (),  # its own passes
     "communication": ("communication",),
-    "imbalance": WAITS,
+    "waiting": WAITS,
     "overhead": ("overhead",),
 }
 

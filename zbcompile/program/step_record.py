@@ -19,13 +19,12 @@ from zbcompile.schedules import (
     Schedule,
     Timeline,
     parse_step,
-    peak_memory,
     simulate,
     to_json,
 )
-from zbcompile.schedules.execution.event_loop import Events, Outcome
 from zbcompile.schedules.ir.actions import COMPUTE, Step, flatten
 from zbcompile.schedules.ir.files import from_dict
+from zbcompile.schedules.simulation.timeline import measured_timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
 from zbcompile.schedules.visualization.step_tables import idle_share, rank_table
 from zbcompile.schedules.visualization.svg import to_svg
@@ -84,9 +83,7 @@ def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timelin
     if len(times) != schedule.ranks:
         raise PipelineError(f"the record has {len(times)} ranks, its schedule {schedule.name} {schedule.ranks}.")
     zero = min((start for rank in times for start, _ in rank), default=0.0)
-    begin, end = ([[pair[at] - zero for pair in rank] for rank in times] for at in (0, 1))
-    events = Events(schedule.stages, schedule.microbatches, ())
-    return Timeline(schedule, costs, Outcome(begin, end, [], {}, events), peak_memory(schedule, costs))
+    return measured_timeline(schedule, costs, [[(start - zero, end - zero) for start, end in rank] for rank in times])
 
 
 def _time_of(step: Step, rank: int, by_name: Mapping[str, RecordedSpan]) -> tuple[float, float]:

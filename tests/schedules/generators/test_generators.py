@@ -4,6 +4,7 @@ import inspect
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -209,7 +210,7 @@ def test_overlap_pays_only_with_an_overlap() -> None:
     """Hiding part of a pair's shorter half shortens DualPipe-V, which without that is no better than ZB-H1."""
     schedule = build("dualpipe-v", ranks=4, microbatches=16)
     plain = simulate(schedule, Costs.uniform(8))
-    hidden = simulate(schedule, Costs.uniform(8, overlap=0.5))
+    hidden = simulate(schedule, replace(Costs.uniform(8), forward_exchange=(0.5,) * 8))
     assert hidden.makespan < plain.makespan
     h1 = simulate(build("zb-h1", ranks=4, microbatches=16), Costs.uniform(4, forward=2, backward=2, weight=2))
     assert plain.makespan == h1.makespan

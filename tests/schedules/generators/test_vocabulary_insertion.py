@@ -9,6 +9,7 @@ import pytest
 from zbcompile.schedules import (
     Action,
     Costs,
+    Link,
     Schedule,
     ScheduleError,
     build,
@@ -53,7 +54,9 @@ def test_v_half_holds_one_microbatch_more_per_barrier_on_every_rank(barriers: in
 @pytest.mark.parametrize("vocabulary", [0.25, 1.0])
 def test_1f1b_has_no_steady_bubble(p: int, vocabulary: float) -> None:
     """Every further microbatch costs its work; the collectives are hidden as long as C0 + C1 <= F."""
-    costs = replace(Costs.uniform(p), vocab_s=(vocabulary / 2,) * p, vocab_t=(vocabulary / 2,) * p, cast=0.5, stats=0.5)
+    costs = replace(Costs.uniform(p), vocab_s=(vocabulary / 2,) * p, vocab_t=(vocabulary / 2,) * p)
+    # hops are free, collectives take half a pass
+    costs = replace(costs, comm=0.5, links=tuple(Link(a, b, 0) for a in range(p) for b in (a - 1, a + 1)))
     for barriers in (1, 2):
         spans = [
             simulate(with_vocabulary(build("1f1b", p, m), barriers, costs), costs).makespan for m in (4 * p, 5 * p)

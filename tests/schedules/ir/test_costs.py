@@ -5,7 +5,7 @@ from fractions import Fraction
 
 import pytest
 
-from zbcompile.schedules import Costs, Link, PairTime, ScheduleError
+from zbcompile.schedules import Costs, Link, ScheduleError
 
 
 def test_uniform_has_the_documented_defaults() -> None:
@@ -26,21 +26,14 @@ def test_a_link_overrides_the_common_hop() -> None:
     assert costs.hop(0, 1, 1) == 0
 
 
-@pytest.mark.parametrize(("overlap", "time"), [(0, 7), (1, 5), (0.5, 6)])
-def test_overlap_hides_a_share_of_the_shorter_half(overlap: float, time: float) -> None:
-    costs = Costs.uniform(2, forward=2, backward=3, weight=2, overlap=overlap)
+@pytest.mark.parametrize(("exchange", "time"), [(0, 7), (2, 5), (1, 6)])
+def test_a_pair_hides_what_its_forward_exchanges(exchange: float, time: float) -> None:
+    costs = Costs((2, 2), (3, 3), (2, 2), forward_exchange=(exchange,) * 2)
     assert costs.pair_time(0, 1) == time
 
 
-def test_an_explicit_pair_time_wins() -> None:
-    costs = Costs((1, 1), (1, 1), (1, 1), overlap=1, pairs=(PairTime(0, 1, 2.5),))
-    assert (costs.pair_time(0, 1), costs.pair_time(1, 0)) == (2.5, 2)
-
-
 def test_json_round_trip() -> None:
-    costs = Costs(
-        (1, 2), (3, 4), (5, 0), (1, 1), (0.5, 1), comm=0.1, links=(Link(0, 1, 1, 2.0),), pairs=(PairTime(0, 1, 3),)
-    )
+    costs = Costs((1, 2), (3, 4), (5, 0), (1, 1), (0.5, 1), comm=0.1, links=(Link(0, 1, 1, 2.0),))
     assert Costs.from_json(costs.to_json()) == costs
 
 
@@ -65,7 +58,6 @@ def test_fractions_stay_exact() -> None:
         (lambda: Costs((1, 2), (1,), (1, 2)), "`backward` has 1 entries, `forward` has 2"),
         (lambda: Costs.uniform(2, forward=-1), r"forward\[0\]=-1; expected a finite number, 0 or more"),
         (lambda: Costs.uniform(2, forward=float("nan")), "finite"),
-        (lambda: Costs.uniform(2, overlap=2), "share from 0 to 1"),
         (lambda: Costs.uniform(0), "`forward` is empty"),
         (lambda: Costs((1,), (1,), (1,), bandwidth=0), "bandwidth"),
         (lambda: Costs.from_json("{"), "invalid JSON"),

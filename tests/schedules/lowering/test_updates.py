@@ -38,10 +38,10 @@ def drawn() -> Iterator[tuple[Schedule, tuple[str, ...], Costs]]:
             stages = schedule.stages
             each = {field: tuple(generator.randint(0, 9) for _ in range(stages)) for field in FIELDS}
             kinds = generator.choice([*SUBSETS, UPDATES, GATHERS])
-            yield schedule, kinds, replace(Costs.uniform(stages), barrier=3, **each)
+            yield schedule, kinds, replace(Costs.uniform(stages), **each)
 
 
-FIELDS = ("optimizer", "reduce", "gather", "gathered")
+FIELDS = ("optimizer", "gather", "gathered")
 
 
 def test_every_program_with_updates_is_right_and_its_times_add_up() -> None:
@@ -66,26 +66,18 @@ def assert_consistent(t: Timeline, costs: Costs) -> None:
         if op == OPT:
             assert span.end - span.start == costs.optimizer[stage]
         if op == OPT and REDUCE in t.schedule.ops:
-            assert span.start >= spans[REDUCE, stage].end + costs.reduce[stage]
-        if op in (GATHER, VALIDATE) and FETCH not in t.schedule.ops:
-            assert span.start >= (costs.gather[stage] if op == GATHER else costs.barrier)
+            assert span.start >= spans[REDUCE, stage].end
 
 
-def test_an_update_waits_for_its_sum_and_a_step_for_the_update_before_it() -> None:
+def test_an_update_takes_the_time_of_the_optimizer_and_has_a_look() -> None:
     schedule = with_updates(build("zb-h1", ranks=2, microbatches=2), ONCE)
-    costs = replace(Costs.uniform(2), optimizer=(1, 1), reduce=(2, 2), gather=(4, 0), barrier=1)
-    t = simulate(schedule, costs)
-    assert [str(gap) for gap in t.idle if gap.rank == 0] == [
-        "rank 0 idle 0 to 1: communication, waits for the step before",
-        "rank 0 idle 1 to 4: communication, waits for the step before",
-        "rank 0 idle 6 to 7: warm-up, waits for B1.0 of rank 1",
-        "rank 0 idle 11 to 13: communication, waits for REDUCE0.0 of rank 0",
-    ]
+    t = simulate(schedule, replace(Costs.uniform(2), optimizer=(1, 1)))
+    assert t.makespan == simulate(build("zb-h1", ranks=2, microbatches=2)).makespan + 1
     assert f'fill="url(#{OPT})"' in to_svg(t)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_exchanges_surround_a_program_and_cost_nothing_unless_it_is_said(name: str) -> None:
+def test_exchanges_surround_a_program_and_cost_nothing(name: str) -> None:
     plain = lower(build(name, ranks=4, microbatches=8))
     program = with_updates(plain, EXCHANGES)
     check(program)
@@ -93,9 +85,6 @@ def test_exchanges_surround_a_program_and_cost_nothing_unless_it_is_said(name: s
     assert program.schedule == plain.schedule
     before, free = simulate(plain), simulate(program)
     assert (before.makespan, before.cost, before.bubble) == (free.makespan, free.cost, free.bubble)
-    costs = replace(Costs.uniform(plain.schedule.stages), exchanges=2, comm=1)
-    assert_consistent(simulate(program, costs), costs)
-    assert simulate(program, costs).finish >= simulate(plain, costs).finish + 2 * len(EXCHANGES)
     order = program.programs[0]
     for damaged in (
         order[:-1],

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from zbcompile.schedules import Costs, Lowered, Timeline, build, chain, critical_path, lower, names, simulate
+from zbcompile.schedules import Costs, Lowered, Timeline, blocking_chain, build, critical_path, lower, names, simulate
 from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
 
 
@@ -53,7 +53,7 @@ def test_shortening_what_is_on_the_path_shortens_the_step(random_costs) -> None:
 def test_a_chain_covers_its_idle_interval(random_costs) -> None:
     for timeline in _timelines(random_costs):
         for idle in timeline.idle:
-            legs = chain(timeline, idle)
+            legs = blocking_chain(timeline, idle)
             assert bool(legs) == (idle.step is not None)
             if not legs:
                 continue

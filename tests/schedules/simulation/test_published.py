@@ -121,7 +121,7 @@ def test_dualpipe_idles_less_than_its_formula_where_forwards_are_short() -> None
 def test_dualpipe_bubble_counts_the_overlapped_pair(hidden: float) -> None:
     """(PP/2-1)(F&B + B - 3W) with F&B = 3 - hidden: the ranks with the most pairs, at the turn."""
     p, m = 4, 16
-    costs = Costs.uniform(p, overlap=hidden)
+    costs = Costs((1,) * p, (1,) * p, (1,) * p, forward_exchange=(hidden,) * p)
     timeline = simulate(build("dualpipe", p, m), costs)
     idle = [timeline.makespan - busy for busy in timeline.busy]
     assert idle[p // 2 - 1] == idle[p // 2] == (p / 2 - 1) * ((3 - hidden) + 2 - 3)
