@@ -1,17 +1,15 @@
 """The commands: `python -m zbcompile NAME`, or `python -m zbcompile.NAME`.
 
-The table has the module and one sentence for each command. A command's module, and with it torch, is imported only
-when the command runs, after a line that says so. `help/` has what `COMMAND --help` prints, since the options whose
-flags it lists are made of torch's types: `pytest --update-golden` writes it anew from the parsers.
+A command's module, and with it torch, is imported only when the command runs, after a line that says so.
 """
 
 import gc
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from pathlib import Path
 from typing import NoReturn
 
+from zbcompile.cli.parsers import COMMAND_LINES
 from zbcompile.progress import Progress, Say, silent
 from zbcompile.version import __version__
 
@@ -21,7 +19,6 @@ COMMANDS = {
     "run": ("zbcompile.cli.run_command", "train a compiled program with a data function"),
     "schedules": ("zbcompile.schedules.__main__", "orders without a model: list, show, check, compare, search"),
 }
-HELP = Path(__file__).parent / "help"
 Main = Callable[..., int]
 
 
@@ -29,7 +26,12 @@ def main_of(name: str) -> Main:
     """The command as a function of its arguments (default: those of the process), which returns the exit status."""
 
     def main(arguments: Sequence[str] | None = None, say: Say = silent) -> int:
-        return int(import_module(COMMANDS[name][0]).main(arguments, say))
+        if name not in COMMAND_LINES:
+            return int(import_module(COMMANDS[name][0]).main(arguments, say))
+        chosen = COMMAND_LINES[name].parser(name).parse_args(arguments)
+        from zbcompile.cli.command_line import run_command
+
+        return run_command(name, import_module(COMMANDS[name][0]).run, chosen, say)
 
     return main
 
@@ -37,13 +39,9 @@ def main_of(name: str) -> Main:
 def run_and_exit(name: str, arguments: list[str] | None = None) -> NoReturn:
     """Run a command and end the process. Compiling makes many small objects that live on; with the default thresholds
     the garbage collector walks them again and again, a sixth of `inspect`'s time."""
-    given = sys.argv[1:] if arguments is None else arguments
-    if given[:1] in (["-h"], ["--help"]) and (text := HELP / f"{name}.txt").exists():
-        print(text.read_text(encoding="utf-8"), end="")
-        sys.exit(0)
     gc.set_threshold(50_000, 20, 20)
     with Progress(f"zbcompile {name}: loading") as say:
-        status = main_of(name)(arguments, say)
+        status = main_of(name)(sys.argv[1:] if arguments is None else arguments, say)
     sys.exit(status)
 
 

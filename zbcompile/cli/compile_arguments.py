@@ -1,16 +1,15 @@
 """The arguments that `zbcompile.inspect` and `zbcompile.compile` share."""
 
-import argparse
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeVar
 
 from zbcompile.batches.example import Example
-from zbcompile.cli.command_line import add_flags, flag_of
 from zbcompile.cli.fake_models import fake_models
+from zbcompile.cli.option_flags import flag_of
 from zbcompile.cli.target import example_from, load_object
 from zbcompile.compiler.compile_example import CompiledExample, compile_example
 from zbcompile.compiler.compile_model import LaidOut
@@ -18,7 +17,6 @@ from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
 from zbcompile.options import OPTIONS, PipelineOptions, is_searched
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.gpu import KIND
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
 from zbcompile.passes.pass_list.run_passes import Observer, PassRun
@@ -31,7 +29,6 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 RANKS, CPU = 2, "cpu"
 FAKE = "h100-sxm"  # the device for predictions of fake models, unless --hardware names another
-FLAGS = ("schedule", "ranks", "microbatches", "chunks", *(each.name for each in fields(Choices)), "loss_reduction")
 
 
 @dataclass(frozen=True)
@@ -73,25 +70,6 @@ AnyPlan = TypeVar("AnyPlan", bound=Plan)
 def with_options(plan: AnyPlan, **options: Any) -> AnyPlan:
     """The same arguments with other options."""
     return replace(plan, given={**plan.given, **options})
-
-
-def add_plan(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of `Plan`."""
-    group = parser.add_argument_group("what to compile")
-    add_flags(group, FLAGS)
-    group.add_argument(
-        "--fake", action="store_true", help="build the model of fake tensors; predict for --hardware, or an H100"
-    )
-    group.add_argument(
-        "--device", choices=(CPU, KIND), default=CPU, help="of --fake, also without one here: its kernels are predicted"
-    )
-
-
-def add_division(add: Any) -> None:
-    """Add the arguments that say what replicas divide."""
-    what = "what replicas divide: the optimizer, gradients too, parameters too (default: 0, nothing)"
-    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help=what)
-    add("--reshard", action="store_true", help="with --zero 3: stages let parameters go between their uses in a step")
 
 
 def require_division(zero: int, reshard: bool) -> None:

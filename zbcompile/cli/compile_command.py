@@ -7,29 +7,17 @@ from pathlib import Path
 
 from zbcompile.backends.backend import compile_passes, make_backend
 from zbcompile.batches.example import Example
-from zbcompile.cli.command_line import Command, add_flags, split_options
-from zbcompile.cli.compile_arguments import CPU, Plan, add_plan, compiled, example_of, quiet, schedule_of
+from zbcompile.cli.command_line import split_options
+from zbcompile.cli.compile_arguments import CPU, Plan, compiled, example_of, quiet, schedule_of
 from zbcompile.compiler.compile_example import compile_example_forward
 from zbcompile.compiler.inference import Frame
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.safetensors_weights import save_weights
 from zbcompile.program.directories import program_in, save_here
-from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program
 from zbcompile.progress import Say
 from zbcompile.schedules import Schedule
-
-EXAMPLES = """examples:
-  python -m zbcompile.compile examples/targets.py:gpt --schedule zb-h1 --ranks 4 --output program
-  python -m zbcompile.compile mypackage.models:seventy_billion --fake --ranks 8 --output program
-  python -m zbcompile.compile mypackage.models:policy --also eval,log_probs --ranks 4 --output program
-
-TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
-zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
-DIR is new or empty, or holds a program, which is replaced; docs/programs.md describes what is in it. It holds no
-parameters: zbcompile.load(DIR, state_dict=...) takes them, and zbcompile.run those that --weights writes.
-"""
 
 
 @dataclass(frozen=True)
@@ -42,7 +30,7 @@ class CompileRequest(Plan):
     only: list[str]
 
 
-def _run(chosen: argparse.Namespace, say: Say) -> None:
+def run(chosen: argparse.Namespace, say: Say) -> None:
     """Compile and save; raises the project's errors and OSError."""
     request = CompileRequest(**split_options(chosen))
     if not is_alone():
@@ -86,31 +74,3 @@ def _programs(example: Example, schedule: Schedule, request: CompileRequest, say
         say(f"compiled {name}")
     assert main is not None
     return replace(main, also=found)
-
-
-def _forwards(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= FORWARDS.keys():
-        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(FORWARDS)}")
-    return names
-
-
-def _add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
-    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the directory to write")
-    parser.add_argument(
-        "--weights", metavar="PATH", type=Path, help="write the model's own weights too: .safetensors or a directory"
-    )
-    kinds = parser.add_mutually_exclusive_group()
-    helps = {
-        "--also": "besides the step, forwards for zbcompile.load(DIR): eval, log_probs, entropies",
-        "--only": "such forwards alone, without a backward",
-    }
-    for flag, text in helps.items():
-        kinds.add_argument(flag, metavar="NAME,NAME", type=_forwards, default=[], help=text)
-    add_flags(parser, ("split", "seed", "backend"))
-    add_plan(parser)
-
-
-DESCRIPTION = "Compile the training step of a model into a directory from which every rank loads its part."
-main = Command("compile", DESCRIPTION, EXAMPLES, _add_arguments, _run)

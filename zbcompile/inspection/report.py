@@ -9,9 +9,8 @@ from zbcompile.inspection.idle_report import format_idle, idle_by_cause
 from zbcompile.inspection.request import Prediction
 from zbcompile.inspection.stage_tables import cuts, place_of, stage_tables
 from zbcompile.passes.machine.flops import without_formula
-from zbcompile.passes.partition.memory_estimate import ALONE, ReplicaSharding
 from zbcompile.prediction.predict import count_messages, hardware_of, prices_of
-from zbcompile.prediction.rank_memory import RankMemory, copies_bytes, gathers_of, rank_memories
+from zbcompile.prediction.rank_memory import RankMemory, copies_bytes, rank_memories
 from zbcompile.schedules import format_schedule, format_timeline
 from zbcompile.schedules.ir.actions import flatten
 from zbcompile.schedules.visualization.step_tables import idle_share
@@ -36,7 +35,6 @@ class Summary:
         self,
         inspected: CompiledExample,
         prediction: Prediction,
-        sharding: ReplicaSharding = ALONE,
     ) -> None:
         self.inspected, self.prediction = inspected, prediction
         self.program, self.model = inspected.program, inspected.example.model
@@ -45,8 +43,7 @@ class Summary:
         tensors = dict(self.model.named_parameters()) | dict(self.model.named_buffers())
         self.prices = prediction.basis.prices or prices_of(self.program)
         running = running_of(self.prices)
-        self.memory = rank_memories(self.program, prediction.timeline.costs, tensors, sharding, running)
-        self.sharding = sharding
+        self.memory = rank_memories(self.program, prediction.timeline.costs, tensors, running=running)
 
     def tables(self) -> Iterator[Table]:
         yield self._model()
@@ -164,8 +161,7 @@ class Summary:
 
     def _memory(self) -> Table:
         names = [each.name for each in fields(RankMemory)]
-        if not any(memory.gathered for memory in self.memory):
-            names.remove("gathered")
+        names.remove("gathered")
         rows = [
             [
                 Figure("rank", rank),
@@ -176,17 +172,9 @@ class Summary:
         ]
         notes = [
             'Copies are what pipe.optimizer(validate="after") keeps besides.',
-            *self._gathers(),
             *self._fit(),
         ]
         return Table("memory", "Memory of the ranks: the most at any moment, and of all together", rows, notes)
-
-    def _gathers(self) -> Iterator[str]:
-        """How often a step gathers the divided parameters of stages."""
-        if self.sharding.gathers:
-            counts = gathers_of(self.program, self.sharding)
-            each = ", ".join(map(str, counts))
-            yield f"A step gathers the parameters of a stage {sum(counts)} times; by rank: {each}."
 
     def _fit(self) -> Iterator[str]:
         """Whether the fullest rank is within the limit."""

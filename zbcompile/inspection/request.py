@@ -6,7 +6,7 @@ from functools import cached_property
 from pathlib import Path
 
 from zbcompile.batches.example import Example
-from zbcompile.cli.compile_arguments import Plan, compiled, example_of, require_division, schedule_of
+from zbcompile.cli.compile_arguments import Plan, compiled, example_of, schedule_of
 from zbcompile.compiler.compile_example import CompiledExample, read_saved
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.measured_report import StepComparison, compare_step
@@ -29,15 +29,10 @@ class Request(Plan):
     """The arguments of the command line; `python -m zbcompile.inspect --help` explains them."""
 
     costs: str
-    fused: bool
-    replicas: int
-    zero: int
-    reshard: bool
     graph: str | None
     graphs: Path | None
     passes: bool
     compare: str | None
-    explain_idle: int | None
     critical_path: bool
     timeline: Path | None
     measured: Path | None
@@ -46,7 +41,6 @@ class Request(Plan):
 
     def __post_init__(self) -> None:
         """Raise for files that cannot be written or read, before anything is compiled."""
-        require_division(self.zero, self.reshard)
         if self.fake and self.costs == "measured":
             raise PipelineError("--costs measured runs the graphs for real; leave out --fake.")
         if self.graphs:
@@ -86,7 +80,7 @@ class Prediction:
 
 def predicted(program: Program, request: Request, basis: Basis | None = None) -> Prediction:
     """The step under the requested costs, or under those of `basis` if they are known."""
-    basis, nominal = basis or basis_of(program, request.costs, request.fused), Hardware.find("cpu-core")
+    basis, nominal = basis or basis_of(program, request.costs), Hardware.find("cpu-core")
     is_nominal = request.costs == "flops" and hardware_of(program).name == nominal.name
     return Prediction(basis, simulate(program.schedule, basis.costs), nominal.peak["float32"] if is_nominal else None)
 

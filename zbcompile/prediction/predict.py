@@ -37,10 +37,9 @@ class Basis:
     prices: tuple[StagePrice, ...] = ()
 
 
-def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
+def basis_of(program: Program, source: str) -> Basis:
     """The costs called `source`: "flops" (FLOPs and bytes on the program's hardware), "uniform", "measured" (the graphs
     are run here and now), or a file: JSON as `Costs.to_json` writes it (times in seconds), or the record of a step.
-    `fused`: see `seconds_of`.
 
     Memory is always that of the graphs, in bytes. Raises PipelineError or ScheduleError for a file that does not fit.
     """
@@ -49,8 +48,8 @@ def basis_of(program: Program, source: str, fused: bool = False) -> Basis:
         messages = "messages over its links" if hardware.within else "messages free"
         exchanges = "; exchanges outside of the pipeline: nominal" if program.exchanges else ""
         text = f"from FLOPs and bytes on {hardware}, {messages}{exchanges}"
-        prices = prices_of(program, fused)
-        return Basis(predicted_costs(program, fused, prices=prices), "s", text, prices)
+        prices = prices_of(program)
+        return Basis(predicted_costs(program, prices), "s", text, prices)
     if source == "uniform":  # the graph of a pass may compute nothing: a stage without parameters has no W
         forward, backward, weight = (
             tuple(int(op in stage.pieces and not stage.pieces[op].empty) for stage in program.stages) for op in "FBW"
@@ -68,9 +67,9 @@ def hardware_of(program: Program) -> Hardware:
     return program.choices.hardware or hardware_for(program.device_type)
 
 
-def prices_of(program: Program, fused: bool = False) -> tuple[StagePrice, ...]:
+def prices_of(program: Program) -> tuple[StagePrice, ...]:
     """The price of every stage on the program's hardware, where its schedule places it; arguments as of `price_of`."""
-    how = hardware_of(program), program.choices, program.device_type, fused
+    how = hardware_of(program), program.choices, program.device_type
     distinct = {stage.original: stage for stage in reversed(program.stages)}
     found = {original: price_of(stage, *how) for original, stage in distinct.items()}
     local = [_local(stage, program.schedule.placement) for stage in program.stages]
@@ -92,18 +91,16 @@ def _local(stage: StageProgram, placement: Placement) -> set[Slot]:
 
 def predicted_costs(
     program: Program,
-    fused: bool = False,
     prices: Sequence[StagePrice] = (),
 ) -> Costs:
     """Seconds of the passes by their operations on the program's hardware, and its links; `prices` are
     those of the stages, if they are known already (`prices_of`)."""
     hardware = hardware_of(program)
-    costs = costs_of(prices or prices_of(program, fused), **_links(program, hardware))
+    costs = costs_of(prices or prices_of(program), **_links(program, hardware))
     if program.vocabulary is None:
         return costs
     shards = [
-        {op: pass_seconds(piece, hardware, fused) for op, piece in pieces.items()}
-        for pieces in program.vocabulary.pieces
+        {op: pass_seconds(piece, hardware) for op, piece in pieces.items()} for pieces in program.vocabulary.pieces
     ]
     return with_shard_times(costs, program.schedule, program.vocabulary, shards)
 

@@ -14,8 +14,8 @@ from torch import nn
 
 import zbcompile
 from zbcompile import PipelineError, errors
-from zbcompile.cli.command_line import OPTION_FLAGS, add_flags, flag_of, split_options
-from zbcompile.cli.compile_arguments import FLAGS
+from zbcompile.cli.command_line import split_options
+from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS, add_flags, flag_of
 from zbcompile.options import OPTIONS, REMOVED, PipelineOptions, StepOptions, checked
 from zbcompile.passes.compile_options import Choices, read_bytes
 from zbcompile.passes.machine.hardware import Hardware

@@ -5,35 +5,48 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
 import pytest
 
 from tests.support.first_output import doors_of, seconds_to_first_line, work_for
-from zbcompile.cli import command_table
-from zbcompile.cli.command_table import COMMANDS, HELP
+from zbcompile.cli import command_table, train_optimizer
+from zbcompile.cli.command_table import COMMANDS
+from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS
+from zbcompile.cli.parsers import DECAYS, FORWARDS, OPTIMIZERS
+from zbcompile.cli.train_optimizer import NAMED
+from zbcompile.options import BACKENDS
+from zbcompile.passes.compile_options import Choices
+from zbcompile.program import output
 from zbcompile.progress import Progress
 
 
 @pytest.mark.parametrize("name", COMMANDS)
 def test_a_command_has_two_doors(
-    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The first one prints a text that stands in a file, so that nobody waits for torch; it is what the parser says."""
-    monkeypatch.setenv("COLUMNS", "80")
     door = import_module(f"zbcompile.{name}" if name != "schedules" else "zbcompile.schedules.__main__")
     with pytest.raises(SystemExit):
         door.main(["--help"])
     parsed = capsys.readouterr().out
-    if request.config.getoption("--update-golden") and name != "schedules":
-        (HELP / f"{name}.txt").write_text(parsed, encoding="utf-8")
     monkeypatch.setattr(sys, "argv", ["zbcompile", name, "--help"])
     with pytest.raises(SystemExit) as stopped:
         command_table.choose_and_exit()
     shown = capsys.readouterr().out
     assert (stopped.value.code, shown.split()[:4]) == (0, ["usage:", "python", "-m", f"zbcompile.{name}"])
-    assert parsed.split() == shown.split(), "if this is meant: pytest --update-golden"  # versions of Python wrap apart
+    assert parsed == shown
+
+
+def test_flags_are_those_of_the_options() -> None:
+    """What the parsers name without importing torch."""
+    of_options = {each.name for each in fields(Choices)}
+    assert set(FLAGS) == {"schedule", "ranks", "microbatches", "chunks", "loss_reduction", *of_options}
+    assert OPTION_FLAGS["backend"]["choices"] == BACKENDS
+    assert (*NAMED,) == OPTIMIZERS
+    assert train_optimizer.DECAYS == DECAYS
+    assert set(FORWARDS) == output.FORWARDS.keys()
 
 
 @pytest.mark.slow

@@ -189,7 +189,6 @@ def test_pictures_of_a_directory(program: Path, tmp_path: Path, command: Command
     picture = tmp_path / "step.svg"
     assert command(zbcompile.inspect.main, program, "--timeline", picture)[:2] == (0, f"{picture}\n")
     assert "model           Net\n" in command(zbcompile.inspect.main, program)[1]
-    assert "Rank 1 is idle" in command(zbcompile.inspect.main, program, "--explain-idle", "1")[1]
     assert command(zbcompile.inspect.main, program, "--graphs", tmp_path)[0] == 0
 
 

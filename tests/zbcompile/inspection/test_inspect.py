@@ -138,11 +138,11 @@ def test_what_cannot_be_compared_stands_below_the_table(tiny: Path, inspect: Cal
 
 @pytest.mark.slow
 def test_causes(tiny: Path, inspect: Callable[..., str], golden: Callable[[str, str], None]) -> None:
-    """The longest idle intervals with what caused them, and the critical path; with equal times, so for any torch."""
+    """The critical path; with equal times, so for any torch."""
     plan = (f"{tiny}:two", "--ranks", 4, "--microbatches", 4, "--schedule", "1f1b", "--costs", "uniform")
-    texts = [inspect(*plan, "--explain-idle", 2), inspect(*plan, "--critical-path")]
-    assert max(len(line) for text in texts for line in text.splitlines()) <= WIDTH
-    golden("inspect_causes.txt", "\n".join(texts))
+    text = inspect(*plan, "--critical-path")
+    assert max(len(line) for line in text.splitlines()) <= WIDTH
+    golden("inspect_causes.txt", text)
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_a_program_directory(
     shown = inspect(tmp_path / "program")
     assert max(map(len, shown.splitlines())) <= WIDTH
     golden("inspect_program.txt", shown)
-    causes = inspect(tmp_path / "program", "--measured", RECORD, "--explain-idle", 2)
+    causes = inspect(tmp_path / "program", "--measured", RECORD, "--critical-path")
     golden("inspect_measured_causes.txt", causes.removesuffix(OTHER_TORCH))
     for ending in ("svg", "html", "json", "txt"):
         picture = tmp_path / f"both.{ending}"
@@ -229,7 +229,7 @@ def test_all_graphs_are_written(tmp_path: Path, tiny: Path, inspect: Callable[..
 def test_parts_do_not_exclude_each_other(tiny: Path, inspect: Callable[..., str]) -> None:
     """Whatever is asked for is shown, one after the other."""
     plan = (f"{tiny}:two", "--schedule", "1f1b", "--costs", "uniform")
-    asked = (("--graph", "0.W"), ("--explain-idle", 1), ("--critical-path",), ("--compare", "1f1b,zb-h1"))
+    asked = (("--graph", "0.W"), ("--critical-path",), ("--compare", "1f1b,zb-h1"))
     shown = inspect(*plan, *(word for each in asked for word in each), "--passes")
     for each in asked:
         assert inspect(*plan, *each).rstrip("\n") in shown

@@ -1,0 +1,277 @@
+"""The command lines of inspect, compile and run. Imports no torch: a command's module is imported when it runs."""
+
+import argparse
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zbcompile.cli.option_flags import FLAGS, add_division, add_flags, add_plan
+from zbcompile.env import VARIABLES
+
+FORWARDS = ("eval", "log_probs", "entropies")
+OPTIMIZERS = ("adamw", "adam", "sgd")
+DECAYS = ("none", "linear", "cosine")
+_INSPECT = """examples:
+  python -m zbcompile.inspect examples/targets.py:gpt
+  python -m zbcompile.inspect examples/targets.py:gpt --schedule zb-h1 --ranks 4 --microbatches 8
+  python -m zbcompile.inspect examples/targets.py:gpt --graph 1.B
+  python -m zbcompile.inspect examples/targets.py:gpt --graphs graphs/
+  python -m zbcompile.inspect examples/targets.py:gpt --passes
+  python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --timeline step.svg
+  python -m zbcompile.inspect examples/targets.py:gpt --compare 1f1b,zb-h1,zb-v --timeline compared.svg
+  python -m zbcompile.inspect examples/targets.py:gpt --ranks 4 --critical-path
+  python -m zbcompile.inspect examples/targets.py:gpt --measured step.json
+  python -m zbcompile.inspect mypackage.models:seventy_billion --fake --ranks 8 --json
+
+TARGET may also be a directory made by zbcompile.compile or pipe.program.save. Else it is called without
+arguments and returns (model, args), (model, args, kwargs) or
+zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
+docs/inspect.md explains every table and the fields of --json.
+"""
+_COMPILE = """examples:
+  python -m zbcompile.compile examples/targets.py:gpt --schedule zb-h1 --ranks 4 --output program
+  python -m zbcompile.compile mypackage.models:seventy_billion --fake --ranks 8 --output program
+  python -m zbcompile.compile mypackage.models:policy --also eval,log_probs --ranks 4 --output program
+
+TARGET is called without arguments and returns (model, args), (model, args, kwargs) or
+zbcompile.Example(model, args, kwargs, loss, target); args are those of one microbatch.
+DIR is new or empty, or holds a program, which is replaced; docs/programs.md describes what is in it. It holds no
+parameters: zbcompile.load(DIR, state_dict=...) takes them, and zbcompile.run those that --weights writes.
+"""
+_RUN = """the data:
+  --data FILE.py:batches (or package.module:batches) names a function, which every rank calls once, or an iterable.
+  It gives one batch per step, the same on every rank of a replica, either as
+      (args, kwargs)      a tuple and a mapping, what pipe.step takes, or
+      {"input_ids": ...}  a mapping of keywords.
+  The target of the loss that the program was compiled with is the keyword "target". The function gets those of these
+  keywords for which it has parameters:
+      start               the number of batches that were trained on before; the first one that it gives is batch
+                          number `start`
+      seed                --seed, or what the program was compiled with
+      replica, replicas   which replica of the pipeline this is, of how many: each trains on its own batches
+  When a run is resumed, a function without `start` gives all batches again, and those trained on before are skipped.
+  If the iterable has state_dict and load_state_dict (a stateful loader), every checkpoint holds its state.
+  The generators of Python, torch and numpy are seeded before the function is called, and are part of a checkpoint.
+
+examples:
+  python -m zbcompile.run program --data examples/text_batches.py:batches --weights model.safetensors --steps 100
+  torchrun --standalone --nproc-per-node 4 -m zbcompile.run program --data examples/text_batches.py:batches \\
+      --weights model.safetensors --steps 1000 --lr 3e-4 --checkpoint checkpoints --every 100 --resume
+  torchrun --nnodes 1:2 --nproc-per-node 4 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
+      -m zbcompile.run examples/targets.py:gpt --schedule zb-h1 --microbatches 16 --exact --data ... --steps 1000 \\
+      --checkpoint checkpoints --resume
+The second one resumes after a crash or a kill, with the same bits as if it had never stopped: start it again, or let
+torchrun do it (--max-restarts). A program is compiled for one number of ranks. The third one starts from a TARGET:
+after a restart on fewer or more ranks it is compiled for these, and goes on from the last checkpoint.
+docs/running.md describes checkpoints and how to load them elsewhere.
+"""
+
+
+@dataclass(frozen=True)
+class CommandLine:
+    """The arguments of one command besides the common ones, and what `--help` says of it."""
+
+    description: str
+    epilog: str
+    add_arguments: Callable[[argparse.ArgumentParser], None]
+
+    def parser(self, name: str) -> argparse.ArgumentParser:
+        """The parser of the command `name`."""
+        parser = argparse.ArgumentParser(
+            prog=f"python -m zbcompile.{name}",
+            description=self.description,
+            epilog=f"{self.epilog}exit status: 0, or 2 with one line on standard error.\n",
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        parser.add_argument("--debug", action="store_true", help="show tracebacks of errors, and what torch prints")
+        self.add_arguments(parser)
+        return parser
+
+
+class _Environment(argparse.Action):
+    """An action like --help, which needs no other argument and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+        for variable in VARIABLES:
+            print(variable)
+        parser.exit()
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="package.module:name, path/file.py:name, or a directory")
+    nothing = argparse.SUPPRESS  # as for --help, no value is left behind
+    parser.add_argument(
+        "--env", action=_Environment, nargs=0, default=nothing, help="list the environment variables and exit"
+    )
+    add_plan(parser)
+    add = parser.add_argument_group("what to predict").add_argument
+    add(
+        "--costs",
+        default="flops",
+        metavar="flops|uniform|measured|FILE",
+        help="times to predict with; a FILE holds costs, or the record of a step (default: flops)",
+    )
+    _add_output(parser.add_argument_group("what to show, one after the other (default: a summary)"))
+
+
+def _add_output(group: Any) -> None:
+    add = group.add_argument
+    add("--graph", metavar="STAGE.PASS", help="one graph as torch.fx prints it, such as 1.B (passes F, B, W, BW)")
+    add("--graphs", metavar="DIR", type=Path, help="write all graphs, each as torch.fx prints it")
+    add("--passes", action="store_true", help="the passes of the compiler in order: operations, seconds")
+    add("--compare", metavar="NAME,NAME", help="predict the step under several schedules, of the same microbatches")
+    add("--critical-path", action="store_true", help="the chain of actions that sets the step's length")
+    add(
+        "--timeline",
+        metavar="FILE",
+        type=Path,
+        help="draw the step, or those compared: .txt, .svg, .html, .json (Chrome)",
+    )
+    add(
+        "--measured",
+        metavar="FILE",
+        type=Path,
+        help="a recorded step (pipe.last_step.save), to compare with its prediction",
+    )
+    add("--json", action="store_true", help="the tables as JSON")
+
+
+def _forwards(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(FORWARDS):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected some of {','.join(FORWARDS)}")
+    return names
+
+
+def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("target", metavar="TARGET", help="package.module:name or path/file.py:name")
+    parser.add_argument("--output", metavar="DIR", type=Path, required=True, help="the directory to write")
+    parser.add_argument(
+        "--weights", metavar="PATH", type=Path, help="write the model's own weights too: .safetensors or a directory"
+    )
+    kinds = parser.add_mutually_exclusive_group()
+    helps = {
+        "--also": "besides the step, forwards for zbcompile.load(DIR): eval, log_probs, entropies",
+        "--only": "such forwards alone, without a backward",
+    }
+    for flag, text in helps.items():
+        kinds.add_argument(flag, metavar="NAME,NAME", type=_forwards, default=[], help=text)
+    add_flags(parser, ("split", "seed", "backend"))
+    add_plan(parser)
+
+
+def add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "directory",
+        metavar="DIR|TARGET",
+        type=Path,
+        help="a program, as pipe.program.save writes it; or FILE.py:function, which returns the model and one "
+        "microbatch (as for zbcompile.compile) and is compiled for the ranks that are there",
+    )
+    parser.add_argument("--data", required=True, metavar="FILE.py:NAME", help="the source of the batches (see below)")
+    parser.add_argument("--steps", required=True, type=int, help="optimizer steps in total, resumed ones included")
+    parser.add_argument("--seed", type=int, help="of dropout, --init and the data (default: the program's)")
+    _add_optimizer(parser.add_argument_group("the optimizer"))
+    _add_state(parser.add_argument_group("weights and checkpoints"))
+    _add_process(parser.add_argument_group("processes and output"))
+    add_flags(parser.add_argument_group("how to compile a TARGET"), FLAGS)
+
+
+def _add_optimizer(group: Any) -> None:
+    add = group.add_argument
+    add(
+        "--optimizer",
+        default="adamw",
+        metavar="|".join((*OPTIMIZERS, "FILE.py:NAME")),
+        help="torch's, or a function that gets a list of (name, parameter) and the options (default: adamw)",
+    )
+    add("--lr", type=float, metavar="RATE", help="the highest learning rate (default: the optimizer's)")
+    add("--weight-decay", type=float, metavar="DECAY", help="default: the optimizer's")
+    add(
+        "--option",
+        action="append",
+        default=[],
+        type=_option,
+        metavar="NAME=VALUE",
+        help='any other option of the optimizer, such as "betas=(0.9, 0.95)"; may be repeated',
+    )
+    add("--warmup", type=int, default=0, metavar="STEPS", help="warm up the rate over this many steps")
+    add("--decay", choices=DECAYS, default="none", help="lower the rate to 0 at the last step")
+    add("--clip", type=float, metavar="NORM", help="clip the gradients to this norm over all ranks")
+    add_division(add)
+    add("--early", action="store_true", help="update stage by stage inside of the step")
+    add("--validate", choices=("before", "after"), default="before", help="after: early, in spite of --clip")
+
+
+def _option(text: str) -> tuple[str, Any]:
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        raise argparse.ArgumentTypeError(f"{text!r}; expected NAME=VALUE with a Python literal") from None
+
+
+def _add_state(group: Any) -> None:
+    add = group.add_argument
+    add("--weights", type=Path, metavar="PATH", help=".safetensors, a directory of them with an index, or a checkpoint")
+    add(
+        "--init",
+        metavar="FILE.py:NAME",
+        help="a function init(name, tensor) that fills a tensor in place; --weights are loaded after it",
+    )
+    add("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints, shared by all ranks")
+    add("--every", type=int, default=100, metavar="N", help="steps between checkpoints (default: 100)")
+    add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default: 3)")
+    add("--save-async", action="store_true", help="keep training while a checkpoint is written (takes memory)")
+    add("--resume", action="store_true", help="continue from the newest whole checkpoint, if any")
+    add("--export", type=Path, metavar="PATH", help="write the final weights: .safetensors or a directory")
+
+
+def _add_process(group: Any) -> None:
+    add = group.add_argument
+    add("--replicas", type=int, default=1, metavar="N", help="replicas of the pipeline (data parallel)")
+    add(
+        "--tensor",
+        type=int,
+        default=1,
+        metavar="N",
+        help="ranks that share every matrix: TARGET takes `mesh` and parallelises its model",
+    )
+    add("--threads", type=int, metavar="N", help="torch's threads per process (default: torch's own choice)")
+    add(
+        "--operator",
+        action="append",
+        default=[],
+        dest="operators",
+        metavar="LIBRARY::NAME",
+        help="an operator of another library that the program may call; --data must import it",
+    )
+    add(
+        "--backend",
+        metavar="|".join(("fx", "inductor", "FILE.py:NAME")),
+        help="what runs the graphs (docs/backends.md; default: as the program was saved)",
+    )
+    add("--log-every", type=int, default=10, metavar="N", help="steps between log lines (default: 10)")
+    add_flags(group, ("timeout", "debug_nan"))
+
+
+COMMAND_LINES = {
+    "inspect": CommandLine(
+        "Show how zbcompile cuts, splits and schedules a model. Runs no step, needs no GPU.",
+        _INSPECT,
+        add_inspect_arguments,
+    ),
+    "compile": CommandLine(
+        "Compile the training step of a model into a directory from which every rank loads its part.",
+        _COMPILE,
+        add_compile_arguments,
+    ),
+    "run": CommandLine(
+        "Train a compiled program with a data function; the model's source is not needed. Under torchrun each process "
+        "is one rank; without it all ranks run in this process.",
+        _RUN,
+        add_run_arguments,
+    ),
+}
