@@ -79,7 +79,7 @@ def flip_checkpoints(folder: Path, flips: int, seed: int = 0) -> Counts:
 
 
 def described(model: nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> str:
-    at = zbcompile.load_checkpoint(path, model, optimizer, random=False)
+    at = zbcompile.load_checkpoint(path, model, optimizer)
     torch.set_printoptions(threshold=10_000, precision=12)
     return repr((at.step, at.extra, at.random, model.state_dict(), optimizer.state_dict()["param_groups"])) + repr(
         sorted((number, sorted(kept.items())) for number, kept in optimizer.state_dict()["state"].items())

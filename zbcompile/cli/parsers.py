@@ -225,7 +225,7 @@ def _add_state(group: Any) -> None:
     add("--every", type=int, default=100, metavar="N", help="steps between checkpoints (default: 100)")
     add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default: 3)")
     add("--save-async", action="store_true", help="keep training while a checkpoint is written (takes memory)")
-    add("--resume", action="store_true", help="continue from the newest whole checkpoint, if any")
+    add("--resume", action="store_true", help="continue from the newest checkpoint, if any")
     add("--export", type=Path, metavar="PATH", help="write the final weights: .safetensors or a directory")
 
 

@@ -19,7 +19,7 @@ from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.mesh import BATCHES
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import restore_random_state, seed_everything
-from zbcompile.persistence.checkpoint import Checkpoint, hold_folder, load_checkpoint, save_checkpoint
+from zbcompile.persistence.checkpoint import Checkpoint, load_state, save_checkpoint
 from zbcompile.persistence.checkpoint_directory import candidates, latest_checkpoint
 from zbcompile.persistence.safetensors_weights import holds_weights, load_weights, save_weights
 from zbcompile.progress import Say, silent
@@ -117,10 +117,8 @@ def _first_state(job: Job, pipe: Pipeline, optimizer: Optimizer) -> Checkpoint:
             f"{job.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to continue from there, or name "
             "another directory."
         )
-    if job.checkpoint is not None:
-        hold_folder(job.checkpoint, pipe)
     if existing is not None and job.checkpoint is not None:
-        return load_checkpoint(job.checkpoint, pipe, optimizer, random=False, fallback=True)
+        return load_state(job.checkpoint, pipe, optimizer)
     if job.weights is not None:
         _load_weights(job.weights, pipe)
     elif job.init is None and not job.is_target:
@@ -136,7 +134,7 @@ def _load_weights(path: Path, pipe: Pipeline) -> None:
     if holds_weights(path) or not candidates(path):
         load_weights(path, pipe)
         return
-    load_checkpoint(path, pipe, random=False)
+    load_state(path, pipe)
     pipe.step_index = 0
 
 

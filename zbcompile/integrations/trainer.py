@@ -27,7 +27,7 @@ from zbcompile.integrations.refusals import (
     refuse_options,
 )
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
-from zbcompile.persistence.checkpoint import load_checkpoint, save_checkpoint
+from zbcompile.persistence.checkpoint import load_state, save_checkpoint
 from zbcompile.persistence.safetensors_weights import load_weights, save_weights
 from zbcompile.runtime.step_agreement import require_same_batch
 
@@ -260,7 +260,7 @@ class PipelineTrainer(Trainer):
                 "its weights: load the model with from_pretrained, or pass weights=."
             )
         if (folder / STATE).is_dir():
-            again = partial(load_checkpoint, folder / STATE, self.pipe, self._own_optimizer, random=False)
+            again = partial(load_state, folder / STATE, self.pipe, self._own_optimizer)
             self._pending = {"state": again}
         if (folder / SCHEDULER_NAME).exists():
             self.lr_scheduler.load_state_dict(torch.load(folder / SCHEDULER_NAME, weights_only=True))

@@ -6,7 +6,6 @@ docs/running.md describes the contents of the directory.
 import functools
 import hashlib
 import shutil
-import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, nullcontext
@@ -25,7 +24,6 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name, part_of, publish
 from zbcompile.persistence.checkpoint_values import Tensors, to_data
-from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.persistence.folder_writer import FolderWriter
 from zbcompile.persistence.local_tensors import Holding, holding_of, require_names
 from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optimizer_values
@@ -44,7 +42,6 @@ from zbcompile.safe_files import cannot_write, write_whole
 from zbcompile.version import __version__
 
 Values = dict[str, Any]
-ROUND = 2.5  # seconds in which all ranks wait for the lock of a folder before they speak to each other again
 
 
 @dataclass(frozen=True)
@@ -73,7 +70,7 @@ def save_checkpoint(
 
     Each rank writes what it owns, tied parameters and copies of a stage once, as safetensors, planned by
     torch.distributed.checkpoint. The directory appears under its name once everything is on disk: a crash leaves
-    earlier checkpoints intact. A pipeline that has saved holds the folder until it is closed: another run is refused.
+    earlier checkpoints intact. Only one run may write into a folder.
 
     Args:
         source: a pipeline, or a plain model in one process.
@@ -106,12 +103,11 @@ def save_checkpoint(
         together(ranks, what, lambda: writer.finish(ranks.watch.position))
         given = {"step": count, "wait": wait, "frozen": frozen}
         agree(ranks, given, "call save_checkpoint with different arguments", "Pass the same on every rank.")
-        _hold(writer, folder, ranks)
         tensors, own = together(ranks, what, lambda: _contents(holding, optimizer, frozen))
         _add_process(tensors, own["values"], extra, ranks)
         partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
-        commit = functools.partial(_commit, partial, _fields(holding, count), keep, writer.lock)
+        commit = functools.partial(_commit, partial, _fields(holding, count), keep)
         _write(ranks, partial, tensors, own, commit, None if wait else writer)
     return final_name(partial)
 
@@ -131,25 +127,15 @@ def verify_checkpoint(path: str | Path) -> None:
         open_state(checkpoint).require_whole()
 
 
-def hold_folder(folder: str | Path, pipe: Pipeline) -> None:
-    """Refuse other runs that write checkpoints into `folder`, until `pipe` is closed; every rank must call it.
-
-    Raises PipelineError, on every rank, if another run holds it.
-    """
-    with pipe.ranks.watch.region(f"taking {folder}"):
-        _hold(pipe.attached(FolderWriter), Path(folder), pipe.ranks)
-
-
 def load_checkpoint(
     path: str | Path,
     source: Pipeline | nn.Module,
     optimizer: Optimizer | None = None,
     *,
     required: bool = True,
-    random: bool = True,
-    fallback: bool = False,
 ) -> Checkpoint:
-    """Continue from a checkpoint, saved at any number of ranks, under any schedule, or from a plain model.
+    """Continue from a checkpoint, saved at any number of ranks, under any schedule, or from a plain model. The
+    generators of Python, torch and numpy are set to where the first rank's were.
 
     Every rank must call it, and reads only its own part. Tensors are filled in place. All files are compared with
     their checksums first, each rank a share of them.
@@ -161,20 +147,30 @@ def load_checkpoint(
             `compile` or step the optimizer, which `pipe.optimizer` made, and raises if names or shapes differ.
         optimizer: gets the saved state and options; without it only the model is loaded.
         required: whether to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
-        random: also set the generators of Python, torch and numpy to where the first rank's were.
-        fallback: of a folder, take the newest checkpoint that is whole, with a warning on standard error.
 
     Raises PipelineError, on every rank and before anything is changed, if files are damaged or names or shapes differ.
 
     >>> at = zbcompile.load_checkpoint("checkpoints", pipe, optimizer, required=False)      # doctest: +SKIP
     >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
     """
+    at = load_state(path, source, optimizer, required=required)
+    if at.random is not None and at.path is not None:
+        ranks = source.ranks if isinstance(source, Pipeline) else holding_of(source).ranks
+        with ranks.watch.region(f"restoring the generators from {path}"), blamed(at.path):
+            restore_random_state(at.random, ranks.device)
+    return at
+
+
+def load_state(
+    path: str | Path, source: Pipeline | nn.Module, optimizer: Optimizer | None = None, *, required: bool = True
+) -> Checkpoint:
+    """Loads as `load_checkpoint` does, but leaves the random generators alone."""
     ranks = source.ranks if isinstance(source, Pipeline) else holding_of(source).ranks
     with ranks.watch.region(f"loading a checkpoint from {path}"):
         if isinstance(source, Pipeline):
             writer = source.attached(FolderWriter)
             together(ranks, f"saving before loading {path}", lambda: writer.finish(ranks.watch.position))
-        found = _newest_whole(Path(path), ranks, fallback)
+        found = _newest(Path(path), ranks)
         if found is None and not required:
             return Checkpoint(step=0)
         if found is None:
@@ -190,24 +186,16 @@ def load_checkpoint(
             except BaseException:
                 source.step_index = before
                 raise
-        if random and at.random is not None:
-            with blamed(load.saved):
-                restore_random_state(at.random, ranks.device)
     return at
 
 
-def _newest_whole(path: Path, ranks: Ranks, fallback: bool) -> Path | None:
+def _newest(path: Path, ranks: Ranks) -> Path | None:
     """The checkpoint to load; None if there is none. Raises PipelineError, on every rank, for a damaged one."""
-    found = gathered(ranks, candidates(path))[0]
-    for number, each in enumerate(found):
-        problem = next(filter(None, gathered(ranks, _problem(each, ranks))), None)
-        if problem is None:
-            return each
-        if not fallback or each == path or number == len(found) - 1:
-            raise ranks.refusal(problem)
-        if ranks.is_first:
-            print(f"zbcompile: SKIPPING A DAMAGED CHECKPOINT: {problem}", file=sys.stderr, flush=True)
-    return None
+    found = next(iter(gathered(ranks, candidates(path))[0]), None)
+    problem = None if found is None else next(filter(None, gathered(ranks, _problem(found, ranks))), None)
+    if problem is not None:
+        raise ranks.refusal(problem)
+    return found
 
 
 def _problem(path: Path, ranks: Ranks) -> str | None:
@@ -217,17 +205,6 @@ def _problem(path: Path, ranks: Ranks) -> str | None:
     except PipelineError as error:
         return str(error)
     return None
-
-
-def _hold(writer: FolderWriter, folder: Path, ranks: Ranks) -> None:
-    """Take the lock of the folder, unless it is held. All ranks wait for it in rounds shorter than any timeout."""
-    if writer.folder == folder.absolute():
-        together(ranks, f"writing to {folder}", lambda: writer.lock.keep() if writer.lock else None)
-        return
-    lock = FolderLock(folder.absolute()) if ranks.number == 0 else None
-    while not gathered(ranks, together(ranks, f"taking {folder}", lambda: lock is None or lock.attempt(ROUND)))[0]:
-        pass
-    writer.take(folder.absolute(), lock)
 
 
 def _require_shared(partial: Path) -> None:
@@ -278,14 +255,10 @@ def _fields(holding: Holding, step: int) -> Values:
     return {**versions, "step": step, "ranks": holding.ranks.count, "tied": tied}
 
 
-def _commit(
-    partial: Path, fields: Values, keep: int | None, lock: FolderLock | None, parts: Sequence[Mapping[str, Any]]
-) -> None:
+def _commit(partial: Path, fields: Values, keep: int | None, parts: Sequence[Mapping[str, Any]]) -> None:
     """On the first process: write the record, and give the directory its name."""
-    assert lock is not None
     try:
         write_whole(partial / INDEX, record_to_text(fields, parts).encode())
-        lock.require_held()
         publish(partial, keep)
     except OSError as error:
         raise cannot_write(partial, error) from None
@@ -306,7 +279,7 @@ def _write(
         group = later.group_of(ranks)
         warnings.filterwarnings("ignore", message=ONE_PROCESS)  # the thread outlives any context
         pending = dcp.async_save(tensors, storage_writer=storage, process_group=group, no_dist=alone)
-        later.start(partial, pending)
+        later.start(partial, pending, is_first=ranks.number == 0)
         return
     try:
         with quiet(), position.waiting("the checkpoint of all ranks"):
@@ -331,7 +304,7 @@ class CheckpointLoad:
         """Read what no parameter has to wait for: the step, the random state and `extra`. Raises PipelineError if the
         state is that of another optimizer."""
         _require_same_optimizer(self.saved, self.optimizer)
-        with blamed(self.saved):
+        with blamed(self.saved.path):
             random, extra = read_process(self.saved, "random"), read_process(self.saved, "extra")
         return Checkpoint(self.saved.fields["step"], extra, self.saved.path, random)
 
@@ -348,7 +321,7 @@ class CheckpointLoad:
     def _fill(self, holding: Holding, trains: bool) -> None:
         saved, left_out = self.saved, self.saved.fields["left_out"]
         _require_same_names(saved, holding)
-        with blamed(saved):
+        with blamed(saved.path):
             if not self.filled:
                 with torch.no_grad():
                     rooms = {each: torch.zeros_like(each.tensor, dtype=each.parameter.dtype) for each in holding.slices}

@@ -55,6 +55,9 @@ def begin(folder: Path, step: int) -> Path:
             shutil.rmtree(path)
         partial = folder / f".{_new_name(folder, step)}{PARTIAL}"
         partial.mkdir()
+    except FileExistsError:
+        what = f"a link to {folder.readlink()}, which does not exist" if folder.is_symlink() else "a file"
+        raise PipelineError(f"no checkpoint can be written to {folder}: it is {what}.") from None
     except OSError as error:
         raise PipelineError(f"no checkpoint can be written to {folder}: {error.strerror}.") from None
     return partial

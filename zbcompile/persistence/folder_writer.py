@@ -12,28 +12,19 @@ import torch.distributed as dist
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.faults.fault_report import Position
-from zbcompile.persistence.folder_lock import FolderLock
 from zbcompile.persistence.saved_values import first_cause
 
 LOOK = 0.05  # seconds between two looks at the thread of a save
 
 
 class FolderWriter:
-    """What a pipeline keeps for the checkpoints that it writes: the lock of a folder, which the first process has, a
-    save that is under way, and the group in which processes meet for it while they train."""
+    """What a pipeline keeps for the checkpoints that it writes: a save that is under way, and the group in which
+    processes meet for it while they train."""
 
     def __init__(self) -> None:
-        self.folder: Path | None = None
-        self.lock: FolderLock | None = None
         self.group: dist.ProcessGroup | None = None
-        self._pending: tuple[Path, Future[Any]] | None = None
+        self._pending: tuple[Path, Future[Any], bool] | None = None
         self._works = False
-
-    def take(self, folder: Path | None, lock: FolderLock | None) -> None:
-        """Keep the lock of `folder` in place of that of another folder."""
-        if self.lock is not None:
-            self.lock.close()
-        self.folder, self.lock = folder, lock
 
     def group_of(self, ranks: Ranks) -> dist.ProcessGroup | None:
         """The group; the first call makes it, together with all ranks. None in one process."""
@@ -42,9 +33,9 @@ class FolderWriter:
                 self.group = ranks.apart()
         return self.group
 
-    def start(self, partial: Path, pending: Any) -> None:
-        """Remember a save that is under way."""
-        self._pending = partial, pending
+    def start(self, partial: Path, pending: Any, is_first: bool) -> None:
+        """Remember a save that is under way. If it fails the first process removes what it has written."""
+        self._pending = partial, pending, is_first
 
     @contextmanager
     def working(self) -> Iterator[None]:
@@ -61,7 +52,7 @@ class FolderWriter:
         pending, self._pending = self._pending, None
         if pending is None:
             return
-        partial, future = pending
+        partial, future, is_first = pending
         while position is not None and not future.done():
             if self._works:
                 wait((future,), LOOK)
@@ -71,13 +62,10 @@ class FolderWriter:
                     wait((future,), LOOK)
         error = future.exception()
         if error is not None:
-            if self.lock is not None:
+            if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
             raise PipelineError(f"{partial} was not finished: {first_cause(error)}") from error
 
     def close(self) -> None:
-        """Wait for the save that is under way, and give the folder back."""
-        try:
-            self.finish()
-        finally:
-            self.take(None, None)
+        """Wait for the save that is under way."""
+        self.finish()

@@ -20,7 +20,7 @@ from zbcompile.model.model_info import has_values, module_of
 from zbcompile.options import BACKENDS, PipelineOptions
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.process_groups import groups_in
-from zbcompile.persistence.checkpoint import load_checkpoint
+from zbcompile.persistence.checkpoint import load_state
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
@@ -104,7 +104,7 @@ def load(
         if state_dict is not None:
             together(here, "loading the state dict", lambda: pipe.load_state_dict(state_dict))
     if checkpoint is not None:
-        load_checkpoint(checkpoint, pipe, random=False)
+        load_state(checkpoint, pipe)
     return pipe
 
 

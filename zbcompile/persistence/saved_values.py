@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ def _fill(saved: SavedState, tensors: Values) -> None:
 
 
 @contextmanager
-def blamed(saved: SavedState) -> Iterator[None]:
+def blamed(path: Path) -> Iterator[None]:
     """Raise PipelineError, with the checkpoint's name, for what fails inside: its values may be anyone's."""
     try:
         yield
@@ -54,7 +55,7 @@ def blamed(saved: SavedState) -> Iterator[None]:
         raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
-        raise PipelineError(f"{saved.path} cannot be loaded ({problem}). Load another checkpoint.") from error
+        raise PipelineError(f"{path} cannot be loaded ({problem}). Load another checkpoint.") from error
 
 
 @contextmanager

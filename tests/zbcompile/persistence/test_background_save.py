@@ -70,7 +70,7 @@ def becomes(position: Position, waits: bool) -> bool:
 def test_who_waits_for_a_save_waits_for_ranks_or_for_its_own_disk(tmp_path: Path) -> None:
     """The first is a wait that `timeout=` bounds, which it did not until the thread had given up on its own."""
     position, writer, saving = Position(), FolderWriter(), Future[None]()
-    writer.start(tmp_path, saving)
+    writer.start(tmp_path, saving, is_first=True)
     main = threading.Thread(target=writer.finish, args=(position,))
     main.start()
     assert becomes(position, True)
@@ -118,7 +118,7 @@ def test_a_plain_model_is_saved_at_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("size", [0, 100, 2000, 5000])
 def test_a_full_disk_is_one_message_and_leaves_what_was_there(size: int, tmp_path: Path) -> None:
-    """Within the lock, the part, its entries, the record: each is met by one of the sizes."""
+    """Within the part, its entries, the record: each is met by one of the sizes."""
     model = nn.Linear(16, 16)
     first = zbcompile.save_checkpoint(tmp_path, model, step=1)
     with largest_file(size), pytest.raises(zbcompile.PipelineError, match=str(tmp_path)):

@@ -182,20 +182,27 @@ def test_a_folder_that_is_missing_or_empty_is_said_to_be_so(tmp_path: Path) -> N
             zbcompile.verify_checkpoint(path)
 
 
-def test_a_folder_falls_back_only_if_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_checkpoint_is_refused_and_verified(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
-    for step in (1, 2, 3):
+    for step in (1, 2):
         model.bias.data.fill_(step)
         newest = zbcompile.save_checkpoint(tmp_path, model, step=step)
     content = bytearray((newest / "part-00000.safetensors").read_bytes())
     content[-1] ^= 1
     (newest / "part-00000.safetensors").write_bytes(content)
-    for path, fallback in ((tmp_path, False), (newest, False), (newest, True)):
+    for path in (tmp_path, newest):
         with pytest.raises(zbcompile.PipelineError, match=r"the checksum of .* differs"):
-            zbcompile.load_checkpoint(path, model, fallback=fallback)
-    assert zbcompile.load_checkpoint(tmp_path, model, fallback=True).step == 2
-    assert model.bias.tolist() == [2, 2]
-    assert "SKIPPING A DAMAGED CHECKPOINT" in capsys.readouterr().err
-    with pytest.raises(zbcompile.PipelineError, match=r"the checksum of .* differs"):
-        zbcompile.verify_checkpoint(tmp_path)
-    zbcompile.verify_checkpoint(tmp_path / "step-00000002")
+            zbcompile.load_checkpoint(path, model)
+        with pytest.raises(zbcompile.PipelineError, match=r"the checksum of .* differs"):
+            zbcompile.verify_checkpoint(path)
+    zbcompile.verify_checkpoint(tmp_path / "step-00000001")
+    assert zbcompile.load_checkpoint(tmp_path / "step-00000001", model).step == 1
+    assert model.bias.tolist() == [1, 1]
+
+
+def test_what_is_no_folder_is_called_that(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "link").symlink_to("nowhere")
+    for name, says in (("file", "it is a file"), ("link", "it is a link to nowhere, which does not exist")):
+        with pytest.raises(zbcompile.PipelineError, match=says):
+            zbcompile.save_checkpoint(tmp_path / name, nn.Linear(1, 1))
