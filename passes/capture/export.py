@@ -125,18 +125,16 @@ def capture_inference(
     kwargs: dict[str, Any],
     target: Any = None,
     read: Read | None = None,
-    training: bool = False,
     given: ForeignAnswers | None = None,
 ) -> Captured:
-    """Capture the model's forward alone: its output, or `read(output, target)`. In eval mode; `training`: in the mode
-    that its modules are in, as for a step. Every module's mode is restored. `given` as for `capture`."""
+    """Capture the model's forward alone, in eval mode: its output, or `read(output, target)`. Every module's mode is
+    restored. `given` as for `capture`."""
     raise_first(problems_of(model))
     modes = {module: module.training for module in model.modules()}
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # of nn.TransformerEncoderLayer: one operation, which no cut divides
     watch = EffectsSeen(questions=Questions(given=given))
-    if not training:
-        model.eval()
+    model.eval()
     try:
         with torch.no_grad(), _judged(watch):
             return _export(Inference(model, read, watch), watch, (args, kwargs, target))

@@ -158,18 +158,16 @@ def bind_groups(program: StageProgram, names: Mapping[str, str], places: Mapping
     return replace(program, pieces=pieces)
 
 
-def forward_programs(stages: Sequence[Stage], seeded: bool) -> tuple[StageProgram, ...]:
-    """Stages that run forward alone: nothing is kept, and no gradient travels. `seeded`: every microbatch draws from a
-    seed of its own, as in a step; else from the generator as it is."""
+def forward_programs(stages: Sequence[Stage]) -> tuple[StageProgram, ...]:
+    """Stages that run forward alone: nothing is kept, and no gradient travels. Random numbers are drawn from
+    the generator as it is."""
     received = [_received(stage, {}) for stage in stages]
     sent = [_sent_as_received(stage, received) for stage in stages[:-1]]
     sent.append(_sent(stages[-1], {}, exact=False))  # the last one serves the shards of an output layer
-    return tuple(_forward_program(*each, seeded) for each in zip(stages, received, sent, strict=True))
+    return tuple(_forward_program(*each) for each in zip(stages, received, sent, strict=True))
 
 
-def _forward_program(
-    stage: Stage, receives: Mapping[str, TensorSpec], sends: Mapping[str, TensorSpec], seeded: bool
-) -> StageProgram:
+def _forward_program(stage: Stage, receives: Mapping[str, TensorSpec], sends: Mapping[str, TensorSpec]) -> StageProgram:
     counts = count_flops(stage.module, FakeTensorMode(allow_non_fake_inputs=True))
     return StageProgram(
         stage=stage.index,
@@ -179,7 +177,7 @@ def _forward_program(
         sends=sends,
         parameters=stage.named("parameter"),
         buffers=stage.named("buffer"),
-        random=seeded and stage.random,
+        random=False,
         flops={"F": sum(counts.values()), "B": 0, "W": 0, "BW": 0},
     )
 

@@ -1,7 +1,7 @@
 """Log-probabilities of given labels, computed where the logits are: what a forward-only program may return instead of
 the model's output.
 
-Both are written so that `zbcompile.passes.vocabulary.exits` finds the exits of the logits in them.
+They are written so that `zbcompile.passes.vocabulary.exits` finds the exits of the logits in them.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -34,14 +34,6 @@ def log_probs(output: Any, labels: Any) -> tuple[torch.Tensor, int]:
     normal = torch.log_softmax(logits, -1, dtype=_wide(logits.dtype))
     found = normal.gather(-1, torch.where(inside, labels, 0).unsqueeze(-1)).squeeze(-1)
     return torch.where(inside, found, 0.0), logits.shape[-1]
-
-
-def log_probs_and_entropies(output: Any, labels: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """As `log_probs`, with the entropy of every token's distribution (in nats), whatever its label."""
-    found, words = log_probs(output, labels)
-    logits = logits_in(output)
-    chances = torch.softmax(logits, -1, dtype=_wide(logits.dtype))
-    return found, torch.special.entr(chances).sum(-1), words
 
 
 def require_whole_logits(stages: Sequence[Stage], sharded: Collection[str]) -> None:

@@ -254,7 +254,6 @@ class Pipeline:
         self,
         *args: Any,
         microbatches: int | Sequence[tuple[Any, ...]] | None = None,
-        mode: str = "eval",
         outputs: str = "all",
         **kwargs: Any,
     ) -> Any:
@@ -263,8 +262,6 @@ class Pipeline:
         Args:
             microbatches: how many microbatches at most (default: those of a step); the last one may be smaller. Or
                 microbatches that are already split, `[(args, kwargs), ...]`, of any shapes; gives a list of outputs.
-            mode: "eval", or "train": each microbatch as the next step's forward computes it, with the modules in the
-                modes that they are in and the same random numbers.
             outputs: "all", or "last": only the rank of the last stage gets them, others None.
 
         An output without a row per sample (a loss) is computed on the whole batch. Raises PipelineError and
@@ -272,21 +269,17 @@ class Pipeline:
         """
         if not args and not kwargs and not isinstance(microbatches, Sequence):
             raise PipelineError("eval runs a batch, and got none; for the modes of the modules use model.eval().")
-        batch = args, kwargs, None, microbatches
-        return self._runs.evaluate("eval", mode, outputs, self.step_index, *batch)
+        return self._runs.evaluate("eval", outputs, self.step_index, args, kwargs, None, microbatches)
 
     def log_probs(
         self,
         *args: Any,
         labels: torch.Tensor | None = None,
-        entropies: bool = False,
         microbatches: int | Sequence[tuple[Any, ...]] | None = None,
-        mode: str = "eval",
         outputs: str = "all",
         **kwargs: Any,
     ) -> Any:
-        """The log-probability of every label, `log p(labels[b, t] | logits[b, t])`, without gradients; with `entropies`
-        also the entropy (in nats) of every token's distribution.
+        """The log-probability of every label, `log p(labels[b, t] | logits[b, t])`, without gradients.
 
         The model's output for `args` and `kwargs` are the logits [..., words], or has them under `logits`; `labels` has
         their shape without the words, and nothing is shifted: for the next token pass labels that begin one token
@@ -294,7 +287,7 @@ class Pipeline:
         computed where the logits are, which no other rank sees: that rank holds one microbatch's logits, and its
         log-probabilities.
 
-        `microbatches`, `mode` and `outputs` as for `eval`; microbatches that are already split are
+        `microbatches` and `outputs` as for `eval`; microbatches that are already split are
         `[(args, kwargs, labels), ...]`. Raises PipelineError and CompileError: for an output without logits, for labels
         of another shape or beyond the words.
 
@@ -302,8 +295,7 @@ class Pipeline:
         """
         if not args and not kwargs and not isinstance(microbatches, Sequence):
             raise PipelineError("log_probs runs a batch, and got no inputs besides labels=. Pass those of eval.")
-        wanted, batch = "entropies" if entropies else "log_probs", (args, kwargs, labels, microbatches)
-        return self._runs.evaluate(wanted, mode, outputs, self.step_index, *batch)
+        return self._runs.evaluate("log_probs", outputs, self.step_index, args, kwargs, labels, microbatches)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Raises PipelineError: a pipeline has no call that autograd could go back through."""

@@ -12,7 +12,6 @@ from zbcompile.api.partial_norms import PartialNorms
 from zbcompile.api.repeated_steps import StateBefore, grow, require_repeatable
 from zbcompile.batches.batch import Batch, Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.batches.losses import Losses
-from zbcompile.compiler.inference import Computation
 from zbcompile.distributed.agreement import agree
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
@@ -26,7 +25,6 @@ from zbcompile.program_cache.step_outputs import joined_outputs, joined_rows, ke
 from zbcompile.runtime.executable import BoundGraphs, Executable, StepInput, StepResult
 from zbcompile.runtime.step_run import Engine
 
-MODES = ("eval", "train")
 OUTPUTS = ("all", "last")
 
 
@@ -153,7 +151,6 @@ class Runs:
     def evaluate(
         self,
         computes: str,
-        mode: str,
         outputs: str,
         step: int,
         args: tuple[Any, ...],
@@ -164,24 +161,24 @@ class Runs:
         """The results of evaluating a batch in the state before step number `step`; for microbatches that are split
         already, a list with one result for each."""
         with self.engine.ranks.watch.region("eval" if computes == "eval" else "log_probs"), torch.inference_mode(False):
-            if mode not in MODES or outputs not in OUTPUTS:
-                raise PipelineError(f"mode={mode!r}, outputs={outputs!r}; expected one of {MODES}, and of {OUTPUTS}.")
-            recorder, wanted = self.observation.of_forward(), Computation(computes, mode == "train")
+            if outputs not in OUTPUTS:
+                raise PipelineError(f"outputs={outputs!r}; expected one of {OUTPUTS}.")
+            recorder = self.observation.of_forward()
             count = None if isinstance(microbatches, Sequence) else checked("microbatches", microbatches)
             if isinstance(microbatches, Sequence):
                 batches = split_batches(microbatches, computes, also_inputs=bool(args or kwargs or labels is not None))
             else:
                 batches = [flatten_batch(args, kwargs, labels, self.options.split, True)]
-            _require_same_calls(self.engine.ranks, wanted, outputs, count, recorder is not None, batches)
+            _require_same_calls(self.engine.ranks, computes, outputs, count, recorder is not None, batches)
             self.optimizers.arrive(whole=False)
             own, inputs, groups = list[BoundGraphs](), list[dict[str, torch.Tensor]](), list[range]()
             for batch in batches:
-                graphs = self.compiled.forwards(batch, wanted, 1 if isinstance(microbatches, Sequence) else count)
+                graphs = self.compiled.forwards(batch, computes, 1 if isinstance(microbatches, Sequence) else count)
                 groups.append(range(len(own), len(own) + len(graphs)))
                 own += graphs
                 inputs += [batch.microbatch(i, len(graphs)).tensors for i in range(len(graphs))]
             self.compiled.bound.require_values()
-            executable = self.compiled.evaluation(own, wanted.training)
+            executable = self.compiled.evaluation(own)
             given = StepInput(
                 inputs, step, self.options.seed, "sum", recorder, outputs=outputs, gathers=self.optimizers.gathers
             )
@@ -198,14 +195,13 @@ class Runs:
 
 
 def _require_same_calls(
-    ranks: Ranks, wanted: Computation, outputs: str, count: int | None, recorded: bool, batches: Sequence[Batch]
+    ranks: Ranks, computes: str, outputs: str, count: int | None, recorded: bool, batches: Sequence[Batch]
 ) -> None:
     """Raise PipelineError, on every rank, if ranks call different methods: they would wait for each other."""
     given = [batch.whole.tensors.items() for batch in batches]
     inputs = [", ".join(f"{path} {type_text(tensor)}" for path, tensor in each) for each in given]
     notes = {
-        "the call": wanted.computes,
-        "mode": MODES[wanted.training],
+        "the call": computes,
         "outputs": outputs,
         "microbatches": count,
         "recording": recorded,
@@ -216,5 +212,5 @@ def _require_same_calls(
 
 
 def _without_words(found: tuple[Any, ...]) -> Any:
-    """Results without the number of words behind them: one tensor, or log-probabilities and entropies."""
-    return found[0] if len(found) == 2 else found[:-1]
+    """Log-probabilities without the number of words behind them."""
+    return found[0]

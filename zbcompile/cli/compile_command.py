@@ -48,8 +48,8 @@ def run(chosen: argparse.Namespace, say: Say) -> None:
     program = replace(_programs(example, schedule, request, say), writer=save_here)
     if request.only and options.vocab not in (None, "off") and program.vocabulary is None:
         raise PipelineError(
-            f"--vocab {options.vocab} shards an output layer whose logits nobody needs whole, for log_probs or "
-            f"entropies; --only {','.join(request.only)} has none. Leave --vocab out."
+            f"--vocab {options.vocab} shards an output layer whose logits nobody needs whole, for "
+            f"log_probs; --only {','.join(request.only)} has none. Leave --vocab out."
         )
     program.save(request.output)
     if request.weights is not None:

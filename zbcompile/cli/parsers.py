@@ -10,7 +10,7 @@ from typing import Any
 from zbcompile.cli.option_flags import FLAGS, add_division, add_flags, add_plan
 from zbcompile.env import VARIABLES
 
-FORWARDS = ("eval", "log_probs", "entropies")
+FORWARDS = ("eval", "log_probs")
 OPTIMIZERS = ("adamw", "adam", "sgd")
 DECAYS = ("none", "linear", "cosine")
 _INSPECT = """examples:
@@ -153,7 +153,7 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
     )
     kinds = parser.add_mutually_exclusive_group()
     helps = {
-        "--also": "besides the step, forwards for zbcompile.load(DIR): eval, log_probs, entropies",
+        "--also": "besides the step, forwards for zbcompile.load(DIR): eval, log_probs",
         "--only": "such forwards alone, without a backward",
     }
     for flag, text in helps.items():

@@ -14,7 +14,7 @@ import torch
 from zbcompile.batches.batch import Microbatch, whole_batch
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step, whole_of
-from zbcompile.compiler.inference import Computation, Frame, compile_forward
+from zbcompile.compiler.inference import Frame, compile_forward
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices
@@ -85,7 +85,7 @@ def compile_example_forward(example: Example, computes: str, frame: Frame) -> Pr
         labels = example.target if example.target is not None else kwargs.pop("labels", None)
     with _warnings():
         microbatch = whole_batch(example.args, kwargs, labels).whole
-        return compile_forward(example.model, microbatch, Computation(computes), frame)
+        return compile_forward(example.model, microbatch, computes, frame)
 
 
 def read_saved(folder: Path) -> CompiledExample:

@@ -44,15 +44,6 @@ from zbcompile.schedules.generators.forward_only import forward_only
 
 
 @dataclass(frozen=True)
-class Computation:
-    """What is computed of a forward: the model's output, or one of `FORWARDS`. Modules are in eval mode, or if
-    `training` each in its own mode, and every microbatch is seeded as in a step."""
-
-    computes: str = "eval"
-    training: bool = False
-
-
-@dataclass(frozen=True)
 class Frame:
     """What a forward is compiled for: the schedule whose stages and ranks it takes, `like` a program of the same model
     that has placed the parameters (None if the forward is partitioned on its own), the options, `dimensions` as in
@@ -67,13 +58,13 @@ class Frame:
 
 @without_torchs_logs()
 def compile_forward(
-    model: nn.Module, microbatch: Microbatch, wanted: Computation, frame: Frame, given: ForeignAnswers | None = None
+    model: nn.Module, microbatch: Microbatch, computes: str, frame: Frame, given: ForeignAnswers | None = None
 ) -> Program:
     """The program of one microbatch. `given` answers for `capture_inference`."""
     args, kwargs, target = microbatch.example
     manager, like = make_manager(), frame.like
-    read = FORWARDS[wanted.computes]
-    captured = manager.run(CAPTURE_INFERENCE, model, args, kwargs, target, read, wanted.training, given)
+    read = FORWARDS[computes]
+    captured = manager.run(CAPTURE_INFERENCE, model, args, kwargs, target, read, given)
     floats = frozenset(name for name, parameter in model.named_parameters() if parameter.is_floating_point())
     captured = replace(
         on_mesh(captured, frame.dimensions), trainable=floats
@@ -88,10 +79,10 @@ def compile_forward(
         assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes, count)
         stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, count, False)
         stages = tuple(without_calls(stage, labels_of(canonical)) for stage in stages)
-        if wanted.computes != "eval":
+        if computes != "eval":
             require_whole_logits(stages, frame.sharded)
-        programs = forward_programs(stages, seeded=wanted.training)
-        _warn(wanted, stages)
+        programs = forward_programs(stages)
+        _warn(stages)
         vocabulary = None
         if sharding is not None:
             placed = like.vocabulary if like is not None else None
@@ -112,13 +103,13 @@ def compile_forward(
         call=call_of(microbatch),
         groups=groups_of(canonical, programs),
         premises=captured.premises,
-        output=output_of(wanted.computes, captured, canonical, stages),
+        output=output_of(computes, captured, canonical, stages),
         writer=save_here,
     )
 
 
 def compile_forwards(
-    model: nn.Module, batch: Batch, count: int, wanted: Computation, frame: Frame, given: ForeignAnswers | None = None
+    model: nn.Module, batch: Batch, count: int, computes: str, frame: Frame, given: ForeignAnswers | None = None
 ) -> tuple[Program, ...]:
     """The programs of the microbatches of a batch, right for batches that answer as the `guards` of the first one say.
     The answers are the batch's own, or those `given`; forward is asked about the batch as a whole, as in eager mode.
@@ -127,15 +118,15 @@ def compile_forwards(
     output of another kind (a loss, say) is computed on the whole batch, so that it is what the model itself returns. So
     is a forward that changes buffers in eval mode, which a batch changes once.
     """
-    whole = compile_forward(model, batch.whole, wanted, frame, given)
-    changes = not wanted.training and any(stage.changed for stage in whole.stages)
+    whole = compile_forward(model, batch.whole, computes, frame, given)
+    changes = any(stage.changed for stage in whole.stages)
     count = batch.most_parts(count, even=whole.vocabulary is not None)
     if count == 1 or not whole.returns.has_rows(batch.size) or changes:
         return (whole,)
     frame = replace(frame, like=frame.like or whole)
     alike = whole.guards.given if whole.guards else None
     try:
-        chunks = [compile_forward(model, part, wanted, frame, alike) for part in batch.distinct(count)]
+        chunks = [compile_forward(model, part, computes, frame, alike) for part in batch.distinct(count)]
     except CaptureError:
         if whole.guards is None:
             raise
@@ -187,8 +178,8 @@ def microbatches_like(program: Program, batch: Batch) -> int:
     return count
 
 
-def _warn(wanted: Computation, stages: Sequence[Stage]) -> None:
-    if not wanted.training and any(stage.random for stage in stages):
+def _warn(stages: Sequence[Stage]) -> None:
+    if any(stage.random for stage in stages):
         warnings.warn(
             "the model draws random numbers in eval mode; every rank draws them from its own generator, microbatch by "
             "microbatch, and they are not those of the unsplit model.",

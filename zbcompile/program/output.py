@@ -10,11 +10,11 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.training_step import Read
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.torch_names import dtype_named
-from zbcompile.passes.vocabulary.log_probs import log_probs, log_probs_and_entropies
+from zbcompile.passes.vocabulary.log_probs import log_probs
 from zbcompile.torch_private import pytree
 
 # What a forward can compute: the model's output, or what is read of it.
-FORWARDS: Mapping[str, Read | None] = {"eval": None, "log_probs": log_probs, "entropies": log_probs_and_entropies}
+FORWARDS: Mapping[str, Read | None] = {"eval": None, "log_probs": log_probs}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from torch import nn
 from zbcompile.batches.batch import Batch, Microbatch, Microbatches, hint_at_device, hint_at_target, hinting
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, is_laid_out_as, lay_out_step
 from zbcompile.compiler.inference import (
-    Computation,
     Frame,
     compile_forwards,
     forward_order,
@@ -355,48 +354,44 @@ class Programs:
 
     # Evaluations
 
-    def forwards(self, batch: Batch, wanted: Computation, count: int | None) -> Graphs:
+    def forwards(self, batch: Batch, computes: str, count: int | None) -> Graphs:
         """The graphs of the batch's microbatches, at most `count` of them (None: as many as a step has), for its
         answers to what forward asks; compiled if need be."""
         if self.saved is not None:
-            return self._saved_forwards(batch, wanted)
+            return self._saved_forwards(batch, computes)
         if self.bound.program is not None:
             self.bound.require_same_model()
-        task = batch, wanted, count or self.schedule.microbatches
+        task = batch, computes, count or self.schedule.microbatches
         key, make = partial(self._forward_key, *task), partial(self._make_forwards, *task)
-        what = f"{wanted.computes} for {batch.whole.summary()}"
+        what = f"{computes} for {batch.whole.summary()}"
         (graphs,) = self._find(key, [batch.whole.tensors], what, make, evaluates=True).graphs
         self.bound.require_same_model()
         require_words(batch, graphs[0].program)
         return graphs
 
-    def _saved_forwards(self, batch: Batch, wanted: Computation) -> Graphs:
+    def _saved_forwards(self, batch: Batch, computes: str) -> Graphs:
         """As `forwards`, from a saved program, which answers for each microbatch by itself."""
-        if wanted.training:
-            raise PipelineError('a program holds forwards in eval mode; for mode="train" make a pipeline of the model.')
         held = {each.key: each.graphs[0].program for each in self.cache.evaluations}
-        if wanted.computes not in held:
+        if computes not in held:
             raise PipelineError(
                 f"the directory holds {', '.join(held) or 'the training step alone'}, and cannot compute "
-                f"{wanted.computes}. Compile it with --also {wanted.computes}, or make a pipeline of the model."
+                f"{computes}. Compile it with --also {computes}, or make a pipeline of the model."
             )
-        program = held[wanted.computes]
+        program = held[computes]
         require_words(batch, program)
         parts = batch.into(microbatches_like(program, batch)).tensors
-        found = self.cache.look_up(wanted.computes, parts)
+        found = self.cache.look_up(computes, parts)
         if not found.complete:
             refuse_answers(found, parts)
         return tuple(graphs for (graphs,) in found.graphs)
 
-    def _make_forwards(
-        self, batch: Batch, wanted: Computation, count: int, found: Lookup, change: str
-    ) -> CompiledGraphs:
+    def _make_forwards(self, batch: Batch, computes: str, count: int, found: Lookup, change: str) -> CompiledGraphs:
         if change and self.ranks.is_first:
-            print(f"zbcompile: compiling {wanted.computes} again for {change}.")
+            print(f"zbcompile: compiling {computes} again for {change}.")
 
         def compile_(given: ForeignAnswers | None) -> tuple[Program, ...]:
             with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
-                return compile_forwards(self._model, batch, count, wanted, self._frame, given)
+                return compile_forwards(self._model, batch, count, computes, self._frame, given)
 
         leads = found.missing is not None
         made = self.cache.capture("compiling a forward", compile_, lambda each: each[0].guards, leads)
@@ -411,9 +406,9 @@ class Programs:
             self.bound.place(program)
         return self.bound.prepare(program)
 
-    def _forward_key(self, batch: Batch, wanted: Computation, count: int) -> tuple[Any, ...]:
-        modules = tuple((wanted.training and each.training, forward_hooks(each)) for each in self._model.modules())
-        return wanted, count, modules, batch.whole.signature, torch_modes(self.ranks.device), self.bound.moves
+    def _forward_key(self, batch: Batch, computes: str, count: int) -> tuple[Any, ...]:
+        modules = tuple(forward_hooks(each) for each in self._model.modules())
+        return computes, count, modules, batch.whole.signature, torch_modes(self.ranks.device), self.bound.moves
 
     @property
     def _frame(self) -> Frame:
@@ -424,15 +419,12 @@ class Programs:
             choices = replace(choices, vocab="off")  # the step decides, and moves the parameters if need be
         return Frame(self.schedule, self.bound.program, choices, self.ranks.mesh.labels, sharded)
 
-    def evaluation(self, own: Sequence[BoundGraphs], training: bool) -> Executable:
-        """The executable of microbatches that run the graphs `own`, on the tensors that the model has now. In train
-        mode, what forward writes into buffers is dropped."""
+    def evaluation(self, own: Sequence[BoundGraphs]) -> Executable:
+        """The executable of microbatches that run the graphs `own`, on the tensors that the model has now."""
         executable = self.cache.plan(own, list({each.number: each for each in own}.values()), forward_order)
         read = {name for stage in executable.program.stages for name in stage.parameters}
         rows = gather_rows(self.ranks, self.bound.shards, read)
         held = resident_tensors(self._model, {}) | {Slot("parameter", name): whole for name, whole in rows.items()}
-        for stage in executable.first.stages.values() if training else ():
-            held |= {slot: held[slot].clone() for slot in (Slot("buffer", name) for name in stage.program.changed)}
         bound = {each.number: _on_tensors(each, held) for each in executable.everywhere}
         graphs = tuple(bound[each.number] for each in executable.graphs)
         return replace(executable, graphs=graphs, everywhere=tuple(bound.values()))

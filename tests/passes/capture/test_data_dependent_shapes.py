@@ -70,7 +70,7 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.slow
 def test_results_are_eagers_and_guards_count() -> None:
     model = All(*CALLS)
-    captured = capture_inference(model, batch(0), {}, training=True)
+    captured = capture_inference(model, batch(0), {})
     values = dict(model.named_parameters()) | {f"args[{i}]": each for i, each in enumerate(batch(0))}
     found = captured.module(*(values.get(slot.name, captured.constants.get(slot.name)) for slot in captured.inputs))
     for number, (ours, theirs) in enumerate(zip(found, model(*batch(0)), strict=True)):

@@ -42,8 +42,6 @@ def test_forwards_beside_the_step(tmp_path: Path, whole: Any) -> None:
     assert torch.equal(pipe.log_probs(tokens, labels=tokens), log_probs_of(logits, tokens))
     pipe.step(tokens.repeat(2, 1), target=tokens.repeat(2, 1))
     assert torch.equal(pipe.eval(tokens), logits)
-    with pytest.raises(zbcompile.PipelineError, match="holds eval, log_probs, and cannot compute entropies"):
-        pipe.log_probs(tokens, labels=tokens, entropies=True)
     with pytest.raises(zbcompile.PipelineError, match="does not divide into these") as raised:
         pipe.eval(tokens[:, :5])
     assert "\n" not in str(raised.value)
@@ -53,14 +51,14 @@ def test_forwards_beside_the_step(tmp_path: Path, whole: Any) -> None:
 def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixture[str]) -> None:
     """No backward graph is in the directory; inspect reads it."""
     model, tokens, logits = whole
-    compiled(tmp_path, "--only", "entropies")
+    compiled(tmp_path, "--only", "log_probs")
     assert not any('"BW"' in path.read_text() for path in tmp_path.rglob("stage-*.json"))
     pipe = zbcompile.load(tmp_path, state_dict=model.state_dict())
-    ours, entropies = pipe.log_probs(tokens, labels=tokens, entropies=True)
-    assert torch.equal(ours, log_probs_of(logits, tokens))
-    torch.testing.assert_close(entropies, torch.distributions.Categorical(logits=logits).entropy())
-    with pytest.raises(zbcompile.PipelineError, match="holds entropies alone, and no step to train with"):
+    assert torch.equal(pipe.log_probs(tokens, labels=tokens), log_probs_of(logits, tokens))
+    with pytest.raises(zbcompile.PipelineError, match="holds log_probs alone, and no step to train with"):
         pipe.step(tokens, target=tokens)
+    with pytest.raises(zbcompile.PipelineError, match="holds log_probs, and cannot compute eval"):
+        pipe.eval(tokens)
     assert zbcompile.inspect.main([str(tmp_path)]) == 0
     assert "schedule        forward-only\nranks           2\n" in capsys.readouterr().out
     assert zbcompile.inspect.main([str(tmp_path), "--graphs", str(tmp_path / "graphs")]) == 0
@@ -68,7 +66,7 @@ def test_a_forward_alone(tmp_path: Path, whole: Any, capsys: pytest.CaptureFixtu
     assert zbcompile.inspect.main([str(tmp_path), "--graph", "1.B"]) == 2
     assert "the program is a forward alone, which has no B" in capsys.readouterr().err
     with pytest.raises(zbcompile.PipelineError, match=r"microbatches\[0\] is .* \(args, kwargs, labels\)"):
-        pipe.log_probs(microbatches=[((tokens,), {})], entropies=True)
+        pipe.log_probs(microbatches=[((tokens,), {})])
 
 
 @pytest.mark.slow

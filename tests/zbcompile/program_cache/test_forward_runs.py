@@ -51,22 +51,6 @@ def pipe() -> zbcompile.Pipeline:
 
 
 @pytest.mark.slow
-def test_train_mode_is_the_forward_of_the_next_step(pipe: zbcompile.Pipeline) -> None:
-    """Dropout of the step's own seeds, statistics of each microbatch; what forward writes into buffers is dropped."""
-    model, before = Layers(), torch.get_rng_state()
-    state = {name: value.clone() for name, value in pipe.state_dict().items()}
-    ours = pipe.eval(batch_of(8), mode="train")
-    assert torch.equal(before, torch.get_rng_state())
-    assert_same_tensors(pipe.state_dict(), state, "state dict:")
-    theirs = []
-    with torch.no_grad():
-        for i, part in enumerate(batch_of(8).chunk(4)):
-            torch.manual_seed(zbcompile.microbatch_seed(pipe.step_index, i))
-            theirs.append(model(part))
-    assert torch.equal(ours, torch.cat(theirs))
-
-
-@pytest.mark.slow
 def test_split_microbatches_of_any_shape(pipe: zbcompile.Pipeline) -> None:
     model = Layers().eval()
     parts = [batch_of(rows) for rows in (3, 1, 3)]
@@ -118,7 +102,6 @@ def test_step_eval_step_has_the_bits_of_step_step() -> None:
             pipe.step(x, target=x)
             if pipe is one:
                 pipe.eval(x)
-                pipe.eval(x, mode="train")
     assert_same_tensors({n: p.grad for n, p in one.named_parameters()}, dict(grads(other)), "gradient of")
     assert_same_tensors(one.state_dict(), other.state_dict(), "state dict:")
 
@@ -134,7 +117,6 @@ def test_alternating_compiles_and_keeps_nothing(pipe: zbcompile.Pipeline, capsys
     for i in range(12):
         pipe.step(x, target=x)
         pipe.eval(x)
-        pipe.eval(x, mode="train")
         if i in (3, 11):
             gc.collect()
             gc.collect()  # values whose weak keys the first one freed
