@@ -8,6 +8,7 @@ from zbcompile.schedules import CriticalStep, Timeline, critical_path
 from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
 from zbcompile.tables import Figure, Table
 
+
 def critical_table(timeline: Timeline, unit: str) -> Table:
     """The chain of actions that determines the step's length, divided wherever it changes the rank."""
     path = critical_path(timeline)
