@@ -8,8 +8,14 @@ from torch import nn
 
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.exported.capture.training_step import LossFunction
+from zbcompile.passes.exported.capture.unsupported import refuse_inexact
 from zbcompile.passes.exported.check import check_pass_graphs
-from zbcompile.passes.exported.partition.assign_stages import assign_stages, keep_updated_buffers
+from zbcompile.passes.exported.partition.assign_stages import (
+    assign_stages,
+    cuts_of_owners,
+    keep_updated_buffers,
+    parameter_owners,
+)
 from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
 from zbcompile.passes.exported.partition.cut_points import forward_line
 from zbcompile.passes.exported.split.split_backward import split_backward, split_convolutions
@@ -21,11 +27,17 @@ from zbcompile.passes.exported.step_graph import Label, StepGraph
 
 @dataclass(frozen=True)
 class CompiledStep:
-    """The pass graphs of a training step, by stage and kind, and the graph they were made from."""
+    """The pass graphs of a training step, by stage and kind, and the graph they were made from.
+
+    Attributes:
+        ranks_of: The rank of each stage.
+        owners: The stages that read each parameter, lowest first.
+    """
 
     step: StepGraph
     passes: Mapping[Label, PassGraph]
     ranks_of: tuple[int, ...]
+    owners: Mapping[str, list[int]]
 
     @property
     def stages(self) -> int:
@@ -54,15 +66,30 @@ def compile_step(
     return compile_graph(step, ranks_of=ranks_of, exact=exact)
 
 
-def compile_graph(step: StepGraph, *, ranks_of: Sequence[int], exact: bool = False) -> CompiledStep:
-    """Compiles an exported training step. The passes change its graph in place."""
+def compile_graph(
+    step: StepGraph,
+    *,
+    ranks_of: Sequence[int],
+    exact: bool = False,
+    owners: Mapping[str, int] | None = None,
+) -> CompiledStep:
+    """Compiles an exported training step. The passes change its graph in place.
+
+    `owners` has the stage of every parameter if another program of the model has placed them.
+    """
+    if exact:
+        refuse_inexact(step.inexact_calls)
     split_convolutions(step)
     line = forward_line(step)
-    cuts = balanced_cuts(step, line, ranks_of)
+    if owners is None:
+        cuts = balanced_cuts(step, line, ranks_of)
+    else:
+        cuts = cuts_of_owners(step, line, owners)
     stages = assign_stages(step, line, cuts)
+    parameter_stages = parameter_owners(step, line, stages)
     keep_updated_buffers(step, stages)
     labels = split_backward(step, stages)
     label_tied_gradients(step, labels, exact)
     passes = extract(step, labels)
     check_pass_graphs(step, passes)
-    return CompiledStep(step, passes, tuple(ranks_of))
+    return CompiledStep(step, passes, tuple(ranks_of), parameter_stages)

@@ -50,6 +50,9 @@ class StepGraph:
             stage: the stage's own sum. Such gradients are not in `gradients`.
         rebuild_outputs: Rebuilds (output, metrics) from values of `outputs`.
         eager_path: False if the model was captured on the path that it has for compilers.
+        tied_names: Maps every further name of a tied tensor to its first name.
+        changed_state: Module state that forward changes.
+        inexact_calls: Calls whose bits differ from eager mode, with the user's line.
     """
 
     module: GraphModule
@@ -68,6 +71,7 @@ class StepGraph:
     eager_path: bool = True
     tied_names: Mapping[str, str] = field(default_factory=dict)
     changed_state: Mapping[str, Any] = field(default_factory=dict)
+    inexact_calls: tuple[str, ...] = ()
 
     @property
     def graph(self) -> Graph:

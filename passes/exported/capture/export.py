@@ -27,6 +27,7 @@ from zbcompile.passes.exported.torch_private import (
     export_below_autograd,
 )
 
+aten = torch.ops.aten
 _ANNOTATIONS = (LINE, CHECKPOINT, BACKWARD_OF)
 
 
@@ -142,6 +143,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         eager_path=step.eager_path,
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
         changed_state=step.changed_state,
+        inexact_calls=tuple(step.inexact_calls),
     )
     _clean(described)
     return described
@@ -171,6 +173,8 @@ def _clean(step: StepGraph) -> None:
             step.graph.erase_node(node)
         custom = node.meta.get("custom") or {}
         node.meta["custom"] = {key: custom[key] for key in _ANNOTATIONS if key in custom}
+    for name, update in step.buffer_updates.items():
+        step.buffer_updates[name] = _assigned_value(update)
     step.refresh_output()
     for name in step.tied_names:
         tied = {**step.parameters, **step.buffers}[name]
@@ -180,6 +184,23 @@ def _clean(step: StepGraph) -> None:
     for node in reversed(step.calls()):
         if not node.users and not _has_effect(node):
             step.graph.erase_node(node)
+
+
+def _assigned_value(update: Node) -> Node:
+    """Returns the node that computes a buffer's new value, without the copy at the end of the step.
+
+    No cut is possible between the reads of a buffer and its write.
+    """
+    node = update
+    while node.target in (aten.copy.default, aten.detach.default, aten.alias.default):
+        source = node.args[1] if node.target is aten.copy.default else node.args[0]
+        if not isinstance(source, Node) or source.op != "call_function":
+            return node
+        before, after = source.meta["val"], node.meta["val"]
+        if (before.dtype, before.shape) != (after.dtype, after.shape):
+            return node
+        node = source
+    return node
 
 
 def _has_effect(node: Node) -> bool:

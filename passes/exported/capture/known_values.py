@@ -86,7 +86,7 @@ class KnownValues(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        set_node_annotation(LINE, _users_line(sys._getframe(1)))
+        set_node_annotation(LINE, users_line(sys._getframe(1)))
         if func in _FILLED_IN_MEMORY_ORDER:
             func(_in_memory_order(args[0]), *args[1:], **kwargs)
             return args[0]
@@ -141,7 +141,7 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     return view if view.is_contiguous() and not tensor.is_contiguous() else tensor
 
 
-def _users_line(frame: FrameType | None) -> str:
+def users_line(frame: FrameType | None) -> str:
     """Returns `file:line` of the innermost frame outside of torch and this library."""
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -15,6 +15,7 @@ from zbcompile.passes.exported.capture.known_values import KnownValues
 from zbcompile.passes.exported.capture.module_state import ModuleState, module_state
 from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
 from zbcompile.passes.exported.capture.structures import Rebuild, flatten_output
+from zbcompile.passes.exported.capture.unsupported import InexactCalls
 from zbcompile.passes.exported.torch_private import not_compiling, reparametrize_module
 
 LossFunction = Callable[[Any, Any], Any]
@@ -32,8 +33,9 @@ class TrainingStep(nn.Module):
         eager_path: True if torch.compiler.is_compiling() is False inside of the model.
         static_inputs: Real tensors by the path of the batch input whose values the model may read.
 
-    After a trace `changed_state` holds the module state that forward changed, and
-    `rebuild_outputs` rebuilds the model's output and the metrics from the traced outputs.
+    After a trace `changed_state` holds the module state that forward changed, `inexact_calls` the
+    calls whose bits differ from eager mode, and `rebuild_outputs` rebuilds the model's output and
+    the metrics from the traced outputs.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class TrainingStep(nn.Module):
         self.trained = tuple(name for name, param in self.named_parameters() if param.requires_grad)
         self.changed_state = ModuleState()
         self.rebuild_outputs: Rebuild | None = None
+        self.inexact_calls: list[str] = []
         self._originals = {name: self._tensor(name) for name in self.trained}
 
     def forward(
@@ -65,6 +68,7 @@ class TrainingStep(nn.Module):
         `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m.
         """
         state = module_state(self.model)
+        buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
         with torch.enable_grad(), self._ties():
             with self._model_context(args, kwargs, target):
                 output = self.model(*args, **kwargs)
@@ -75,6 +79,7 @@ class TrainingStep(nn.Module):
             )
             outputs = [tensor.detach() for tensor in outputs]
             grads = self._gradients(loss, tangent)
+        self._write_assigned_buffers(buffers)
         self.changed_state = state.changes(module_state(self.model))
         return value, grads, outputs
 
@@ -86,8 +91,10 @@ class TrainingStep(nn.Module):
             if path in self.static_inputs and isinstance(leaf, Tensor):
                 known.declare(leaf, self.static_inputs[path])
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
-        with flags, checkpoint_hints(), known:
+        inexact = InexactCalls()
+        with flags, checkpoint_hints(), inexact, known:
             yield
+        self.inexact_calls = inexact.calls
 
     def _gradients(self, loss: Tensor, tangent: Tensor) -> list[Tensor | None]:
         params = {name: self._tensor(name) for name in self.trained}
@@ -102,6 +109,21 @@ class TrainingStep(nn.Module):
             )
         writes.check()
         return list(grads)
+
+    def _write_assigned_buffers(self, buffers: Mapping[str, Tensor]) -> None:
+        """Writes buffers that forward assigned (`self.count = self.count + 1`) in place.
+
+        torch.export would lose the assignment. The write comes after the backward, which may read
+        the old value.
+        """
+        for name, original in buffers.items():
+            assigned = self._tensor(name)
+            if assigned is original:
+                continue
+            with torch.no_grad():
+                original.copy_(assigned)
+            owner, _, attribute = name.rpartition(".")
+            setattr(self.get_submodule(owner), attribute, original)
 
     def _loss_of(self, output: Any, target: Any) -> tuple[Tensor, Any]:
         """Returns the loss and the metrics."""

@@ -64,7 +64,9 @@ def keep_updated_buffers(step: StepGraph, stages: Stages) -> None:
             node.replace_input_with(holder, copy)
 
 
-def cuts_of_owners(line: ForwardLine, step: StepGraph, owners: Mapping[str, int]) -> list[int]:
+def cuts_of_owners(
+    step: StepGraph, line: ForwardLine, owners: Mapping[str, int]
+) -> tuple[int, ...]:
     """Returns the cuts that keep every parameter on the stage that `owners` names.
 
     Used for a further program of the same model, such as another batch shape. Between the last
@@ -90,7 +92,7 @@ def cuts_of_owners(line: ForwardLine, step: StepGraph, owners: Mapping[str, int]
                 "`pipe.recompile()` to place it again."
             )
         cuts.append(min(places, key=lambda cut: (line.crossing_bytes[cut], cut)))
-    return cuts
+    return tuple(cuts)
 
 
 def parameter_owners(step: StepGraph, line: ForwardLine, stages: Stages) -> dict[str, list[int]]:

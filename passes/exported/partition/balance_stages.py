@@ -32,7 +32,7 @@ def balanced_cuts(step: StepGraph, line: ForwardLine, ranks_of: Sequence[int]) -
     if len(line.cuts) < stages - 1:
         raise PartitionError(
             f"the model can be cut at {len(line.cuts)} places; {stages} stages need {stages - 1}. "
-            "Use fewer stages or a deeper model."
+            f"Use fewer stages or a deeper model.{_wide_buffers(line)}"
         )
     if stages == 1:
         return ()
@@ -53,6 +53,17 @@ def balanced_cuts(step: StepGraph, line: ForwardLine, ranks_of: Sequence[int]) -
         else:
             low = middle + 1
     return tuple(cuts)
+
+
+def _wide_buffers(line: ForwardLine) -> str:
+    """Returns a sentence about buffers that keep much of the model on one stage, or ""."""
+    wide = [name for name, (a, b) in line.buffer_spans.items() if b - a > len(line.nodes) // 4]
+    if not wide:
+        return ""
+    return (
+        f" The buffer {wide[0]!r} is read and written far apart, and everything in between is "
+        "computed on one stage: read it where it is written."
+    )
 
 
 def _loads(step: StepGraph, line: ForwardLine) -> list[float]:

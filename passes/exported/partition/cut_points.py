@@ -26,6 +26,7 @@ class ForwardLine:
         homes: Operations on trained parameters alone. They run on the lowest stage that reads them.
         cuts: Numbers of nodes before each possible cut.
         crossing_bytes: Bytes that cross the cut before node i, for one microbatch.
+        buffer_spans: First and last node that read or write each buffer that the step writes.
     """
 
     nodes: tuple[Node, ...]
@@ -33,6 +34,7 @@ class ForwardLine:
     homes: tuple[Node, ...]
     cuts: tuple[int, ...]
     crossing_bytes: tuple[int, ...]
+    buffer_spans: Mapping[str, tuple[int, int]]
 
 
 def forward_line(step: StepGraph) -> ForwardLine:
@@ -46,7 +48,10 @@ def forward_line(step: StepGraph) -> ForwardLine:
         node: max((position[user] for user in node.users if user in position), default=-1)
         for node in nodes
     }
+    spans = _buffer_spans(step, position)
     forbidden = _indivisible(step, nodes, position)
+    for first, last in spans.values():
+        forbidden.update(range(first, last))
     cuts, crossing_bytes = [], [0]
     live: dict[Node, None] = {}
     for index, node in enumerate(nodes[:-1]):
@@ -54,7 +59,7 @@ def forward_line(step: StepGraph) -> ForwardLine:
         crossing_bytes.append(storage_bytes(live))
         if index not in forbidden and live and not _has_tuple(live) and not is_view(node):
             cuts.append(index + 1)
-    return ForwardLine(tuple(nodes), free, tuple(homes), tuple(cuts), tuple(crossing_bytes))
+    return ForwardLine(tuple(nodes), free, tuple(homes), tuple(cuts), tuple(crossing_bytes), spans)
 
 
 def _unplaced_nodes(
@@ -103,31 +108,40 @@ def _has_tuple(values: Mapping[Node, None]) -> bool:
 def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int]) -> set[int]:
     """Returns the positions after which no cut is possible.
 
-    Nodes of one grad_fn stay together if they read trained parameters, because its backward runs
-    on one stage. A buffer that the step writes is read and written on one stage.
+    The backward of a grad_fn runs on one stage. Its forward nodes stay together if they read
+    trained parameters or are saved for the backward.
     """
     forbidden: set[int] = set()
     trained = {step.parameters[name] for name in step.gradients}
-    numbers = {forward_number(node) for node in step.backward_nodes()}
+    backward = step.backward_nodes()
+    numbers = {forward_number(node) for node in backward}
     first_of: dict[int, int] = {}
     for index, node in enumerate(nodes):
         number = node.meta.get("seq_nr")
         if number not in numbers or number is None:
             continue
         first = first_of.setdefault(number, index)
-        if operator_name(node) == "getitem" or trained & set(node.all_input_nodes):
+        saved = any(user in backward for user in node.users)
+        if saved or operator_name(node) == "getitem" or trained & set(node.all_input_nodes):
             forbidden.update(range(first, index))
     for index, node in enumerate(nodes):
         if operator_name(node) == "getitem" and node.args[0] in position:
             forbidden.update(range(position[node.args[0]], index))  # type: ignore[index]
+    large = [index for index, node in enumerate(nodes) if _elements(node) > 1]
+    forbidden.update(range(max(large, default=0), len(nodes)))  # what follows is the loss
+    return forbidden
+
+
+def _buffer_spans(step: StepGraph, position: Mapping[Node, int]) -> dict[str, tuple[int, int]]:
+    """Returns where each buffer that the step writes is read and written."""
+    spans = {}
     for name, update in step.buffer_updates.items():
         holder = step.buffers.get(name)
         users = (*holder.users, update) if holder is not None else (update,)
         touched = [position[node] for node in users if node in position]
-        forbidden.update(range(min(touched, default=0), max(touched, default=0)))
-    large = [i for i, node in enumerate(nodes) if max(map(_elements, (node,)), default=0) > 1]
-    forbidden.update(range(max(large, default=0), len(nodes)))  # what follows is the loss
-    return forbidden
+        if touched:
+            spans[name] = min(touched), max(touched)
+    return spans
 
 
 def _elements(node: Node) -> int:

@@ -79,14 +79,14 @@ class PassGraph:
         return sum(map(node_flops, self.calls))
 
     def input_bytes(self, role: str) -> int:
-        """Returns the bytes of the inputs of one role; tensors with one storage count once."""
+        """Returns the bytes of the inputs of one role."""
         pairs = zip(self.inputs, self.placeholders, strict=True)
-        return storage_bytes(node for slot, node in pairs if slot.role == role)
+        return _bytes_of(role, [node for slot, node in pairs if slot.role == role])
 
     def output_bytes(self, role: str) -> int:
-        """Returns the bytes of the outputs of one role; tensors with one storage count once."""
+        """Returns the bytes of the outputs of one role."""
         pairs = zip(self.outputs, self.results, strict=True)
-        return storage_bytes({node for slot, node in pairs if slot.role == role})
+        return _bytes_of(role, [node for slot, node in pairs if slot.role == role])
 
     @cached_property
     def fingerprint(self) -> str:
@@ -102,6 +102,13 @@ class PassGraph:
             ]
             lines.append(f"{numbers[node]} {_target(node)} {text!r} {values}")
         return "\n".join(lines)
+
+
+def _bytes_of(role: str, nodes: list[Node]) -> int:
+    """Returns the bytes of values: messages by element, other values by distinct storage."""
+    if role not in (ACTIVATION, GRADIENT):
+        return storage_bytes(nodes)
+    return sum(t.numel() * t.element_size() for node in nodes for t in tensors_of(node))
 
 
 class _Number(str):

@@ -1,0 +1,169 @@
+"""Stages, ways of values between them, buffers and gradients of several stages."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.passes.exported.test_bits import Loop, batches_of, check, compile_for, rows
+from tests.support.exported_runner import Runner, differences, eager_step
+from zbcompile import schedules
+from zbcompile.passes.errors import CaptureError, PartitionError
+from zbcompile.passes.exported.capture.export import export_training_step
+from zbcompile.passes.exported.compile_step import CompiledStep, compile_graph, compile_step
+from zbcompile.passes.exported.step_graph import Label
+
+WIDTH = 8
+
+
+class Residual(nn.Module):
+    """A residual stream, whose first value is also read by the last layer."""
+
+    def __init__(self, layers: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = first = torch.tanh(self.layers[0](x))
+        for layer in self.layers[1:]:
+            x = x + torch.tanh(layer(x))
+        return x * first
+
+
+def compiled_on_four(model: nn.Module, batch: Any = None) -> CompiledStep:
+    return compile_step(model, *(batch or rows()), F.mse_loss, ranks_of=range(4), exact=True)
+
+
+def test_gradients_cross_each_cut_once() -> None:
+    compiled = compiled_on_four(Residual())
+    for stage in range(3):
+        sent = compiled.passes[Label(stage, "F")]
+        returned = compiled.passes[Label(stage + 1, "B")]
+        assert returned.output_bytes("gradient") == sent.output_bytes("activation")
+
+
+def test_values_that_skip_stages_pass_through_them() -> None:
+    compiled = compiled_on_four(Residual())
+    messages = [
+        {
+            slot.name
+            for slot in compiled.passes[Label(stage, "F")].outputs
+            if slot.role == "activation"
+        }
+        for stage in range(3)
+    ]
+    assert set.intersection(*messages) == {"tanh"}
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v"])
+def test_residuals_have_eagers_bits(schedule: str) -> None:
+    check(schedule, 2, Residual(), batches_of(rows), F.mse_loss)
+
+
+def test_equal_layers_have_equal_graphs() -> None:
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(8)))
+    compiled = compiled_on_four(model)
+    for kind in "FBW":
+        one, two = (compiled.passes[Label(stage, kind)].fingerprint for stage in (1, 2))
+        assert one == two
+
+
+def test_a_model_with_too_few_places_is_refused() -> None:
+    with pytest.raises(PartitionError, match=r"4 stages need 3\. Use fewer stages"):
+        compiled_on_four(nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "zb-h1-lazy"])
+@pytest.mark.parametrize("ties", [(0, 5), (0, 2, 4, 5)])
+def test_tied_weights(schedule: str, ties: Sequence[int]) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(6)))
+    for index in ties:
+        model[index][0].weight = model[0][0].weight
+    batches = batches_of(rows)
+    compiled, _ = compile_for(schedule, 2, model, batches[0], F.mse_loss)
+    options = {"exact": True} if schedule == "zb-h1-lazy" else {}
+    orders = schedules.build(schedule, ranks=2, microbatches=len(batches), **options).orders
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    assert not differences(result, eager_step(model, batches, F.mse_loss, seed=5))
+
+
+@pytest.mark.parametrize("layer", [nn.GRU, nn.LSTM, nn.RReLU])
+def test_inexact_operations_are_refused_with_exact(layer: Any) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = layer() if layer is nn.RReLU else layer(WIDTH, WIDTH)
+            self.enter, self.leave = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.layer(self.enter(x))
+            return self.leave(torch.tanh(y if isinstance(y, Tensor) else y[0]))
+
+    step = export_training_step(Model(), *rows(), F.mse_loss)
+    with pytest.raises(CaptureError, match=rf"exact=True.*{__file__}.*Use exact=False"):
+        compile_graph(step, ranks_of=(0, 1), exact=True)
+    assert compile_graph(step, ranks_of=(0, 1)).stages == 2
+
+
+class Normalized(nn.Module):
+    """Batch norms, and a counter that the loss's temperature depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Tanh())
+            for _ in range(4)
+        )
+        self.register_buffer("count", torch.zeros(()))
+        self.register_buffer("average", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 1:  # reads the old average in forward and backward, and writes a new one
+                x = x * self.average + x
+                with torch.no_grad():
+                    self.average = 0.9 * self.average + 0.1 * x.mean(0)
+        self.count.add_(1)
+        return x / (1 + self.count)
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", "zb-v", "gpipe"])
+def test_buffers_that_the_step_writes(schedule: str) -> None:
+    """Several microbatches are in flight: B reads the values of its own microbatch."""
+    check(schedule, 2, Normalized().train(), batches_of(rows), F.mse_loss)
+
+
+def test_a_buffer_read_and_written_on_different_stages_is_refused() -> None:
+    class Momentum(Residual):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("last", torch.zeros(WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = super().forward(x + self.last)
+            self.last.copy_(y.detach().mean(0))
+            return y
+
+    with pytest.raises(PartitionError, match=r"buffer 'last'.*one stage"):
+        compiled_on_four(Momentum())
+
+
+def test_a_further_program_keeps_the_owners_of_parameters() -> None:
+    model = Residual()
+    compiled = compiled_on_four(model)
+    owners = {name: stages[0] for name, stages in compiled.owners.items()}
+    longer = export_training_step(
+        model, (torch.randn(9, WIDTH),), {}, torch.randn(9, WIDTH), F.mse_loss
+    )
+    again = compile_graph(longer, ranks_of=range(4), owners=owners)
+    assert again.owners == compiled.owners
+
+
+def test_a_loop_is_cut_anywhere() -> None:
+    compiled = compiled_on_four(Loop())
+    assert compiled.owners["layer.weight"] == [0, 1, 2, 3]
