@@ -50,7 +50,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     add(
         "--replicas", type=int, default=1, help="replicas of the pipeline, each with batches of its own, under torchrun"
     )
-    add("--zero", type=int, default=0, help="divide the optimizer among replicas: 1 its state, 2 gradients too")
+    add("--zero", type=int, default=0, help="1: divide the optimizer among replicas")
     add("--clip", type=float, help="the norm to which gradients are clipped (default: no limit)")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the model (default: %(default)s)")
     add("--backend", default="fx", choices=("fx", "inductor"), help="what runs the passes (default: %(default)s)")

@@ -46,6 +46,7 @@ REMOVED = {
     "max_receives": "receives are posted as the schedule orders them",
     "mesh_names": "call the dimensions of mesh= pp, dp, tp, cp and ep; flatten others into these first",
     "relay": "values that skip stages always pass through the stages between",
+    "reshard_after_forward": "zero takes 0 or 1, which keeps parameters whole",
     "search_seconds": "the search is deterministic and takes no time limit",
     "vocab_logits": "the logits are kept or recomputed by their size",
     "weight_recompute": "recompute= chooses what a backward recomputes",
@@ -136,11 +137,17 @@ def backend_name(backend: str | Callable[..., Any]) -> str:
     return str(getattr(backend, "__qualname__", type(backend).__qualname__))
 
 
-def require_known(names: Iterable[str]) -> None:
-    """Raises TypeError for a keyword that is no option; a removed one says what to do instead."""
+def refuse_removed(function: str, names: Iterable[str]) -> None:
+    """Raises TypeError for a keyword that `function` had once, and says what to do instead."""
     for name in names:
         if name in REMOVED:
-            raise TypeError(f"zbcompile.pipeline has no option {name}= any more: {REMOVED[name]}.")
+            raise TypeError(f"{function} has no option {name}= any more: {REMOVED[name]}.")
+
+
+def require_known(names: Iterable[str]) -> None:
+    """Raises TypeError for a keyword that is no option of `zbcompile.pipeline`."""
+    refuse_removed("zbcompile.pipeline", names)
+    for name in names:
         if name not in OPTIONS:
             near = difflib.get_close_matches(name, OPTIONS, n=1)
             raise TypeError(f"zbcompile.pipeline has no option {name}={f'; did you mean {near[0]}=?' if near else ''}")

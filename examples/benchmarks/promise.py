@@ -2,7 +2,7 @@
 
     python examples/benchmarks/promise.py                      # 2, 4 and 8 processes
     python examples/benchmarks/promise.py --optimizer          # with updates inside of the step
-    python examples/benchmarks/promise.py --optimizer --zero 3 --ranks 8,16      # two replicas, which divide them
+    python examples/benchmarks/promise.py --optimizer --zero 1 --ranks 8,16      # two replicas, which divide them
     torchrun --standalone --nproc-per-node 4 examples/benchmarks/promise.py
 
 Processes, gloo messages, compiled stages and the action loop are real. Only the computation is not: the operations of
@@ -19,8 +19,8 @@ of the machine affects all of them. About 11 minutes.
 With --optimizer a step ends with an update that sleeps as well, made inside of it with `validate="after"`, and the
 simulation has its actions. Beside it stands the time per step of STEPS steps one after the other, whose losses are read
 at the end, its ratio to what the simulation says of a rank alone (`cost`), and the same if the loss is read after every
-step, which waits for all ranks. With --zero half of the processes are a second replica: the simulation has REDUCE, and
-for --zero 3 FETCH, GATHER and FREE as well. On a machine that does other work as well, longer sleeps (--scale) and a
+step, which waits for all ranks. With --zero half of the processes are a second replica: the simulation has GATHER
+and REDUCE as well. On a machine that does other work as well, longer sleeps (--scale) and a
 higher priority (nice -n -10) help.
 """
 
@@ -51,7 +51,7 @@ UPDATE = FORWARD / 4  # of a rank's parameters
 STEPS = 20
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v")
 WITH_UPDATES = ("1f1b", "zb-h2", "zb-v")
-REPLICAS = ((), ("GATHER", "REDUCE"), ("GATHER", "REDUCE"), ("FETCH", "GATHER", "FREE", "REDUCE"))  # what zero= adds
+REPLICAS = ((), ("GATHER", "REDUCE"))  # what zero= adds
 WIDTH = 16
 late = 0.0  # seconds that an operation takes longer than its sleep
 
@@ -223,7 +223,7 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,4,8", help="without torchrun: how many processes (default: %(default)s)")
     parser.add_argument("--schedules", help=f"default: {', '.join(SCHEDULES)}; with updates {', '.join(WITH_UPDATES)}")
     parser.add_argument("--optimizer", action="store_true", help="update inside of the step")
-    parser.add_argument("--zero", type=int, choices=(0, 1, 2, 3), default=0, help="two replicas divide the optimizer")
+    parser.add_argument("--zero", type=int, choices=(0, 1), default=0, help="two replicas divide the optimizer")
     parser.add_argument("--rounds", type=int, default=5, help="the medians count (default: %(default)s)")
     parser.add_argument("--best", action="store_true", help="the best round counts: on a machine that is not quiet")
     parser.add_argument("--scale", type=float, default=4, help="of the profile's times (default: %(default)s)")

@@ -6,7 +6,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import NamedTuple
 
 import torch
 
@@ -71,17 +70,10 @@ class DistinctBytes:
 
 @dataclass(frozen=True)
 class ReplicaSharding:
-    """How many replicas hold the same parameters, and what they divide: as `zero` of `pipe.optimizer`; with `reshard`
-    stages let divided parameters go between their uses."""
+    """How many replicas hold the same parameters, and what they divide: as `zero` of `pipe.optimizer`."""
 
     replicas: int = 1
     zero: int = 0
-    reshard: bool = False
-
-    @property
-    def gathers(self) -> bool:
-        """Whether parameters live divided."""
-        return self.zero == 3 and self.replicas > 1
 
     @property
     def state_parts(self) -> int:
@@ -92,25 +84,6 @@ class ReplicaSharding:
 ALONE = ReplicaSharding()
 
 
-class DividedParameter(NamedTuple):
-    """A parameter of which each replica keeps a part: its bytes when whole, those of its gradient, and whether the
-    owner of a part keeps a float32 master of it."""
-
-    size: int
-    gradient: int
-    master: bool
-
-    @classmethod
-    def of(cls, value: torch.Tensor, trains: bool, dtype: torch.dtype | None = None) -> "DividedParameter":
-        """A parameter whose gradients are summed in `dtype`, by default as an optimizer of the pipeline has them."""
-        gradient = _gradient(value) if dtype is None else gradient_bytes(value, dtype)
-        return cls(value.nbytes, gradient * trains, trains and value.dtype in HALF)
-
-    def stays(self, replicas: int) -> float:
-        """Bytes that each replica keeps of it between steps, besides the optimizer's state, which has the master."""
-        return 0 if self.master else self.size / replicas
-
-
 class Footprint:
     """The bytes of any span of the line, `(begin, end)` in nodes.
 
@@ -118,8 +91,7 @@ class Footprint:
       them as `sharding` says;
     * `gradients`: the gradients of parameters, in the dtype in which they are summed;
     * `shared`: of each tensor that several operations use, where, its bytes, and those of the sum that each stage makes
-      of its gradients;
-    * `divided`: by name, where parameters that live divided are used.
+      of its gradients.
     """
 
     def __init__(
@@ -127,15 +99,10 @@ class Footprint:
     ) -> None:
         length = len(line.nodes)
         trainable, held = canonical.captured.trainable, list(_held(line))
-        slots = (node.meta["slot"] for node in line.nodes[0].graph.find_nodes(op="placeholder"))
-        parameters = {slot.name for slot in slots if slot.kind == "parameter"}
-        state, replicas = optimizer_state, sharding.replicas
 
         def resident(name: str, value: torch.Tensor) -> int:
             trains = name in trainable
-            owned = int(state_bytes(value, state) / sharding.state_parts) if trains else 0
-            if sharding.gathers and name in parameters:
-                return owned + int(DividedParameter.of(value, trains).stays(replicas))
+            owned = int(state_bytes(value, optimizer_state) / sharding.state_parts) if trains else 0
             return value.nbytes + trains * _gradient(value) + owned
 
         summed = ((i, n, _gradient(value)) for i, n, value in held if n in trainable)
@@ -145,11 +112,6 @@ class Footprint:
         self.shared = [
             (at, resident(n, v), (n in trainable) * _gradient(v)) for n, (at, v) in uses.items() if len(at) > 1
         ]
-        self.divided = {
-            name: (at, DividedParameter.of(value, name in trainable))
-            for name, (at, value) in uses.items()
-            if name in parameters and sharding.gathers
-        }
 
 
 def gradient_bytes(value: torch.Tensor, dtype: torch.dtype) -> int:

@@ -14,8 +14,6 @@ from zbcompile.schedules.ir.actions import (
     BW,
     COMMUNICATION,
     COMPUTE,
-    FETCH,
-    GATHERS,
     ONCE,
     PAIRED,
     Action,
@@ -168,8 +166,8 @@ def _numbered(schedule: Schedule, order: Sequence[Step]) -> Iterable[tuple[int, 
 
 def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
     """Check what runs once per stage: on every stage if on any, after what it needs, before what needs it."""
-    own, gathers = schedule.placement.stages_of(rank), FETCH in schedule.ops
-    for op in (schedule.ops & ONCE) - {*GATHERS} if gathers else schedule.ops & ONCE:
+    own = schedule.placement.stages_of(rank)
+    for op in schedule.ops & ONCE:
         for stage in own:
             actions = [(i, a) for i, step in enumerate(order) for a in flatten((step,)) if a.stage == stage]
             places = [i for i, a in actions if a == (op, stage, 0)]
@@ -192,27 +190,6 @@ def _check_once(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
         for index, step in enumerate(order):
             if step[0] == op and (step[1] not in own or step[2] != 0):
                 text = f"{schedule.name}: rank {rank}: {step} is not of this rank, or its microbatch is not 0"
-                raise schedule_error_at(text, schedule.orders, rank, index)
-    if gathers:
-        _check_gathers(schedule, rank, order)
-
-
-def _check_gathers(schedule: Schedule, rank: int, order: Sequence[Step]) -> None:
-    """Check that FETCH, GATHER and FREE of each stage follow each other, numbered, around all that reads its
-    parameters; a W may stand outside: whether it reads them only its graph knows."""
-    done = dict.fromkeys(schedule.placement.stages_of(rank), (0, 0))  # how many of GATHERS, of which number
-    for index, step in enumerate(order):
-        for op, stage, number in flatten((step,)):
-            if op in GATHERS and stage in done:
-                place, current = done[stage]
-                if (op, number) != (GATHERS[place], current):
-                    expected = Action(GATHERS[place], stage, current)
-                    text = f"{schedule.name}: rank {rank}: {step} stands where {expected} is due"
-                    raise schedule_error_at(text, schedule.orders, rank, index)
-                done[stage] = (place + 1, current) if place < 2 else (0, current + 1)
-            elif op in GATHERS or (op in (F, B, BW) and done[stage][0] != 2):
-                what = "is not of this rank" if op in GATHERS else "reads parameters that are not gathered"
-                text = f"{schedule.name}: rank {rank}: {step} {what}"
                 raise schedule_error_at(text, schedule.orders, rank, index)
 
 

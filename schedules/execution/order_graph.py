@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import COMPUTE, EXCHANGES, FETCH, GATHER, ONCE, Action, Pair, Step, W
+from zbcompile.schedules.ir.actions import COMPUTE, EXCHANGES, ONCE, Action, Pair, Step, W
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import (
     SEND_OF,
@@ -37,7 +37,7 @@ class EdgeKind(NamedTuple):
     """Why a node waits for another: decides how long the result travels.
 
     `kind` is "local" (the same rank, no delay), "message" (across the boundary behind `stage`), "shards" (a collective
-    of the vocabulary shards), "gather" (of divided parameters) or "rendezvous" (until a receive is posted; no delay).
+    of the vocabulary shards) or "rendezvous" (until a receive is posted; no delay).
     """
 
     kind: str
@@ -49,8 +49,6 @@ class EdgeKind(NamedTuple):
         """Returns the time from the end of the input until it can be used."""
         if self.kind == "message":
             return costs.hop(self.stage, self.source, self.destination)
-        if self.kind == "gather":
-            return costs.gather[self.stage]
         return costs.comm if self.kind == "shards" else 0
 
 
@@ -126,7 +124,7 @@ class OrderGraph:
         return times
 
     def _number_nodes(self) -> None:
-        count = _most_of_one_kind(self.schedule)
+        count = self.schedule.microbatches
         nodes = self._nodes
         for n, step in enumerate(self.steps):
             for op, stage, microbatch in step if step.__class__ is Pair else (step,):  # type: ignore[misc]
@@ -138,7 +136,7 @@ class OrderGraph:
                 nodes[event, stage][microbatch] = n
 
     def _connect(self, orders: Sequence[Sequence[Step]]) -> None:
-        none = self._none = [MISSING] * _most_of_one_kind(self.schedule)
+        none = self._none = [MISSING] * self.schedule.microbatches
         barriers = self._add_barriers()
         for rank, order in enumerate(orders):
             rules: dict[tuple[str, int], list[tuple[list[int], int]]] = {}
@@ -207,8 +205,6 @@ class OrderGraph:
             yield NodeInput(kind.takes, stage, local)
             if (there := target(op, stage, stages)) is not None:
                 yield NodeInput(other_end(op), there, EdgeKind("rendezvous"))
-        elif op == GATHER and FETCH in schedule.ops:
-            yield NodeInput(FETCH, stage, EdgeKind("gather", stage))
         elif op in ONCE:
             pass  # `check` proves their place in the order of their rank
         elif kind.role == "collective":
@@ -294,12 +290,6 @@ def blocking(graph: OrderGraph, node: int, end: Sequence[float], delays: Sequenc
     while last >= graph.first[-1]:
         last = max((made for made, _ in graph.inputs[last]), key=end.__getitem__)
     return last
-
-
-def _most_of_one_kind(schedule: Schedule) -> int:
-    """Returns the most actions of one kind on a stage: one per microbatch, or one per gather of divided parameters."""
-    gathers = (step[2] + 1 for order in schedule.orders for step in order if step[0] == FETCH)
-    return max(schedule.microbatches, *gathers) if FETCH in schedule.ops else schedule.microbatches  # type: ignore
 
 
 def require_steps(schedule: Schedule, orders: Sequence[Sequence[Step]]) -> None:

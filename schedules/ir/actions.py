@@ -1,8 +1,7 @@
 """What a rank can be told to do: one operation on one stage for one microbatch.
 
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused backward, S and T
-the two vocabulary passes. VALIDATE, GATHER, REDUCE and OPT are the optimizer's, once per stage; around each use of
-divided parameters FETCH begins to gather them, GATHER waits, FREE lets them go. A lowered program also
+the two vocabulary passes. VALIDATE, GATHER, REDUCE and OPT are the optimizer's, once per stage. A lowered program also
 holds SEND_F, RECV_F, SEND_B and RECV_B, the collectives of the vocabulary passes (CAST, STATS, SUM, LOOKUP and SPREAD),
 and the exchanges of all ranks around them (ROWS, DRAIN, TIE, SYNC, BUFFERS, FINAL, LOSS and OUTPUT). torch writes I for
 our B, W for our W and B for our BW; `zbcompile.schedules` reads and writes both. `zbcompile.schedules.ir.kinds` says
@@ -19,8 +18,6 @@ SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 CAST, STATS, SUM = "CAST", "STATS", "SUM"
 LOOKUP, SPREAD = "LOOKUP", "SPREAD"
 VALIDATE, GATHER, REDUCE, OPT = "VALIDATE", "GATHER", "REDUCE", "OPT"
-FETCH, FREE = "FETCH", "FREE"
-GATHERS = (FETCH, GATHER, FREE)  # as they follow each other where parameters live divided
 COMPUTE = with_role("compute")
 ONCE = with_scope("stage")
 SENDS, RECEIVES = with_role("send"), with_role("receive")

@@ -36,7 +36,6 @@ class Costs:
     * `message`: size of what a stage sends onwards, and of the gradient that comes back for it.
     * `comm`: latency of a hop between two ranks, `bandwidth` its size term (`None`: none); `links` overrides both for
       single links.
-    * `gather`, `gathered`: time and memory of a gather of divided parameters.
     * `time_unit`, `memory_unit`: what pictures write behind the numbers.
 
     Raises `ScheduleError` for lengths that differ and for values that are negative or not finite.
@@ -58,8 +57,6 @@ class Costs:
     optimizer: tuple[float, ...] = ()
     forward_exchange: tuple[float, ...] = ()
     backward_exchange: tuple[float, ...] = ()
-    gather: tuple[float, ...] = ()
-    gathered: tuple[float, ...] = ()
     message: tuple[float, ...] = ()
     comm: float = 0
     bandwidth: float | None = None

@@ -3,8 +3,7 @@
 A new kind is one entry in the table; to run it, `zbcompile.runtime.action_loop` needs a handler for it, for what runs
 once `zbcompile.runtime.step_run`, and `zbcompile.schedules.visualization.svg` may give it a look of its own. Kinds that
 one stage runs once per step (those of the optimizer), or one rank (exchanges), are written with microbatch 0, the
-latter with the number of the rank in place of a stage. A stage whose parameters are divided among replicas gathers them
-once or several times in a step: FETCH, GATHER and FREE number these in place of a microbatch.
+latter with the number of the rank in place of a stage.
 """
 
 from collections.abc import Mapping
@@ -112,10 +111,8 @@ _KINDS = (
     _backward("BW", "fused backward", torch="B", does=("B", "W"), time=("backward", "weight")),
     _shards("S", "vocabulary S", takes="F", made_at="last", time=("vocab_s",), adds=("vocab_state",)),
     _shards("T", "vocabulary T", after=("S",), time=("vocab_t",), frees=("vocab_state",)),
-    _once("VALIDATE", "total norm of the step before", before=("FETCH", "GATHER", "F"), delay="barrier"),
-    _once("FETCH", "start of a gather of divided parameters", delay="gather", adds=("gathered",)),
-    _once("GATHER", "arrival of parameters", before=("F",), takes="FETCH", made_at="own", delay="gather"),
-    _once("FREE", "end of the use of gathered parameters", frees=("gathered",)),
+    _once("VALIDATE", "total norm of the step before", before=("GATHER", "F"), delay="barrier"),
+    _once("GATHER", "arrival of parameters", before=("F",)),
     _once("REDUCE", "start of the gradients' sum", after=("W",), delay="reduce"),
     _once("OPT", "optimizer step", after=("W", "REDUCE"), takes="REDUCE", made_at="own", time=("optimizer",)),
     _message("RECV", "F"),

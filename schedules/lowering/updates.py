@@ -1,12 +1,9 @@
 """Actions that run once per step, not once per microbatch: the optimizer's in the orders of all ranks, and the
 exchanges around their programs.
 
-VALIDATE and GATHER wait for the previous training step, before the first forward of their stage. Where parameters live
-divided among replicas, FETCH begins to gather those of a stage one pass before their first use, GATHER waits for them
-and FREE lets them go behind their last use; with `reshard`, behind the last one before other stages run several passes,
-after which they are gathered again. REDUCE starts the sum of the stage's gradients right after its last W. OPT comes
-after everything that another rank waits for and, where there are sums, one place behind REDUCE, so that a sum has that
-long.
+VALIDATE and GATHER wait for the previous training step, before the first forward of their stage.
+REDUCE starts the sum of the stage's gradients right after its last W. OPT comes after everything that another
+rank waits for and, where there are sums, one place behind REDUCE, so that a sum has that long.
 
 An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank if the table has it
 before F, otherwise behind everything, in the order of the table. So two ranks can never wait for each other in
@@ -21,18 +18,13 @@ from typing import overload
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import schedule_error_at
 from zbcompile.schedules.ir.actions import (
-    BW,
     COMMUNICATION,
     EXCHANGES,
-    FETCH,
-    FREE,
     GATHER,
-    GATHERS,
     OPT,
     REDUCE,
     VALIDATE,
     Action,
-    B,
     F,
     Step,
     W,
@@ -41,25 +33,16 @@ from zbcompile.schedules.ir.actions import (
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.ir.schedule import Lowered, Schedule
 
-UPDATES = (VALIDATE, FETCH, GATHER, FREE, REDUCE, OPT)
-READERS = frozenset((F, B, W, BW))  # of parameters; what W reads depends on its graph
-Uses = dict[int, list[tuple[int, int]]]  # by stage, the first and the last step of each use of its parameters
+UPDATES = (VALIDATE, GATHER, REDUCE, OPT)
 
 
 @overload
-def with_updates(
-    program: Schedule, kinds: Collection[str], reshard: bool = ..., readers: Collection[str] = ...
-) -> Schedule: ...
+def with_updates(program: Schedule, kinds: Collection[str]) -> Schedule: ...
 @overload
-def with_updates(
-    program: Lowered, kinds: Collection[str], reshard: bool = ..., readers: Collection[str] = ...
-) -> Lowered: ...
-def with_updates(
-    program: Schedule | Lowered, kinds: Collection[str], reshard: bool = False, readers: Collection[str] = READERS
-) -> Schedule | Lowered:
-    """The program with the actions of these `kinds`, of VALIDATE, FETCH, GATHER, FREE, REDUCE and OPT, for every stage,
-    and if it is lowered of the EXCHANGES, for every rank. FETCH and FREE come together with GATHER; `readers` are the
-    passes that read parameters.
+def with_updates(program: Lowered, kinds: Collection[str]) -> Lowered: ...
+def with_updates(program: Schedule | Lowered, kinds: Collection[str]) -> Schedule | Lowered:
+    """The program with the actions of these `kinds`, of VALIDATE, GATHER, REDUCE and OPT, for every stage, and if it is
+    lowered of the EXCHANGES, for every rank.
 
     Under two model copies (`dual`) all parameters are complete at the end of the step only: no updates are added.
     Raises ScheduleError for other kinds.
@@ -73,55 +56,28 @@ def with_updates(
     known = UPDATES + EXCHANGES * isinstance(program, Lowered)
     if isinstance(kinds, str) or not set(kinds) <= set(known):
         raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(known)}")
-    if {FETCH, FREE} & set(kinds) and not {*GATHERS} <= set(kinds):
-        raise ScheduleError(f"updates {kinds!r}; {', '.join(GATHERS)} come together")
     if isinstance(program, Lowered):
-        schedule = with_updates(program.schedule, set(kinds).intersection(UPDATES), reshard, readers)
+        schedule = with_updates(program.schedule, set(kinds).intersection(UPDATES))
         programs = map(_with_communication, schedule.orders, program.programs)
         return Lowered(schedule, tuple(_surrounded(r, own, kinds) for r, own in enumerate(programs)))
     if not kinds or program.placement.kind == "dual":
         return program
-    orders = (_updated(order, kinds, uses_of(order, reshard, readers)) for order in program.orders)
+    orders = (_updated(order, kinds) for order in program.orders)
     return replace(program, orders=tuple(orders))
 
 
-def uses_of(order: Sequence[Step], reshard: bool, readers: Collection[str] = READERS) -> Uses:
-    """Where the parameters of each stage are gathered: from its first to its last reader, or with `reshard` apart where
-    more than one step of other stages stands between two of them; one is as long as the next gather is under way.
-
-    >>> from zbcompile.schedules import build
-    >>> order = build("interleaved-1f1b", ranks=2, microbatches=4).orders[1]
-    >>> uses_of(order, False), uses_of(order, True)
-    ({1: [(0, 15)], 3: [(2, 13)]}, {1: [(0, 1), (6, 9), (14, 15)], 3: [(2, 5), (10, 13)]})
-    """
-    found: Uses = {}
-    for index, step in enumerate(order):
-        for stage in {action.stage: 0 for action in flatten((step,)) if action.op in readers}:
-            uses = found.setdefault(stage, [])
-            if not uses or (reshard and index - uses[-1][1] > 2):
-                uses.append((index, index))
-            uses[-1] = (uses[-1][0], index)
-    return found
-
-
-def _updated(order: Sequence[Step], kinds: Collection[str], uses: Uses) -> tuple[Step, ...]:
+def _updated(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
     actions = [(index, action) for index, step in enumerate(order) for action in flatten((step,))]
     first = {a.stage: index for index, a in reversed(actions) if a.op == F}
-    numbered = [(s, i, *use) for s, every in uses.items() for i, use in enumerate(every)] if FETCH in kinds else []
-    ahead = {(stage, i): max(begin - 1, 0) for stage, i, begin, _ in numbered}
-    validated = first | {stage: at for (stage, i), at in ahead.items() if i == 0}
     last = {a.stage: index for index, a in actions if W in KINDS[a.op].does}
     awaited = max((index for index, a in actions if a.op != W), default=0)
     behind = int(REDUCE in kinds)
     updates = {stage: min(max(awaited, index + behind), len(order) - 1) for stage, index in last.items()}
     found: list[Step] = []
     for index, step in enumerate(order):
-        found += _at(validated, index, [VALIDATE] * (VALIDATE in kinds))
-        found += [Action(FETCH, stage, i) for (stage, i), place in ahead.items() if place == index]
-        found += [Action(GATHER, stage, i) for stage, i, begin, _ in numbered if begin == index]
-        found += _at(first, index, [GATHER] * (GATHER in kinds and not numbered))
+        found += _at(first, index, [VALIDATE] * (VALIDATE in kinds))
+        found += _at(first, index, [GATHER] * (GATHER in kinds))
         found.append(step)
-        found += [Action(FREE, stage, i) for stage, i, _, end in numbered if end == index]
         found += _at(last, index, [REDUCE] * (REDUCE in kinds))
         found += _at(dict(sorted(updates.items(), key=lambda at: last[at[0]])), index, [OPT] * (OPT in kinds))
     return tuple(found)

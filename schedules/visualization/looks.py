@@ -19,9 +19,7 @@ _LOOKS = {
     "S": ("#d98cb8", "M0,3 h6", PEN),
     "T": ("#f0e442", "M3,0 v6", PEN),
     "VALIDATE": ("#c8c8c8", "M0,0 l6,6", PEN),
-    "FETCH": ("#a6cee3", "M1,0 v6 M4,0 v6", PEN),
     "GATHER": ("#8dd3c7", "M0,6 l6,-6", PEN),
-    "FREE": ("#e3d5ca", "M3,1 v2", PEN),
     "REDUCE": ("#9e9e9e", "M0,2 h6 M0,4 h6", PEN),
     "OPT": ("#b39ddb", "M0,3 h6 M3,0 v6", PEN),
 }

@@ -30,7 +30,6 @@ class Training:
     vocab: Any = "off"
     early: bool = False
     validate: str = "before"
-    reshard: bool | None = None
 
     def __str__(self) -> str:
         usual = vars(Training())
@@ -49,7 +48,7 @@ class Result:
     gradients: list[int]
 
 
-def at_levels(training: Training, levels: tuple[int, ...] = (0, 1, 2, 3)) -> list[Result]:
+def at_levels(training: Training, levels: tuple[int, ...] = (0, 1)) -> list[Result]:
     """The same training with each `zero`, on this rank; of one that is early, before them one that is not."""
     torch.set_num_threads(1)
     mesh = mesh_of_replicas()
@@ -91,7 +90,6 @@ def pipeline_with(training: Training, zero: int, mesh: DeviceMesh | None) -> tup
     (kind, more), matrices = OPTIMIZERS[training.kind], {"params": lambda _, p: p.ndim == 2}
     groups = [{"params": lambda _, p: p.ndim < 2, "weight_decay": 0.0}]
     more = {**more, **(matrices if training.kind == "Muon" else {"groups": groups})}
-    more |= {"reshard_after_forward": training.reshard} if zero == 3 else {}
     return pipe, pipe.optimizer(
         kind, lr=1e-2, zero=zero, clip=training.clip, early=training.early, validate=training.validate, **more
     )

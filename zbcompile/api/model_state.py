@@ -15,7 +15,6 @@ from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.state_dict import stream_state
-from zbcompile.runtime.gathers import Gathers
 
 
 class ModelState:
@@ -36,13 +35,6 @@ class ModelState:
                 "pipe.compile(*args, target=..., **kwargs) with a batch, or pass example=, or run a step first."
             )
         return self._bound.program
-
-    def in_parts(self) -> tuple[dict[str, Any], dict[str, nn.Parameter], list[Gathers]]:
-        """`share` and `named` without what replicas hold divided, which has no memory; and who holds that."""
-        self._optimizers.arrive(whole=False)
-        for each in self._optimizers.gathers:
-            each.let_go()
-        return self._share(), self._named(), self._optimizers.gathers
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This process's parameters; of other processes' there may be more."""

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 
 from torch import nn
 
@@ -13,10 +12,7 @@ from zbcompile.model.distributed_tensors import Parts
 from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.optimizer_request import OptimizerRequest
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
-from zbcompile.prediction.rank_memory import should_reshard
-from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
-from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.slices import Slices
 
 
@@ -29,18 +25,6 @@ class Optimizers:
     parts: Parts
     bound: BoundPrograms
     made: list[PipelineOptimizer] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.bound.divides = self._divided_from_the_start
-
-    def _divided_from_the_start(self, program: Program) -> set[str]:
-        """Parameters on the meta device that live divided before they have any values; parts of DTensors do not."""
-        waiting = [each for each in self.made if each.request.zero == 3 and not each.bound]
-        if not (waiting and program.trains) or self.ranks.replicas.count == 1:
-            return set()
-        model = dict(self.model.named_parameters())
-        trained = TrainedParameters(program, self.ranks, model, {}, {}, frozenset(), lambda: None)
-        return set().union(*(each.will_divide(trained) for each in waiting)) - self.parts.parameters.keys()
 
     def make(self, request: OptimizerRequest) -> PipelineOptimizer:
         """One more."""
@@ -56,21 +40,7 @@ class Optimizers:
             self._bind(each)
 
     def _bind(self, optimizer: PipelineOptimizer) -> None:
-        if optimizer.request.zero == 3 and self.bound.records_passes:
-            optimizer.close()
-            raise PipelineError(
-                "zero=3 gathers parameters wherever memory is free, and cuda_graphs= has recorded where they were. "
-                "Leave cuda_graphs= out, or pass zero=2."
-            )
         optimizer.bind(self._trained())
-        gathers, asked = optimizer.slices.gathers, optimizer.request.reshard_after_forward
-        if gathers is not None:
-            self.bound.share.fill_divided(partial(gathers.lend, values=False))
-            gathers.reshard = self._should_reshard() if asked is None else asked
-
-    def _should_reshard(self) -> bool:
-        assert self.bound.program is not None
-        return should_reshard(self.bound.program, dict(self.model.named_parameters()), self.ranks.replicas.count)
 
     @property
     def slices(self) -> list[Slices]:
@@ -82,23 +52,17 @@ class Optimizers:
         """The slices that are divided among replicas."""
         return [each for each in self.slices if each.divided]
 
-    @property
-    def gathers(self) -> list[Gathers]:
-        """The gathers of parameters that live divided among replicas, for the actions of steps and evaluations."""
-        return [each.gathers for each in self.slices if each.gathers is not None]
-
-    def arrive(self, whole: bool = True) -> None:
-        """Wait until the parameters have the values of the last updates; see `PipelineOptimizer.arrive`."""
+    def arrive(self) -> None:
+        """Wait until the parameters have the values of the last updates."""
         for each in self.made:
-            each.arrive(whole)
+            each.arrive()
 
     def require_whole_gradients(self, what: str) -> None:
         """Raise PipelineError if replicas hold parts of the gradients."""
         if self.divided:
-            zero = max(each.request.zero for each in self.made)
             raise PipelineError(
-                f"{what} needs whole gradients, and pipe.optimizer(zero={zero}) "
-                "keeps this replica's part. Pass clip= to pipe.optimizer to clip, or zero=0."
+                f"{what} needs whole gradients, and pipe.optimizer(zero=1) keeps this replica's part."
+                " Pass clip= to pipe.optimizer to clip, or zero=0."
             )
 
     @property
@@ -108,7 +72,7 @@ class Optimizers:
         early = [each for each in self.made if each.request.updates_early and self.ranks.replicas.synchronise]
         return {
             "VALIDATE": [each.settle for each in self.made if each.request.validates],
-            "GATHER": [each.arrive for each in self.divided if each.arrives],
+            "GATHER": [each.arrive for each in self.divided],
             "OPT": [each.update for each in early],
         }
 

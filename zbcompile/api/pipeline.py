@@ -35,7 +35,6 @@ from zbcompile.program.step_record import StepRecord
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import kind_of
-from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.step_run import Engine
 
 if TYPE_CHECKING:  # torch's pipelining takes a second to import
@@ -365,11 +364,6 @@ class Pipeline:
             raise PipelineError("state_dict(frozen=False) is for the whole model: pass full=True as well.")
         return self._state.whole(frozen) if full else self._state.share()
 
-    def in_parts(self) -> tuple[dict[str, Any], dict[str, nn.Parameter], list[Gathers]]:
-        """`state_dict()` and the named parameters without what replicas hold divided (`zero=3`): that has no memory,
-        unless those who hold it lend some."""
-        return self._state.in_parts()
-
     def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
         """The names and whole tensors of eager's state dict, one after the other on every rank: an engine that
         generates takes them without the memory for all. Every rank must take all of them.
@@ -404,7 +398,6 @@ class Pipeline:
         early: bool = False,
         validate: str = "before",
         reduce_dtype: torch.dtype | None = None,
-        reshard_after_forward: bool | None = None,
         **options: Any,
     ) -> PipelineOptimizer:
         """An optimizer over this pipeline's parameters; it can be made before or after compiling. Every rank calls it.
@@ -416,24 +409,20 @@ class Pipeline:
             params: a predicate of a parameter's name and the parameter: those that this optimizer trains, default all.
             groups: as torch's, but "params" is a predicate. The first group that takes a parameter has it; the others
                 are in a last group with `options`.
-            zero: 0, or with "dp" in the mesh 1 to divide the optimizer's state among replicas, 2 its gradients too, 3
-                also the parameters, which a step gathers stage by stage.
+            zero: 0, or with "dp" in the mesh 1 to divide the optimizer's state among replicas.
             clip: the norm to which `optimizer.step()` clips all its gradients, None for no limit.
             early: update each stage within `pipe.step`, which then returns before other ranks have ended it: the loss
                 is completed when it is read, which waits for them.
             validate: "before", or "after" to update early although the norm is known later, and to correct the update.
             reduce_dtype: in which dtype gradients travel between replicas and are summed over them, None: as they are.
-            reshard_after_forward: with `zero=3`, True: a stage lets its parameters go while other stages run, and
-                gathers them again; False: it gathers them once in a step; None: True if `memory=` is too small for
-                False.
 
         Raises PipelineError, on every rank.
 
         >>> optimizer = pipe.optimizer(torch.optim.AdamW, lr=1e-3, clip=1.0)            # doctest: +SKIP
         >>> pipe.step(inputs, target=targets); optimizer.step(); optimizer.zero_grad()  # doctest: +SKIP
         """
-        more = validate, reduce_dtype, reshard_after_forward
-        return self._optimizers.make(OptimizerRequest(kind, options, params, groups, zero, clip, early, *more))
+        request = OptimizerRequest(kind, options, params, groups, zero, clip, early, validate, reduce_dtype)
+        return self._optimizers.make(request)
 
     def from_replicas(self, value: Any) -> list[Any]:
         """The `value` of the first rank of every replica, on every rank; every rank must call it."""

@@ -111,7 +111,6 @@ class Runs:
             recorder=self.observation.of_step(),
             slices=self.optimizers.slices,
             actions=self.optimizers.actions,
-            gathers=self.optimizers.gathers,
             ahead=self.optimizers.all_early,
             outputs="last" if outputs == "last" else "all" if outputs else "",
             agreement=self.compiled.agreement,
@@ -170,7 +169,7 @@ class Runs:
             else:
                 batches = [flatten_batch(args, kwargs, labels, self.options.split, True)]
             _require_same_calls(self.engine.ranks, computes, outputs, count, recorder is not None, batches)
-            self.optimizers.arrive(whole=False)
+            self.optimizers.arrive()
             own, inputs, groups = list[BoundGraphs](), list[dict[str, torch.Tensor]](), list[range]()
             for batch in batches:
                 graphs = self.compiled.forwards(batch, computes, 1 if isinstance(microbatches, Sequence) else count)
@@ -179,9 +178,7 @@ class Runs:
                 inputs += [batch.microbatch(i, len(graphs)).tensors for i in range(len(graphs))]
             self.compiled.bound.require_values()
             executable = self.compiled.evaluation(own)
-            given = StepInput(
-                inputs, step, self.options.seed, "sum", recorder, outputs=outputs, gathers=self.optimizers.gathers
-            )
+            given = StepInput(inputs, step, self.options.seed, "sum", recorder, outputs=outputs)
             with torch.autocast(self.engine.ranks.device.type, enabled=False):  # its casts are in the graphs
                 made = self.engine.run(executable, given, {}, self.compiled.schedule).made
             self.parts.renew()

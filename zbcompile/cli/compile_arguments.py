@@ -72,14 +72,6 @@ def with_options(plan: AnyPlan, **options: Any) -> AnyPlan:
     return replace(plan, given={**plan.given, **options})
 
 
-def require_division(zero: int, reshard: bool) -> None:
-    """Raise PipelineError if these contradict each other."""
-    if reshard and zero != 3:
-        raise PipelineError(
-            f"--reshard lets divided parameters go, and --zero {zero} leaves them whole; pass --zero 3 as well."
-        )
-
-
 def example_of(plan: Plan) -> Example:
     """Build the model. What it prints goes to standard error, not into the report."""
     with contextlib.redirect_stdout(sys.stderr), fake_models(plan.device) if plan.fake else contextlib.nullcontext():

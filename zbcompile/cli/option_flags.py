@@ -98,6 +98,4 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
 
 def add_division(add: Any) -> None:
     """Adds the arguments that say what replicas divide."""
-    what = "what replicas divide: the optimizer, gradients too, parameters too (default: 0, nothing)"
-    add("--zero", type=int, choices=(0, 1, 2, 3), default=0, help=what)
-    add("--reshard", action="store_true", help="with --zero 3: stages let parameters go between their uses in a step")
+    add("--zero", type=int, choices=(0, 1), default=0, help="1: replicas divide the optimizer (default: 0)")

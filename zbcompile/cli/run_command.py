@@ -4,7 +4,6 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from zbcompile.cli.compile_arguments import require_division
 from zbcompile.cli.option_flags import FLAGS, flag_of
 from zbcompile.cli.train_job import train
 from zbcompile.cli.train_pipeline import Job
@@ -25,7 +24,6 @@ def _job(chosen: dict[str, Any]) -> Job:
     apart = {"debug", "option", "lr", "weight_decay", *compiling}
     given = {name: value for name, value in chosen.items() if name not in apart}
     job = Job(**given, options=options, compiling=compiling)
-    require_division(job.zero, job.reshard)
     for problem in _problems(job):
         raise PipelineError(problem)
     return job

@@ -35,7 +35,6 @@ class Job:
     decay: str = "none"
     clip: float | None = None
     zero: int = 0
-    reshard: bool = False
     early: bool = False
     validate: str = "before"
     weights: Path | None = None
@@ -61,7 +60,6 @@ class Job:
     def update(self) -> dict[str, Any]:
         """The options that only `pipe.optimizer` has; empty if a plain torch optimizer is enough."""
         asked = {"zero": self.zero, "early": self.early, "validate": self.validate}
-        asked |= {"reshard_after_forward": True} if self.reshard else {}
         return asked if asked != {"zero": 0, "early": False, "validate": "before"} else {}
 
     @property

@@ -4,16 +4,15 @@ compiled."""
 import copy
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch.fx import Node
 
 from zbcompile.compiler.block_prices import Made, price_line
-from zbcompile.compiler.divided_bytes import DividedBytes
 from zbcompile.compiler.stage_price import StagePrice, costs_of, running_of
 from zbcompile.compiler.stage_span import PolicyPrices, StageSpan, StageStart
 from zbcompile.passes.capture.canonical import Canonical
@@ -23,16 +22,15 @@ from zbcompile.passes.machine.hardware import Connection, Hardware, hardware_for
 from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.partition.memory_estimate import (
     ALONE,
-    DividedParameter,
     Footprint,
     ReplicaSharding,
 )
 from zbcompile.passes.partition.node_costs import device_of
 from zbcompile.passes.partition.stage_graphs import legs_of
 from zbcompile.passes.stage.deduplicate import Tangents
-from zbcompile.schedules import Costs, Placement, Schedule, peak_memory, with_updates
-from zbcompile.schedules.execution.memory import Running, deltas, most_beside, only_while_running, with_messages
-from zbcompile.schedules.ir.actions import BW, GATHERS, REDUCE, B, F, Step, flatten
+from zbcompile.schedules import Costs, Placement, Schedule, peak_memory
+from zbcompile.schedules.execution.memory import most_beside, with_messages
+from zbcompile.schedules.ir.actions import B, F
 
 PRICES = (1, 2, 4, 6, 8, 12, 16)  # of a byte, in the time to move it; above, stages remake what their blocks receive
 
@@ -286,8 +284,7 @@ class LinePrices:
         """`always_held` with the bytes of the running pass, taken as those of the pass that needs most."""
         costs = with_messages(self.costs(edges, rows, recompute, placement), placement)
         passes = most_beside(placement, costs, running_of(self.stages(edges, recompute, rows)))
-        gathered = (each.least for each in self._divided_of(placement, edges))
-        return tuple(map(sum, zip(self.always_held(placement, edges, rows), passes, gathered, strict=True)))
+        return tuple(map(sum, zip(self.always_held(placement, edges, rows), passes, strict=True)))
 
     def most_held(
         self, schedule: Schedule, edges: Sequence[int], rows: float = 1, recompute: Recompute | None = None
@@ -296,33 +293,11 @@ class LinePrices:
         placement, sharding = schedule.placement, self.sharding
         costs = with_messages(self.costs(edges, rows, recompute, placement), placement)
         running = running_of(self.stages(edges, recompute, rows))
-        if sharding.gathers:
-            updated = with_updates(schedule, (*GATHERS, REDUCE), sharding.reshard, (F, B, BW))
-            extra = only_while_running(costs, running)
-            waiting = tuple(
-                max(_with_divided(order, costs, extra, divided))
-                for order, divided in zip(updated.orders, self._divided_of(placement, edges), strict=True)
-            )
-        else:
-            waiting = peak_memory(schedule, costs, running)
+        waiting = peak_memory(schedule, costs, running)
         if sharding.zero == 1 and sharding.replicas > 1:  # a part of the sums over replicas beside all gradients
             parts = (each / sharding.replicas for each in self.gradients(edges, placement))
             waiting = tuple(map(max, waiting, parts))
         return tuple(map(sum, zip(waiting, self.always_held(placement, edges, rows), strict=True)))
-
-    def divided(self, edges: Sequence[int]) -> list[dict[Hashable, DividedParameter]]:
-        """The parameters of each stage that live divided among replicas."""
-        found: list[dict[Hashable, DividedParameter]] = [{} for _ in range(len(edges) + 1)]
-        for name, (positions, parameter) in self.footprint.divided.items():
-            stages = {bisect_right(edges, at) for at in positions}
-            for stage in stages:
-                found[stage][name] = parameter if len(stages) == 1 else parameter._replace(gradient=0)
-        return found
-
-    def _divided_of(self, placement: Placement, edges: Sequence[int]) -> list[DividedBytes]:
-        """The same of each rank."""
-        found, ranks = self.divided(edges), map(placement.stages_of, range(placement.ranks))
-        return [DividedBytes({stage: found[stage] for stage in own}, self.sharding.replicas) for own in ranks]
 
     def held_before(self, recompute: bool) -> list[float]:
         """Bytes that a rank with the first k nodes holds with one microbatch, by k; recomputed values not counted."""
@@ -352,15 +327,6 @@ class LinePrices:
     @cached_property
     def _hardware(self) -> Hardware:
         return self.choices.hardware or hardware_for(device_of(self.line))
-
-
-def _with_divided(order: Sequence[Step], costs: Costs, extra: Running, divided: DividedBytes) -> Iterator[float]:
-    """What a rank holds of activations, parameters and gradients at each moment of an order that gathers."""
-    levels = pairwise(accumulate(deltas(order, costs), initial=0))
-    for held, action in zip(levels, flatten(tuple(order)), strict=True):
-        most = max(held) + (extra[action.op][action.stage] if action.op in extra else 0)
-        yield most + max(map(sum, divided.after(action)))
-    yield max((sum(each) for each in divided.finish()), default=0)
 
 
 def _is_above(

@@ -161,7 +161,6 @@ class Summary:
 
     def _memory(self) -> Table:
         names = [each.name for each in fields(RankMemory)]
-        names.remove("gathered")
         rows = [
             [
                 Figure("rank", rank),

@@ -36,7 +36,7 @@ class HeldElsewhere:
         name = func.__self__.__name__ if accessor else func.__name__
         if not _tells_a_form(name, accessor):
             found = next(each for each in pytree.tree_leaves((args, kwargs)) if is_held_elsewhere(each))
-            fills = name == "copy_" and found is args[0] and not is_in_parts(found)
+            fills = name == "copy_" and found is args[0]
             if not fills or any(map(is_held_elsewhere, args[1:])):
                 raise PipelineError(_refusal(found))
         with without_overrides():
@@ -57,11 +57,6 @@ def _tells_a_form(name: str, accessor: str) -> bool:
 
 def _refusal(tensor: torch.Tensor) -> str:
     name, ranks = getattr(tensor, _WHERE)
-    if not ranks:
-        return (
-            f"{name} is divided among replicas (zero=3): it is there only while a step needs it, so it is not read. "
-            "Call pipe.parameters() or pipe.state_dict() on every rank, which gather all until the next step."
-        )
     return (
         f"{name} belongs to rank {ranks} of the pipeline, and the module in this process has old values of it, so it "
         "is not read. Call pipe.eval, pipe.state_dict(full=True), pipe.clip_grad_norm_ or zbcompile.save_weights; or "
@@ -80,14 +75,8 @@ def is_held_elsewhere(value: Any) -> bool:
     return issubclass(type(value), HeldElsewhere)
 
 
-def is_in_parts(value: Any) -> bool:
-    """Whether replicas hold a tensor in parts, so that it has no memory here."""
-    return is_held_elsewhere(value) and not getattr(value, _WHERE)[1]
-
-
-def withhold(tensor: torch.Tensor, name: str, ranks: Sequence[int] = ()) -> None:
-    """Refuse to read a tensor that these ranks hold, until something is copied into it; without any, one that replicas
-    hold in parts, until it is released."""
+def withhold(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> None:
+    """Refuse to read a tensor that these ranks hold, until something is copied into it."""
     if not is_held_elsewhere(tensor):
         tensor.__class__ = _class_of(type(tensor))
         setattr(tensor, _WHERE, (name, " and ".join(map(str, ranks))))

@@ -1,15 +1,13 @@
 """This process's share of a model that was built on the meta device: materialised after the cut, then filled."""
 
 import hashlib
-from collections.abc import Callable, Collection, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import PART
-from zbcompile.model.held_elsewhere import withhold
 from zbcompile.model.seeds import undisturbed
 from zbcompile.passes.meta_device import is_on_meta, on_device
 from zbcompile.passes.torch_private import tensor_tables
@@ -27,34 +25,19 @@ class Share:
     def __init__(self, model: nn.Module, device: torch.device, init: Init | None, seed: int) -> None:
         self.model, self.device, self.init, self.seed = model, device, init, seed
         self.unfilled: set[str] = set()
-        self.divided: dict[str, torch.Tensor] = {}  # those that replicas divide before they have any values
         if is_on_meta(model):
             self._require_known_values()
 
-    def make_real(self, own: Callable[[str], bool], divided: Collection[str] = ()) -> None:
-        """Give the tensors that `own` names memory on the device, and values if there is an `init`; those that replicas
-        hold `divided` get memory when somebody fills them, one at a time."""
+    def make_real(self, own: Callable[[str], bool]) -> None:
+        """Give the tensors that `own` names memory on the device, and values if there is an `init`."""
         real: dict[int, torch.Tensor] = {}
         for name, tensor in (*self.model.named_parameters(), *self.model.named_buffers()):
             if tensor.is_meta and own(name):
                 real[id(tensor)] = on_device(tensor, self.device)
-                if name in divided:
-                    self.divided[name] = real[id(tensor)]
-                    real[id(tensor)].untyped_storage().resize_(0)
-                    withhold(real[id(tensor)], name)
-                    self.unfilled |= {name} if self.init is None else set()
-                else:
-                    self._fill(name, real[id(tensor)])
+                self._fill(name, real[id(tensor)])
         for table, name, tensor in list(tensor_tables(self.model)):
             if id(tensor) in real:
                 table[name] = real[id(tensor)]
-
-    def fill_divided(self, lend: Callable[[str], AbstractContextManager[None]]) -> None:
-        """Give values to those that replicas hold divided, if there is an `init`, while each is lent memory."""
-        for name, tensor in self.divided.items() if self.init is not None else ():
-            with lend(name):
-                self._fill(name, tensor)
-        self.divided.clear()
 
     def fill_rows(self, name: str, whole: torch.Tensor, rows: torch.Tensor, low: int) -> None:
         """Give `rows`, which are those of a parameter from number `low` on, the values that the `whole` would have."""

@@ -13,7 +13,6 @@ from torch import nn
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
-from zbcompile.model.held_elsewhere import is_in_parts
 from zbcompile.model.placements import PARTIAL, SHARD, along
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
@@ -50,11 +49,6 @@ class TrainedParameters:
     def _is_read_outside_of_stages(self, name: str) -> bool:
         program = self.program
         return program.copies > 1 or (program.vocabulary is not None and name in program.vocabulary.parameters)
-
-    def lives_divided(self, name: str, zero: int) -> bool:
-        """Whether a parameter has memory only while something reads it."""
-        several = self.ranks.mesh.size(*self.replicas_of(name)) > 1
-        return zero == 3 and several and not self._is_read_outside_of_stages(name)
 
     def replicas_of(self, name: str) -> tuple[str, ...]:
         """The dimensions of the mesh along which replicas divide a parameter: those that sum its gradients, or would
@@ -93,41 +87,37 @@ def whole_slices(trained: TrainedParameters, names: Collection[str], plain: bool
             given, stage = own if plain else trained.shown[name], trained.stage_of(name)
             _sum_in_single_precision(own, trained.shown[name])
             found.append(Slice(name, own, given, trained.shown[name], 0, own.numel(), stage, trained.counts(name)))
-    slices = Slices(found, trained.ranks, False, False, frozenset(names), frozenset(names))
+    slices = Slices(found, trained.ranks, False, frozenset(names), frozenset(names))
     slices.give_masters(lambda parameter: parameter.requires_grad)
     return slices
 
 
-def divided_slices(trained: TrainedParameters, names: Collection[str], elementwise: bool, zero: int) -> Slices:
+def divided_slices(trained: TrainedParameters, names: Collection[str], elementwise: bool) -> Slices:
     """The trained parameters called one of `names`, divided among the replicas that sum their gradients: by elements if
-    the optimizer is `elementwise`, otherwise each parameter to one replica; with
-    `zero=3` also those that no step trains, unless their memory is not theirs alone."""
+    the optimizer is `elementwise`, otherwise each parameter to one replica."""
     program, mesh = trained.program, trained.ranks.mesh
     everywhere = program.trained.intersection(names)
-    frozen = [name for name in trained.own.keys() & program.homes.keys() & set(names) if name not in program.trained]
-    frozen = [name for name in frozen if trained.lives_divided(name, zero) and _is_alone(trained.own[name])]
     found: list[Slice] = []
     loads: dict[tuple[str, ...], list[int]] = {}
 
-    def bucket(name: str) -> tuple[int, str, tuple[str, ...], bool]:
+    def bucket(name: str) -> tuple[int, str, tuple[str, ...]]:
         """What is divided together: several ranks hold what is late, so that each of these is divided by itself."""
         stage = trained.stage_of(name)
-        return stage, name if stage == LATE else "", trained.replicas_of(name), name in everywhere
+        return stage, name if stage == LATE else "", trained.replicas_of(name)
 
-    names_here = sorted([*everywhere & trained.own.keys(), *frozen], key=lambda name: (bucket(name), name))
-    for (stage, _, summed, trains), together in groupby(names_here, bucket):
+    names_here = sorted(everywhere & trained.own.keys(), key=lambda name: (bucket(name), name))
+    for (stage, _, summed), together in groupby(names_here, bucket):
         shapes = {name: _dense(name, trained.own[name]).shape for name in together}
-        load, flat = loads.setdefault(summed, [0] * mesh.size(*summed)), elementwise or not trains
-        parts = by_elements(shapes, len(load)) if flat else by_parameters(shapes, load)
+        load = loads.setdefault(summed, [0] * mesh.size(*summed))
+        parts = by_elements(shapes, len(load)) if elementwise else by_parameters(shapes, load)
         group = mesh.group(*summed)
         here = dist.get_rank(group) if group is not None else 0
         for name, begin, end, owner in parts:
             own, shown, counts = trained.own[name], trained.shown[name], trained.counts(name, *summed)
             _sum_in_single_precision(own, shown)
-            place = (stage, counts, True, flat, group, owner, owner == here, trained.lives_divided(name, zero))
+            place = (stage, counts, True, elementwise, group, owner, owner == here)
             found.append(Slice(name, own, own, shown, begin, end, *place))
-    owned, rest = ([each for each in found if (each.name in everywhere) == trains] for trains in (True, False))
-    slices = Slices(owned, trained.ranks, True, zero == 1, frozenset(names), everywhere, frozen=rest)
+    slices = Slices(found, trained.ranks, True, frozenset(names), everywhere)
     slices.give_masters(lambda parameter: True)
     return slices
 
@@ -163,12 +153,6 @@ def by_parameters(shapes: Shapes, loads: list[int]) -> list[Part]:
         loads[owner] += costs[name]
         found.append((name, 0, prod(shapes[name]), owner))
     return sorted(found, key=lambda part: part[3])
-
-
-def _is_alone(parameter: nn.Parameter) -> bool:
-    """Whether a parameter has memory of its own, without gaps, or none yet."""
-    size = parameter.numel() * parameter.element_size()
-    return is_dense(parameter) and (is_in_parts(parameter) or parameter.untyped_storage().nbytes() == size)
 
 
 def _dense(name: str, parameter: nn.Parameter) -> nn.Parameter:

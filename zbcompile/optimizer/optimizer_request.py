@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from zbcompile.distributed.mesh import Mesh
 from zbcompile.errors import PipelineError
+from zbcompile.options import refuse_removed
 from zbcompile.passes.compile_options import is_real
 
 ELEMENTWISE = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad")  # of torch.optim: they update element by element
@@ -62,7 +63,6 @@ class OptimizerRequest:
     early: bool = False
     validate: str = "before"
     reduce_dtype: torch.dtype | None = None
-    reshard_after_forward: bool | None = None
 
     def __post_init__(self) -> None:
         _require_known(self)
@@ -106,11 +106,10 @@ class OptimizerRequest:
 EXPECTED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "params": (lambda given: given is None or callable(given), "a function of a parameter's name and the parameter"),
     "groups": (lambda given: given is None or _is_list(given), 'a list of groups, such as {"params": function}'),
-    "zero": (lambda given: is_real(given) and given in (0, 1, 2, 3), "0, 1, 2 or 3"),
+    "zero": (lambda given: is_real(given) and given in (0, 1), "0 or 1"),
     "clip": (lambda given: given is None or (is_real(given) and given > 0), "a norm above 0, or None"),
     "early": (lambda given: isinstance(given, bool), "True or False"),
     "validate": (lambda given: given in ("before", "after"), '"before" or "after"'),
-    "reshard_after_forward": (lambda given: given is None or isinstance(given, bool), "True, False or None"),
     "reduce_dtype": (
         lambda given: given is None or (isinstance(given, torch.dtype) and given.is_floating_point),
         "a dtype of floating-point numbers, such as torch.bfloat16, or None",
@@ -132,14 +131,10 @@ def _require_known(request: OptimizerRequest) -> None:
             f"pipe.optimizer received {getattr(kind, '__name__', type(kind).__name__)}; expected a class of torch "
             "optimizers, such as torch.optim.AdamW."
         )
+    refuse_removed("pipe.optimizer", request.options)
     for name, (holds, expected) in EXPECTED.items():
         if not holds(given := getattr(request, name)):
             raise PipelineError(f"{name}={given!r}; expected {expected}.")
-    if request.reshard_after_forward is not None and request.zero != 3:
-        raise PipelineError(
-            f"reshard_after_forward={request.reshard_after_forward} says when parameters that live divided are let go, "
-            f"and zero={request.zero} leaves them whole. Pass zero=3 as well."
-        )
     if request.early and request.clip is not None and not request.validates:
         raise PipelineError(
             "early=True updates a stage before the norm of all gradients is known, by which clip= clips. Pass "

@@ -235,14 +235,11 @@ class ParameterUpdates(Optimizer):
             self.slices.round()
             self._update_all(found.norm)
 
-    def arrive(self, whole: bool = True) -> None:
-        """Wait until the parameters have the values of the last update; those that live divided if they are needed
-        `whole`, not by actions that gather them."""
+    def arrive(self) -> None:
+        """Wait until the parameters have the values of the last update."""
         self.settle()
         if self._slices is not None:
             self._slices.arrive()
-            if whole:
-                self._slices.hold()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `torch.optim.Optimizer.zero_grad`."""

@@ -19,7 +19,7 @@ State = dict[str, Any]
 MASTER = "master"
 STATE_DICTS = "torch.distributed.checkpoint.state_dict"
 PLAIN = (bool, int, float, str, tuple, type(None))  # options that ranks compare
-SETTINGS = ("zero", "clip", "early", "validate", "reduce_dtype", "reshard_after_forward")  # what else they compare
+SETTINGS = ("zero", "clip", "early", "validate", "reduce_dtype")  # what else they compare
 
 
 class PipelineOptimizer(ParameterUpdates):
@@ -82,12 +82,6 @@ class PipelineOptimizer(ParameterUpdates):
             self.close()
             raise
 
-    def will_divide(self, trained: TrainedParameters) -> set[str]:
-        """The parameters that will live divided once it is bound."""
-        chosen = divide_into_groups(trained.model, self._predicates, self.request.params)
-        homes = trained.program.homes.keys() & chosen.keys()
-        return {name for name in homes if trained.lives_divided(name, self.request.zero)}
-
     def close(self) -> None:
         """Leave the pipeline, so that another optimizer can have these parameters. Every rank must call it."""
         self.arrive()
@@ -101,8 +95,7 @@ class PipelineOptimizer(ParameterUpdates):
         for name in () if plain else self.numbers:
             trained.require_whole(name, request.kind.__name__, request.zero or request.updates_early)
         if request.zero:
-            taken = {name for other in self._made if other.bound for name in other.slices.in_parts}
-            slices = divided_slices(trained, self.numbers.keys() - taken, plain, request.zero)
+            slices = divided_slices(trained, self.numbers.keys(), plain)
         else:
             slices = whole_slices(trained, self.numbers, plain or request.updates_early)
         slices.reduce_dtype = request.reduce_dtype

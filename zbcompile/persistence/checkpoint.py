@@ -37,7 +37,6 @@ from zbcompile.persistence.saved_values import (
     read_process,
     read_values,
 )
-from zbcompile.persistence.sharded_state import parameters_in_parts
 from zbcompile.safe_files import cannot_write, write_whole
 from zbcompile.version import __version__
 
@@ -219,11 +218,7 @@ def _contents(holding: Holding, optimizer: Optimizer | None, frozen: bool) -> tu
     """The tensors that this process writes, and what else it contributes to the record."""
     left_out = {name for name, each in holding.parameters.items() if not (frozen or each.requires_grad)}
     holding = replace(holding, tensors={n: each for n, each in holding.tensors.items() if n not in left_out})
-    parts = {each: each.tensor.detach().to(each.parameter.dtype) for each in holding.slices}
-    whole = holding.tensors.keys() - {holding.name_of(each.shown) for g in holding.divided for each in g.slices}
-    found: Values = {f"model.{name}": holding.tensors[name] for name in sorted(whole) if holding.writes(name)}
-    mine = {each: part for each, part in parts.items() if each.counts and holding.name_of(each.shown) not in left_out}
-    found |= {f"model.{name}": each for name, each in parameters_in_parts(mine, holding).items()}
+    found: Values = {f"model.{name}": holding.tensors[name] for name in sorted(holding.tensors) if holding.writes(name)}
     kind, state = (kind_of(optimizer), optimizer_values(optimizer, holding)) if optimizer else (None, {})
     found |= {f"optimizer.{key}": each for key, each in state.items()}
     tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
@@ -324,14 +319,8 @@ class CheckpointLoad:
         with blamed(saved.path):
             if not self.filled:
                 with torch.no_grad():
-                    rooms = {each: torch.zeros_like(each.tensor, dtype=each.parameter.dtype) for each in holding.slices}
-                    parts = parameters_in_parts(rooms, holding)
-                    divided = {holding.name_of(each.shown) for g in holding.divided for each in g.slices}
-                    wanted = {name: each for name, each in holding.tensors.items() if name not in divided} | parts
-                    read_values(saved, {name: each for name, each in wanted.items() if name not in left_out}, "model")
-                    for each, room in rooms.items():
-                        if holding.name_of(each.shown) not in left_out:
-                            each.refresh(room)
+                    wanted = {name: each for name, each in holding.tensors.items() if name not in left_out}
+                    read_values(saved, wanted, "model")
             if self.optimizer is not None and trains:
                 read = functools.partial(read_values, saved, section="optimizer")
                 load_optimizer(self.optimizer, holding, saved.keys("optimizer"), read)

@@ -1,7 +1,6 @@
 """A process's share of a model: its tensors under the model's own names, tied ones only under the first name."""
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import product
@@ -18,8 +17,6 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.model_info import ModelFacts, facts_of
 from zbcompile.model.placements import SHARD, along
-from zbcompile.runtime.gathers import Gathers
-from zbcompile.runtime.slice import Slice
 from zbcompile.torch_private import offset_of, with_offset, without_offset
 
 Corner = tuple[int, ...]
@@ -33,7 +30,6 @@ class Holding:
     those of everything that a checkpoint of the whole model holds, None if only another rank knows. Parts of DTensors,
     and a rank's rows of a sharded output layer, are DTensors; what is sharded by hand has a name of its own on each
     rank. `writes(name)` says whether this process writes the tensor: of several that hold the same, exactly one does.
-    Those that replicas hold in parts (`zero=3`) have no memory, unless they are lent some by the `divided`.
     """
 
     model: ModelFacts
@@ -42,22 +38,6 @@ class Holding:
     parameters: Mapping[str, nn.Parameter]
     writes: Callable[[str], bool]
     ranks: Ranks
-    divided: Sequence[Gathers] = ()
-
-    def lend(self, name: str, values: bool) -> AbstractContextManager[None]:
-        """Inside, a parameter that replicas hold divided has memory here, with its `values` if that is said; what is
-        written there stays. All replicas make the call."""
-        own = self.parameters.get(name)
-        for each in self.divided:
-            for first, (_, shown) in each.tensors.items():
-                if shown is own:
-                    return each.lend(first, values)
-        return nullcontext()
-
-    @property
-    def slices(self) -> list[Slice]:
-        """This process's slices of those parameters."""
-        return [each for gathers in self.divided for each in gathers.slices if each.mine]
 
     @cached_property
     def _names(self) -> dict[int, str]:
@@ -74,8 +54,7 @@ class Holding:
 
 
 def holding_of(source: Pipeline | nn.Module) -> Holding:
-    """The share of this process in a pipeline; of a plain model, all of it. Parameters that replicas hold in parts
-    are not gathered."""
+    """The share of this process in a pipeline; of a plain model, all of it."""
     if isinstance(source, Pipeline):
         return _of_pipeline(source)
     if not isinstance(source, nn.Module):
@@ -103,7 +82,7 @@ def _of_pipeline(pipe: Pipeline) -> Holding:
             shapes[_of_place(name, by_hand, place, mesh)] = None
         stored[name] = _of_place(name, by_hand, tuple(map(mesh.index, by_hand)), mesh)
         shapes[stored[name]] = tuple(pipe.parts[name].whole.shape) if name in pipe.parts else shape
-    state, parameters, divided = pipe.in_parts()
+    state, parameters = pipe.state_dict(), dict(pipe.named_parameters())
     own = {stored[name]: tensor for name, tensor in _once(state, facts).items()}
     rows = {name for name, tensor in own.items() if is_distributed(tensor) and name not in pipe.parts}
     names = {each: name for name, each in stored.items()}
@@ -114,7 +93,7 @@ def _of_pipeline(pipe: Pipeline) -> Holding:
         return owns and mesh.index(*same) == 0
 
     trained = {stored[name]: parameter for name, parameter in parameters.items()}
-    return Holding(facts, shapes, own, trained, writes, ranks, divided)
+    return Holding(facts, shapes, own, trained, writes, ranks)
 
 
 def _of_place(name: str, by_hand: tuple[str, ...], place: tuple[int, ...], mesh: Mesh) -> str:

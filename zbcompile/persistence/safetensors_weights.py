@@ -69,14 +69,12 @@ def _whole_tensors(holding: Holding) -> dict[str, torch.Tensor]:
     """The tensors that this process writes, on the CPU; sharded ones are put together."""
     found = {}
     for name, tensor in sorted(holding.tensors.items()):
-        with holding.lend(name, values=True):
-            whole = tensor.detach()
-            if is_distributed(tensor):
-                with holding.ranks.watch.position.waiting(name):
-                    whole = _put_together(tensor, holding.ranks)
-            if holding.ranks.leads and holding.writes(name):
-                own = whole.cpu().contiguous()
-                found[name] = own.clone() if holding.divided and own.data_ptr() == whole.data_ptr() else own
+        whole = tensor.detach()
+        if is_distributed(tensor):
+            with holding.ranks.watch.position.waiting(name):
+                whole = _put_together(tensor, holding.ranks)
+        if holding.ranks.leads and holding.writes(name):
+            found[name] = whole.cpu().contiguous()
     return found
 
 
@@ -160,8 +158,7 @@ def _load(path: Path, holding: Holding, model: nn.Module) -> None:
             raise PipelineError(f"{path} cannot be read: {error!s:.300}. Copy it again.") from None
         with torch.no_grad():
             for name, tensor in holding.tensors.items():
-                with holding.lend(name, values=False):
-                    local_part(tensor).copy_(sources[name].read(_chunk(tensor)))
+                local_part(tensor).copy_(sources[name].read(_chunk(tensor)))
 
 
 def holds_weights(path: Path) -> bool:

@@ -77,16 +77,6 @@ def sharded_values(optimizer: PipelineOptimizer, holding: Holding) -> Values:
     return values
 
 
-def parameters_in_parts(values: Mapping[Slice, torch.Tensor], holding: Holding) -> dict[str, Pieces]:
-    """The `values` of slices as pieces of their parameters, by the parameters' names."""
-    found: dict[str, Pieces] = {}
-    for each, own in values.items():
-        made, name = _pieces(each, own, holding), holding.name_of(each.shown)
-        parts = {**found[name].parts, **made.parts} if name in found else made.parts
-        found[name] = Pieces.made(made.shape, made.dtype, parts)
-    return found
-
-
 def _pieces(own: Slice, values: torch.Tensor, holding: Holding) -> Pieces:
     """`values` of a slice as pieces of a tensor as large as its parameter."""
     whole, offset = holding.tensors[holding.name_of(own.shown)], [0] * own.parameter.ndim

@@ -26,11 +26,9 @@ from zbcompile.schedules import (
     bound,
     search,
     simulate,
-    with_updates,
 )
 from zbcompile.schedules.execution.memory import with_messages
 from zbcompile.schedules.generators.registry import find
-from zbcompile.schedules.ir.actions import BW, GATHERS, B, F
 from zbcompile.schedules.searching.problem import ROUNDING
 
 PLACEMENTS = ("linear", "looped:2", "v", "looped:4")
@@ -104,8 +102,6 @@ class LayoutSearch:
         whole, prices = whole_step(layout, found.simulation), self.lines[layout.vocab]
         how = self.rows_of(layout), layout.recompute
         peak = prices.most_held(found.schedule, layout.edges, *how)
-        if limits and prices.sharding.gathers:  # of which the limits know the largest stage only
-            _room(self.choices.memory or inf, peak, layout.placement)
         return Choice(
             layout,
             found.schedule,
@@ -119,12 +115,9 @@ class LayoutSearch:
             best_name=found.best_name,
         )
 
-    def timeline(self, choice: Choice, gather: Sequence[float] = ()) -> Timeline:
-        """The simulated step of a choice; of a brief one that of its first microbatches. `gather`: seconds in which
-        each stage gathers its divided parameters, for which the step waits."""
-        costs, reshard = self.task(choice.layout)[0], self.lines[choice.layout.vocab].sharding.reshard
-        order = with_updates(choice.order, GATHERS, reshard, (F, B, BW)) if gather else choice.order
-        return simulate(order, replace(costs, gather=tuple(gather)))
+    def timeline(self, choice: Choice) -> Timeline:
+        """The simulated step of a choice; of a brief one that of its first microbatches."""
+        return simulate(choice.order, self.task(choice.layout)[0])
 
     def is_huge(self, layout: Layout) -> bool:
         """Whether a glance takes so long that it has to promise something."""

@@ -1,22 +1,21 @@
 """Predicts what each rank holds at every moment of a step, by walking through its lowered order: parameters, gradients,
 optimizer state, activations, messages, the copies of collectives."""
 
-from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
 import torch
 
-from zbcompile.compiler.divided_bytes import DividedBytes, small_bytes
 from zbcompile.compiler.stage_price import running_of
 from zbcompile.distributed.packing import Buffer
+from zbcompile.distributed.parcels import ALONE_BYTES
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.partition.memory_estimate import (
     ALONE,
-    DividedParameter,
     ReplicaSharding,
     gradient_bytes,
     state_bytes,
@@ -24,18 +23,14 @@ from zbcompile.passes.partition.memory_estimate import (
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
-from zbcompile.prediction.predict import hardware_of, predicted_costs, prices_of
+from zbcompile.prediction.predict import prices_of
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import AFTER, arrivals_of, assign_buffers, completed_sends
-from zbcompile.schedules import Costs, simulate, with_updates
+from zbcompile.schedules import Costs
 from zbcompile.schedules.execution.memory import deltas
 from zbcompile.schedules.ir.actions import (
     COMPUTE,
-    FETCH,
-    GATHERS,
-    ONCE,
     RECEIVES,
-    REDUCE,
     SENDS,
     Action,
     F,
@@ -52,15 +47,14 @@ class RankMemory:
     all together, which need not be their sum. Not predicted: what the allocator rounds up and cannot use in fragments,
     what kernels and libraries take for themselves, the user's batch.
 
-    * `parameters`: with buffers; with `zero=3` what stays between steps, masters in their place.
+    * `parameters`: with buffers.
     * `gradients`: the sums over microbatches, in their dtype; with `zero=1` this replica's part of the sums over
-      replicas as well. With `zero=2 | 3` the part is what is left of them.
+      replicas as well.
     * `optimizer_state`: with float32 masters of half-precision parameters.
     * `activations`: what waits between the passes, and what the pass needs that runs.
     * `messages`: receive buffers, which stay from step to step, less what counts as an activation while it is in them;
       what was sent and is not known to have arrived.
     * `collectives`: the copies in which small gradients travel to other replicas.
-    * `gathered`: the most that divided parameters take while they are gathered, with copies of small ones under way.
     """
 
     parameters: int
@@ -69,25 +63,21 @@ class RankMemory:
     activations: int
     messages: int
     collectives: int
-    gathered: int
     peak: int
 
 
 class HeldBytes(NamedTuple):
     """One moment of a step, behind the action `after` or, if that is None, within one: bytes of activations, of
-    messages, and of the sums that stages have made so far of a gradient to which several contribute; where parameters
-    live divided, of those that are gathered, and of gradients."""
+    messages, and of the sums that stages have made so far of a gradient to which several contribute."""
 
     activations: float
     messages: float
     sums: float
-    gathered: float = 0.0
-    gradients: float = 0.0
     after: Action | None = None
 
     @property
     def total(self) -> float:
-        return self.activations + self.messages + self.sums + self.gathered + self.gradients
+        return self.activations + self.messages + self.sums
 
 
 class _Receiver(NamedTuple):
@@ -107,7 +97,7 @@ def rank_memories(
 ) -> tuple[RankMemory, ...]:
     """What every rank holds; `model` has the parameters and buffers by name, `costs` the bytes of the program, and
     `running` those of its passes, if they are known already (`running_of`)."""
-    moments = partial(held_in_step, program, costs, running or running_of(prices_of(program)), model, sharding)
+    moments = partial(held_in_step, program, costs, running or running_of(prices_of(program)), model)
     return tuple(_memory(rank, program, list(moments(rank)), model, sharding) for rank in range(program.schedule.ranks))
 
 
@@ -123,24 +113,15 @@ def _memory(
     collectives = small_bytes(sums) if replicas > 1 else 0
     parts = gradients / replicas if sharding.zero == 1 and replicas > 1 else 0
     state /= sharding.state_parts
-    always, tied, last = gradients, 0, moments[-1]
-    if sharding.gathers:
-        lives = {n: each for stage in program.stages_of(rank) for n, each in divided_of(program, model, stage).items()}
-        parameters -= sum(each.size - each.stays(replicas) for each in lives.values())
-        shared = (model[name] for name in program.shared if name in lives)  # their `.grad` is made at the end
-        tied = sum(gradient_bytes(value, program.choices.dtype_of_sum(value.dtype)) for value in shared)
-        always -= sum(each.gradient for each in lives.values()) + tied
-    waiting = max(moment.total for moment in moments)
-    stays = parameters + always + state
+    last, waiting, stays = moments[-1], max(moment.total for moment in moments), parameters + gradients + state
     return RankMemory(
         parameters=int(parameters),
-        gradients=int(always + max(m.gradients for m in moments) + parts + last.sums + tied),
+        gradients=int(gradients + parts + last.sums),
         optimizer_state=int(state),
         activations=int(max(m.activations for m in moments)),
         messages=int(max(m.messages for m in moments)),
         collectives=int(collectives),
-        gathered=int(max(m.gathered for m in moments)),
-        peak=int(stays + max(waiting, parts + collectives + last.messages + last.sums + last.gradients + tied)),
+        peak=int(stays + max(waiting, parts + collectives + last.messages + last.sums)),
     )
 
 
@@ -166,73 +147,20 @@ def _sums(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> in
     return sum(gradient_bytes(value, program.choices.dtype_of_sum(value.dtype)) for value in values)
 
 
-def divided_of(program: Program, model: Mapping[str, torch.Tensor], stage: int) -> dict[Hashable, DividedParameter]:
-    """The parameters of a stage that live divided with `zero=3`. The gradients of what several stages read do not."""
-    rows, found = (
-        () if program.vocabulary is None else program.vocabulary.parameters,
-        dict[Hashable, DividedParameter](),
-    )
-    for name in program.stages[stage].parameters if program.copies == 1 else ():
-        if name in model and name not in rows:
-            trains, dtype = name in program.trained, program.choices.dtype_of_sum(model[name].dtype)
-            each = DividedParameter.of(model[name], trains, dtype)
-            found[name] = each if len(program.homes[name]) == 1 else each._replace(gradient=0)
-    return found
-
-
-def gathers_of(program: Program, sharding: ReplicaSharding) -> tuple[int, ...]:
-    """How often each rank gathers the parameters of one of its stages in a step."""
-    lowered = with_updates(program.lowered, GATHERS, sharding.reshard, program.readers)
-    return tuple(sum(step[0] == FETCH for step in own) for own in lowered.programs)
-
-
-def should_reshard(program: Program, model: Mapping[str, torch.Tensor], replicas: int) -> bool:
-    """Whether stages should let divided parameters go between their uses: what exceeds the limit of memory least, of
-    these the shorter step, as its gathers are priced, and if they are equal the one with fewer gathers. Without a limit
-    they should not, nor in a loaded program, where the graphs of other ranks are not here to be priced."""
-    limit = program.choices.memory
-    if limit is None or not all(stage.pieces for stage in program.stages):
-        return False
-    costs = predicted_costs(program)
-    running, hardware = running_of(prices_of(program)), hardware_of(program)
-    stages = (divided_of(program, model, stage).values() for stage in range(len(program.stages)))
-    sizes = [sum(each.size for each in own) for own in stages]
-    sent = [size * (1 - 1 / replicas) for size in sizes]
-    costs = replace(costs, gather=tuple(hardware.exchange_seconds(size, "all_gather") for size in sent))
-
-    def price(reshard: bool) -> tuple[float, float, bool]:
-        sharding = ReplicaSharding(replicas, 3, reshard)
-        peak = max(each.peak for each in rank_memories(program, costs, model, sharding, running))
-        step = simulate(with_updates(program.lowered, GATHERS, reshard, program.readers), costs)
-        return max(0.0, peak - limit), float(f"{step.makespan:.6g}"), reshard
-
-    return min((False, True), key=price)
-
-
 def held_in_step(
     program: Program,
     costs: Costs,
     running: Mapping[str, Sequence[float]],
     model: Mapping[str, torch.Tensor],
-    sharding: ReplicaSharding,
     rank: int,
 ) -> Iterator[HeldBytes]:
     """What a rank holds while each of its passes runs, and behind it, besides what it holds all the time."""
     messages = _Messages(program, rank)
     waiting = 0.0
     sums: dict[int, int] = {}
-    lives = {stage: divided_of(program, model, stage) for stage in program.stages_of(rank) if sharding.gathers}
-    divided = DividedBytes(lives, sharding.replicas) if sharding.gathers else None
     own = {"F": [0.0] * len(program.stages), "B": costs.activation, "W": costs.residue, "BW": costs.activation}
-    kinds = (*GATHERS, REDUCE) if divided else ()
-    lowered = with_updates(program.lowered, kinds, sharding.reshard, program.readers)
     yield HeldBytes(0.0, messages.bytes, 0.0)
-    for action in flatten(lowered.programs[rank]):
-        found = list(divided.after(action)) if divided and action.op in COMPUTE else [(0.0, 0.0)]
-        if action.op in ONCE:
-            *within, last = (HeldBytes(waiting, messages.bytes, sum(sums.values()), *each) for each in found)
-            yield from (*within, last._replace(after=action))
-            continue
+    for action in flatten(program.lowered.programs[rank]):
         messages.before(action)
         if action.op not in COMPUTE:
             continue
@@ -242,12 +170,11 @@ def held_in_step(
             if action.op in ("W", "BW") and action.stage not in sums:
                 sums[action.stage] = _sums(program, model, action.stage)
             before = waiting - own[action.op][action.stage] + needed
-            yield HeldBytes(before, messages.bytes, sum(sums.values()), *found[-1])
+            yield HeldBytes(before, messages.bytes, sum(sums.values()))
         waiting += change
-        yield HeldBytes(waiting, messages.bytes, sum(sums.values()), *found[-1], after=action)
+        yield HeldBytes(waiting, messages.bytes, sum(sums.values()), after=action)
         messages.after(action)
-    for each in (*divided.finish(), divided.now) if divided else [(0.0, 0.0)]:
-        yield HeldBytes(waiting, messages.bytes, sum(sums.values()), *each)
+    yield HeldBytes(waiting, messages.bytes, sum(sums.values()))
 
 
 class _Messages:
@@ -348,6 +275,11 @@ def sent_and_kept(forward: Piece, leaving: Collection[str]) -> int:
     return storage_bytes(sent[key] for key in sent.keys() & saved)
 
 
+def small_bytes(sizes: Iterable[float]) -> float:
+    """Bytes of what travels to other replicas in copies."""
+    return sum(size for size in sizes if size < ALONE_BYTES)
+
+
 def _bytes(buffers: Iterable[Buffer]) -> int:
     return sum(buffer.spec.bytes for buffer in buffers)
 
@@ -355,7 +287,7 @@ def _bytes(buffers: Iterable[Buffer]) -> int:
 def copies_bytes(program: Program, rank: int, sizes: Mapping[str, tuple[int, int]]) -> int:
     """What `validate="after"` keeps on a rank until its updates are validated: a copy of what it updates (float32 for
     parameters in half precision) and of the optimizer's state, `optimizer_state` bytes per byte of that. With
-    `zero=1 | 2` a replica keeps its share of it. `sizes` has the elements and bytes of each parameter."""
+    `zero=1` a replica keeps its share of it. `sizes` has the elements and bytes of each parameter."""
     updated = {name: max(size, 4 * count) for name, (count, size) in sizes.items()}
     names = {name for stage in program.stages_of(rank) for name in program.stages[stage].trained}
     total, vocabulary = 0, program.vocabulary

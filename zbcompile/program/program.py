@@ -183,12 +183,6 @@ class Program:
     def stages_of(self, rank: int) -> tuple[int, ...]:
         return self.schedule.placement.stages_of(rank)
 
-    @property
-    def readers(self) -> frozenset[str]:
-        """The passes that read parameters, on any stage: W only if some weight gradient needs a weight."""
-        pieces = ((op, piece) for stage in self.stages for op, piece in stage.pieces.items())
-        return frozenset(op for op, piece in pieces if op != "W" or any(s.kind == "parameter" for s in piece.inputs))
-
     def save(self, directory: str | Path) -> None:
         """Write the program to a directory that `zbcompile.load` reads; every rank must call it (docs/programs.md).
 

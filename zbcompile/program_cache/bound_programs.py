@@ -1,6 +1,6 @@
 """Programs bound to the tensors of a model: which of these live here, and what runs on them."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,6 @@ from zbcompile.env import DEBUG_NAN
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import (
     is_held_elsewhere,
-    is_in_parts,
     refuse_merging,
     release,
     state_in_process,
@@ -73,7 +72,6 @@ class BoundPrograms:
         self._others: dict[str, torch.Tensor] = {}
         self._withheld_for: Program | None = None
         self.loads: list[Callable[[bool], None]] = []  # what waits for the parameters to have their places
-        self.divides: Callable[[Program], Collection[str]] = lambda program: ()  # which parameters will live divided
         self.moves, self.given_out = 0, False  # how often parameters have moved; whether somebody has taken them
 
     @property
@@ -210,7 +208,7 @@ class BoundPrograms:
         self.fill()
         self.share.require_filled()
         for name, tensor in self._own.items():
-            if is_held_elsewhere(tensor) and not is_in_parts(tensor):
+            if is_held_elsewhere(tensor):
                 raise PipelineError(
                     f"{name} is on rank {self.ranks.rank} in this pipeline, and another pipeline of the same module "
                     "has trained or loaded it on another rank, so the values here are old. Give both the same cut "
@@ -227,8 +225,7 @@ class BoundPrograms:
             return
         rows = self.shards.own if self.shards else {}
         bound = {slot.name: tensor for slot, (tensor, _) in self._bound.items() if slot.name not in rows}
-        held = {name: tensor for name, tensor in bound.items() if not is_in_parts(tensor)}
-        shared = {self._title(name): t for name, t in held.items() if self.is_own(name) and self._is_shared(name)}
+        shared = {self._title(name): t for name, t in bound.items() if self.is_own(name) and self._is_shared(name)}
         if ranks.mesh.beside("pp"):
             shared |= {f"{name} (the rows of pipeline rank {ranks.rank})": t for name, t in rows.items()}
         require_equal_tensors(ranks, shared)
@@ -249,8 +246,7 @@ class BoundPrograms:
         """Replicas begin with the same parameters and buffers, as under DistributedDataParallel."""
         with self.ranks.watch.position.waiting("the first replica's parameters"):
             tensors = {**self.own_state(), **(self.shards.own if self.shards else {})}
-            known = [value for name, value in tensors.items() if name not in self.share.divided]
-            real = [value for value in known if isinstance(value, torch.Tensor) and not value.is_meta]
+            real = [value for value in tensors.values() if isinstance(value, torch.Tensor) and not value.is_meta]
             broadcast(real, self.ranks.mesh.group("dp"))
 
     def _make_real(self, program: Program) -> None:
@@ -262,7 +258,7 @@ class BoundPrograms:
         rank = self.ranks.rank
         sharded = () if program.vocabulary is None else program.vocabulary.parameters
         in_rows = set(sharded) - set(program.tied) if rank is not None else set()
-        self.share.make_real(lambda name: self.is_own(name) and name not in in_rows, self.divides(program))
+        self.share.make_real(lambda name: self.is_own(name) and name not in in_rows)
         if program.vocabulary is not None:
             whole = dict(self._model.named_parameters())
             bounds, device = program.vocabulary.bounds, self.ranks.device

@@ -16,7 +16,6 @@ from zbcompile.program.output import Output
 from zbcompile.program.program import Program, ways_of
 from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.data_parallel import Sum
-from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.slices import Slices
@@ -30,9 +29,9 @@ class StepInput:
     """One step.
 
     `microbatches` are the tensors of each by input path, `index` is the number of the step, `reduction` says how losses
-    combine; `recorder` records the step. `slices` are what each optimizer
-    updates, `actions` what the optimizers do for a stage by kind (VALIDATE, GATHER, OPT), `gathers` the parameters that
-    live divided. With `ahead` a rank goes on before all have ended the step. `outputs`: which ranks get the model's
+    combine; `recorder` records the step. `slices` are what each optimizer updates, `actions` what the optimizers do for
+    a stage by kind (VALIDATE, GATHER, OPT).
+    With `ahead` a rank goes on before all have ended the step. `outputs`: which ranks get the model's
     outputs, "all", "last" (that of the last stage) or "" (none). `agreement` says what the ranks differ in.
     """
 
@@ -43,7 +42,6 @@ class StepInput:
     recorder: StepRecorder | None = None
     slices: Sequence[Slices] = ()
     actions: Mapping[str, Sequence[Callable[[int], None]]] = field(default_factory=dict)
-    gathers: Sequence[Gathers] = ()
     ahead: bool = False
     outputs: str = ""
     agreement: StepAgreement | None = None
@@ -93,18 +91,14 @@ class Executable:
     def loss_dtype(self) -> torch.dtype:
         return dtype_named(self.program.loss_dtype)
 
-    def plans_for(self, kinds: frozenset[str], reshard: bool) -> tuple[Schedule, tuple[RankPlan, ...]]:
+    def plans_for(self, kinds: frozenset[str]) -> tuple[Schedule, tuple[RankPlan, ...]]:
         """The schedule and the plans with the actions of these kinds, which a step has besides its passes; each is made
-        once. With `reshard` stages let divided parameters go between their uses."""
-        if (kinds, reshard) not in self.ordered:
-            lowered = with_updates(self.program.lowered, kinds, reshard, self.program.readers)
+        once."""
+        if kinds not in self.ordered:
+            lowered = with_updates(self.program.lowered, kinds)
             plans = tuple(plan.joined_with(lowered.programs[plan.rank]) for plan in self.plans)
-            self.ordered[kinds, reshard] = lowered.schedule, plans
-        return self.ordered[kinds, reshard]
-
-    def parameters_of(self, stage: int) -> frozenset[str]:
-        """The parameters that a stage reads, in any microbatch of the step."""
-        return frozenset().union(*(each.program.stages[stage].parameters for each in self.everywhere))
+            self.ordered[kinds] = lowered.schedule, plans
+        return self.ordered[kinds]
 
     @property
     def outputs(self) -> tuple[Output, ...]:

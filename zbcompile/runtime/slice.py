@@ -13,7 +13,6 @@ from torch import nn
 from zbcompile.distributed.packing import as_contiguous
 from zbcompile.distributed.parcels import Parcel, send
 from zbcompile.distributed.under_way import complete, outlives_its_step
-from zbcompile.model.held_elsewhere import is_in_parts
 
 LATE = -1  # in place of a stage: what is complete, and needed, outside of the program of a stage
 
@@ -27,8 +26,7 @@ class Slice:
     `parameter` is plain; `given` is the one that an optimizer would be given whole, `shown` the one that users see:
     each may be a DTensor over the same memory. `flat` says whether `tensor` is a row of elements; otherwise it has the
     shape of the parameter. The gradient is complete with the last W of `stage`. `counts` says whether this process
-    speaks for the slice, in norms and checkpoints; `apart` whether the owner keeps `tensor` in memory of its own, as
-    the parameter has none while nothing reads it (`zbcompile.runtime.gathers`).
+    speaks for the slice, in norms and checkpoints.
     """
 
     name: str
@@ -44,16 +42,9 @@ class Slice:
     group: dist.ProcessGroup | None = None
     owner: int = 0
     mine: bool = True
-    apart: bool = False
 
     def __post_init__(self) -> None:
-        if is_in_parts(self.parameter):  # it has never had memory
-            values = self._zeros() if self.mine else self.parameter.new_empty(0)
-        elif self.apart:
-            values = self.values.clone() if self.mine else self.values.new_empty(0)
-        else:
-            values = self.values
-        self.tensor = nn.Parameter(values, self.parameter.requires_grad) if self.divided else self.given
+        self.tensor = nn.Parameter(self.values, self.parameter.requires_grad) if self.divided else self.given
 
     @property
     def memory(self) -> torch.Tensor:
@@ -64,11 +55,6 @@ class Slice:
     def values(self) -> torch.Tensor:
         """The slice in the parameter's memory, with the shape of `tensor`."""
         return self.memory if self.flat else self.given.detach()
-
-    def _zeros(self) -> torch.Tensor:
-        if self.flat:
-            return self.parameter.new_zeros(self.end - self.begin)
-        return torch.zeros_like(self.parameter, requires_grad=False)
 
     @property
     def is_master(self) -> bool:
@@ -82,7 +68,7 @@ class Slice:
 
     def give_master(self) -> None:
         """Update a float32 copy from now on."""
-        self.tensor = nn.Parameter((self.tensor.detach() if self.apart else self.values).float())
+        self.tensor = nn.Parameter(self.values.float())
 
     def refresh(self, values: torch.Tensor) -> None:
         """Begin with these `values` of the parameter wherever a master does not round to them: there somebody else has
@@ -90,8 +76,6 @@ class Slice:
         own = self.tensor.detach()
         if self.is_master:
             own.copy_(torch.where(own.to(values.dtype) == values, own, values.to(own.dtype)))
-        elif self.apart:
-            own.copy_(values)
         elif self.divided and own.data_ptr() != values.data_ptr():
             self.tensor.data = values  # the parameter has got other memory
 

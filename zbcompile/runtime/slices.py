@@ -6,7 +6,7 @@ values of other owners, which arrive in the parameters' own memory.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,7 +20,6 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.torch_private import written_so_far
 from zbcompile.program.program import Program
-from zbcompile.runtime.gathers import Gathers
 from zbcompile.runtime.gradient_sums import Gradients, GradientSum, grad_dtype
 from zbcompile.runtime.slice import LATE, Slice, await_parcels, by_owner, memory_of, spread, wait
 
@@ -31,16 +30,15 @@ Observe = Callable[[str, torch.Tensor], None]
 class Slices:
     """The slices of one optimizer in this process, those of other owners too, in the order of their collectives.
 
-    `divided` says whether replicas divide them, `keep` whether the memory of whole gradients stays allocated from step
-    to step; of the parameters that are `chosen` every step trains those in `trained`. Gradients are summed over
-    replicas in `reduce_dtype`; None: as they are. The ranks that share a parameter
+    `divided` says whether replicas divide them: the memory of whole gradients then stays allocated from step to step.
+    Of the parameters that are `chosen` every step trains those in `trained`. Gradients are summed over replicas in
+    `reduce_dtype`; None: as they are. The ranks that share a parameter
     make all calls in the same order; each returns at once but `arrive` and `finish`.
     """
 
     slices: Sequence[Slice]
     ranks: Ranks
     divided: bool
-    keep: bool
     chosen: frozenset[str]
     trained: frozenset[str]
     reduce_dtype: torch.dtype | None = None
@@ -50,22 +48,9 @@ class Slices:
     reducing: defaultdict[int, list[Parcel[Slice]]] = field(default_factory=lambda: defaultdict(list))
     arriving: defaultdict[int, list[Parcel[Slice]]] = field(default_factory=lambda: defaultdict(list))
     writes: dict[Slice, int] = field(default_factory=dict)  # into the parameters, when their values began to arrive
-    frozen: Sequence[Slice] = ()  # of what no step trains, and lives divided
 
     def __post_init__(self) -> None:
         self.names = frozenset(each.name for each in self.slices)
-        apart = [each for each in (*self.slices, *self.frozen) if each.apart]
-        self.gathers = Gathers(apart, self.ranks) if apart else None
-
-    @property
-    def in_parts(self) -> Collection[str]:
-        """The parameters that live divided."""
-        return () if self.gathers is None else self.gathers.tensors.keys()
-
-    @property
-    def arrives(self) -> bool:
-        """Whether updated values travel to other replicas as soon as there are any."""
-        return self.divided and any(not each.apart for each in self.slices)
 
     def of(self, stage: int | None = None) -> list[Slice]:
         """The slices that are complete with a stage; None: all."""
@@ -96,15 +81,12 @@ class Slices:
                 "optimizer.step(): replicas hold parts of the gradients, which model.zero_grad() does not know."
             )
         self.arrive(LATE)
-        self.let_go()
-        for name, parameter in {each.name: each.parameter for each in self.slices}.items() if self.keep else ():
+        for name, parameter in {each.name: each.parameter for each in self.slices}.items() if self.divided else ():
             self._lend(name, parameter)
 
     def reduce(self, stage: int, gradients: Gradients, observe: Observe) -> None:
         """Begin to sum a stage's gradients to their owners; `.grad` becomes None. `observe` sees what this rank
         adds."""
-        if self.gathers is not None:  # whose memory matters more than that sums are under way together
-            self.finish()
         sums = {name: _taken(gradients[name], partial(observe, name)) for name in {s.name: s for s in self.of(stage)}}
         for group, owner, slices in by_owner(self.of(stage)):
             parts = ((each, memory_of(sums[each.name])[each.begin : each.end]) for each in slices)
@@ -117,7 +99,7 @@ class Slices:
             while parcels:
                 for each, part in parcels.pop(0).arrived():
                     if each.mine:
-                        each.add(part, self.keep)
+                        each.add(part, self.divided)
         self.summed = True
 
     def sums(self) -> dict[str, torch.Tensor]:
@@ -137,16 +119,6 @@ class Slices:
                     )
             with self.ranks.watch.apart(what := "the updated parameters"), self.ranks.watch.position.waiting(what):
                 await_parcels(self.arriving.pop(at, ()))
-
-    def hold(self) -> None:
-        """Gather what lives divided, so that parameters can be read and written between steps."""
-        if self.gathers is not None:
-            self.gathers.hold()
-
-    def let_go(self) -> None:
-        """End that: what was written meanwhile goes into the slices."""
-        if self.gathers is not None:
-            self.gathers.let_go()
 
     # For an update
 
@@ -186,27 +158,26 @@ class Slices:
         """Before an update, of all or a stage. Raises PipelineError for gradients that are not summed over replicas."""
         if stage is None:
             self.arrive()
-            self.let_go()
         left = [each.name for each in self.of(stage) if each.divided and each.parameter.grad is not None]
         if left:
             raise PipelineError(
                 f"the gradient of {min(left)} is this replica's own: the last step was inside no_sync, or the gradient "
                 "was made elsewhere. Run a step outside of no_sync before optimizer.step()."
             )
-        for each in (each for each in self.mine(stage) if not each.apart):
+        for each in self.mine(stage):
             each.refresh(each.values)
 
     def end_update(self, stage: int | None = None) -> None:
         """After an update: its values travel to the other replicas, first those that the next step needs first."""
         self.used = self.summed
         self.round(stage)
-        for at in sorted({each.stage for each in self.of(stage) if each.divided and not each.apart}):
+        for at in sorted({each.stage for each in self.of(stage) if each.divided}):
             self.arriving[at] += spread(self.of(at))
             self.writes |= {each: written_so_far(each.parameter) for each in self.of(at)}
 
     def round(self, stage: int | None = None) -> None:
         """Let parameters be their masters, rounded."""
-        for each in (each for each in self.mine(stage) if each.is_master and not each.apart):
+        for each in (each for each in self.mine(stage) if each.is_master):
             each.values.copy_(each.tensor.detach())
 
     def recall(self) -> None:
@@ -218,8 +189,6 @@ class Slices:
         """Forget all gradients, and sums under way that failed."""
         self.summed = self.used = False
         self.reducing.clear()
-        if self.gathers is not None:
-            self.gathers.forget()
         for each in self.slices:
             each.parameter.grad = each.shown.grad = each.tensor.grad = None
 

@@ -76,7 +76,7 @@ class Engine:
         traffic = Traffic(opened, count, number)
         transport = ranks.transport(traffic, buffers)
         step = StepRun(executable, given, ranks, self.check, reductions)
-        schedule, plans = executable.plans_for(step.kinds, any(each.reshard for each in given.gathers))
+        schedule, plans = executable.plans_for(step.kinds)
         step.begin(plans, transport, given.recorder.begin(program, schedule) if given.recorder else None)
         with undisturbed(ranks.device), torch.no_grad():
             interleave(step.runs)
@@ -219,19 +219,6 @@ class StepRun:
         for act in self.given.actions.get(op, ()):
             act(stage)
 
-    def _fetch(self, stage: int) -> None:
-        for each in self.given.gathers:
-            each.fetch(stage, self.executable.parameters_of(stage))
-
-    def _arrive(self, stage: int) -> None:
-        for each in self.given.gathers:
-            each.arrive(stage)
-        self._act("GATHER", stage)
-
-    def _free(self, stage: int) -> None:
-        for each in self.given.gathers:
-            each.end_use(stage, self.executable.parameters_of(stage))
-
     def _reduce(self, reduction: Reduction, stage: int) -> None:
         reduction.start(stage)
         for run in self.runs:
@@ -338,12 +325,7 @@ class OnceAction(NamedTuple):
 OVER_REPLICAS = {"REDUCE", "OPT", "SYNC", "BUFFERS", "FINAL", "LOSS"}
 ONCE_ACTIONS = {
     "VALIDATE": OnceAction(_has("VALIDATE"), lambda step, reduction, at: step._act("VALIDATE", at)),
-    "FETCH": OnceAction(lambda step: step.given.gathers, lambda step, reduction, at: step._fetch(at)),
-    "GATHER": OnceAction(
-        lambda step: step.given.gathers or step.given.actions.get("GATHER"),
-        lambda step, reduction, at: step._arrive(at),
-    ),
-    "FREE": OnceAction(lambda step: step.given.gathers, lambda step, reduction, at: step._free(at)),
+    "GATHER": OnceAction(_has("GATHER"), lambda step, reduction, at: step._act("GATHER", at)),
     "REDUCE": OnceAction(lambda step: step.reduces, StepRun._reduce),
     "OPT": OnceAction(_has("OPT"), StepRun._update_stage),
     "ROWS": OnceAction(lambda step: step.looks_up_rows, StepRun._gather_rows),

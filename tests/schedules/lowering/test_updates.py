@@ -22,7 +22,7 @@ from zbcompile.schedules import (
     to_svg,
     with_updates,
 )
-from zbcompile.schedules.ir.actions import EXCHANGES, FETCH, FREE, GATHER, GATHERS, OPT, REDUCE, VALIDATE, flatten
+from zbcompile.schedules.ir.actions import EXCHANGES, GATHER, OPT, REDUCE, VALIDATE, flatten
 from zbcompile.schedules.lowering.updates import UPDATES
 
 NAMES = ("1f1b", "interleaved-1f1b", "zb-h1", "zb-v", "dualpipe-v", "v-min")
@@ -37,17 +37,15 @@ def drawn() -> Iterator[tuple[Schedule, tuple[str, ...], Costs]]:
             schedule = build(name, ranks=generator.randint(1, 4), microbatches=8)
             stages = schedule.stages
             each = {field: tuple(generator.randint(0, 9) for _ in range(stages)) for field in FIELDS}
-            kinds = generator.choice([*SUBSETS, UPDATES, GATHERS])
-            yield schedule, kinds, replace(Costs.uniform(stages), **each)
+            yield schedule, generator.choice(SUBSETS), replace(Costs.uniform(stages), **each)
 
 
-FIELDS = ("optimizer", "gather", "gathered")
+FIELDS = ("optimizer",)
 
 
 def test_every_program_with_updates_is_right_and_its_times_add_up() -> None:
     for plain, kinds, costs in drawn():
-        reshard = len(plain.orders[0]) % 3 > 0
-        schedule, program = with_updates(plain, kinds, reshard), with_updates(lower(plain), kinds, reshard)
+        schedule, program = with_updates(plain, kinds), with_updates(lower(plain), kinds)
         assert schedule == program.schedule
         for each in (schedule, program, lower(schedule)):
             check(each)
@@ -134,46 +132,5 @@ def test_two_model_copies_update_at_the_end_of_the_step() -> None:
 
 @pytest.mark.parametrize("kinds", [("NOPE",), "OPT", ("OPT", "F")])
 def test_what_is_no_update_is_refused(kinds: tuple[str, ...]) -> None:
-    with pytest.raises(ScheduleError, match="expected a tuple with some of VALIDATE, FETCH, GATHER, FREE, REDUCE, OPT"):
+    with pytest.raises(ScheduleError, match="expected a tuple with some of VALIDATE, GATHER, REDUCE, OPT"):
         with_updates(build("zb-h1", ranks=2, microbatches=1), kinds)
-
-
-def test_gathers_come_with_what_ends_them() -> None:
-    with pytest.raises(ScheduleError, match="FETCH, GATHER, FREE come together"):
-        with_updates(build("zb-h1", ranks=2, microbatches=1), ("FETCH", "GATHER"))
-
-
-@pytest.mark.parametrize("name", ["interleaved-1f1b", "zb-v", "v-half", "looped-bfs", "dualpipe-v"])
-def test_stages_let_their_parameters_go_while_others_run(name: str) -> None:
-    """At most two stages are gathered at once, the second one while the first one's last pass runs."""
-    plain = build(name, ranks=4, microbatches=8, **({"chunks": 4} if name == "looped-bfs" else {}))
-    ones, nothing = (1,) * plain.stages, (0,) * plain.stages
-    costs = replace(Costs.uniform(plain.stages), gathered=ones, gather=ones, activation=nothing, residue=nothing)
-    kept, apart = with_updates(plain, GATHERS), with_updates(plain, GATHERS, reshard=True)
-    counts = [sum(step[0] == FETCH for order in each.orders for step in order) for each in (kept, apart)]
-    assert counts[0] == plain.stages < counts[1]
-    assert check(kept, costs).peak_memory == (plain.stages / 4,) * 4
-    assert check(apart, costs).peak_memory == (2,) * 4
-    assert simulate(plain, costs).finish <= simulate(kept, costs).finish <= simulate(apart, costs).finish
-
-
-def test_passes_that_read_nothing_may_stand_outside_of_gathers() -> None:
-    plain = build("zb-h1", ranks=2, microbatches=2)
-    program = with_updates(plain, GATHERS, readers=("F", "B", "BW"))
-    check(program)
-    assert [str(step) for step in program.orders[0]][-3:] == ["B0.1", "FREE0.0", "W0.1"]
-
-
-def test_reading_parameters_that_are_not_gathered_is_found() -> None:
-    schedule = with_updates(build("zb-v", ranks=2, microbatches=4), GATHERS, reshard=True)
-    order = list(schedule.orders[0])
-    places = [i for i, step in enumerate(order) if step[0] in GATHERS]
-    freed = next(i for i in places if order[i][0] == FREE)
-    for damaged, message in (
-        ([*order[: places[1]], *order[places[1] + 1 :]], "that are not gathered|is due"),
-        ([Action(FETCH, 9, 0), *order], "FETCH9.0 is not of this rank"),
-        ([*order[:freed], *order[freed + 1 :]], "is due"),
-        ([*order[: freed - 1], order[freed], order[freed - 1], *order[freed + 1 :]], "that are not gathered"),
-    ):
-        with pytest.raises(ScheduleError, match=message):
-            check(changed(schedule, 0, damaged))

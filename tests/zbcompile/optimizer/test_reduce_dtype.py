@@ -47,7 +47,7 @@ def trained(zero: int, early: bool) -> tuple[Named, Named, Named]:
 
 
 @pytest.mark.parametrize(
-    ("zero", "early"), [(0, False), (1, True), *(pytest.param(z, z == 0, marks=pytest.mark.slow) for z in (0, 2))]
+    ("zero", "early"), [(0, False), (1, True), *(pytest.param(z, z == 0, marks=pytest.mark.slow) for z in (0, 1))]
 )
 def test_sums_are_those_of_rounded_gradients(pool: Pool, zero: int, early: bool) -> None:
     assert WIDTH * WIDTH * 4 > ALONE_BYTES > WIDTH * 4

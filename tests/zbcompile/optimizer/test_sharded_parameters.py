@@ -1,12 +1,8 @@
 """An optimizer that is divided among replicas trains as one that is not: every bit of losses, norms and parameters."""
 
 import pytest
-import torch
-from torch.nn.functional import cross_entropy
 
-from llama import Llama
-from tests.support.beyond_memory import HEADS, LENGTH, batch, init, losses
-from tests.support.pool import Pool, TaskFailed
+from tests.support.pool import Pool
 from tests.support.sharded_optimizers import Result, Training, at_levels
 from tests.support.training import assert_same_tensors
 
@@ -49,28 +45,3 @@ def test_every_bit_is_that_of_an_optimizer_that_is_not_divided(training: Trainin
         for found in sharded:
             assert set(found.gradients) == {0}
             assert found.held <= whole.held / 2 + 2 * 4 * 64
-
-
-@pytest.mark.slow
-def test_a_llama_whose_parameters_exceed_the_memory_of_a_rank_trains(pool: Pool) -> None:
-    """Storages never take more than 0.9 times the parameters' bytes after any action, and it is trained as a whole."""
-    layers, width, share = 9, 512, 0.9
-    model, (tokens, target) = Llama(layers, width, HEADS, LENGTH), batch()
-    for name, parameter in model.named_parameters():
-        init(name, parameter.data)
-    optimizer, expected = torch.optim.SGD(model.parameters(), lr=0.1), list[float]()
-    for _ in range(2):
-        loss = cross_entropy(model(tokens).flatten(0, 1), target.flatten())
-        loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(loss.item())
-    for found, most in pool.run(losses, layers, width, share, 2, ranks=4):
-        assert found == pytest.approx(expected, rel=1e-5)
-        assert most < 1
-
-
-@pytest.mark.slow
-def test_what_exceeds_the_limit_of_storages_is_seen(pool: Pool) -> None:
-    with pytest.raises(TaskFailed, match=r"MemoryError: \d+ bytes after "):
-        pool.run(losses, 2, 16, 0.1, 1, ranks=2)

@@ -3,7 +3,6 @@
 import gc
 from collections import defaultdict
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +23,10 @@ from zbcompile.compiler.stage_price import running_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.memory_estimate import ReplicaSharding
 from zbcompile.prediction.predict import predicted_costs, prices_of
-from zbcompile.prediction.rank_memory import RankMemory, gathers_of, held_in_step, rank_memories, should_reshard
+from zbcompile.prediction.rank_memory import RankMemory, held_in_step, rank_memories
 from zbcompile.runtime.action_loop import RankRun
 from zbcompile.schedules import build
-from zbcompile.schedules.ir.actions import FETCH, Action
+from zbcompile.schedules.ir.actions import Action
 
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
 
@@ -87,7 +86,7 @@ def _memory(dtype: torch.dtype, sharding: ReplicaSharding) -> RankMemory:
     return rank_memories(program, predicted_costs(program), dict(model.named_parameters()), sharding)[0]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2])
+@pytest.mark.parametrize("zero", [0, 1])
 def test_what_replicas_divide(zero: int) -> None:
     size = 64 * 64
     whole = _memory(torch.float32, ReplicaSharding(2, zero))
@@ -100,46 +99,19 @@ def test_what_replicas_divide(zero: int) -> None:
     assert whole.collectives == 4 * size
 
 
-@pytest.mark.slow
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.parametrize(("schedule", "chunks", "less"), [("looped-bfs", 4, True), ("zb-v", None, False)])
-def test_stages_let_go_where_that_is_cheaper(schedule: str, chunks: int | None, less: bool) -> None:
-    """Without a limit the fewest gathers, which no step is slower with; under one what exceeds it least. Under zb-v the
-    fullest rank needs both stages at once, so that it would not hold `less`."""
-    model = nn.Sequential(*(m for _ in range(8) for m in (nn.Linear(768, 768), nn.GELU())))
-    example = Example(model, (torch.ones(16, 768),), loss=nn.MSELoss(), target=torch.ones(16, 768))
-    program = compile_example(example, build(schedule, 2, 4, chunks=chunks), Choices()).program
-    tensors, costs = dict(model.named_parameters()), predicted_costs(program)
-    peaks = [
-        max(each.peak for each in rank_memories(program, costs, tensors, ReplicaSharding(2, 3, reshard)))
-        for reshard in (False, True)
-    ]
-
-    def chosen(memory: float | None) -> bool:
-        return should_reshard(replace(program, choices=replace(program.choices, memory=memory)), tensors, 2)
-
-    assert (peaks[1] < peaks[0]) == less
-    assert [chosen(memory) for memory in (None, peaks[0], peaks[0] - 1, 1.0)] == [False, False, less, less]
-
-
 WIDTH, LAYERS = 768, 4  # a layer's weight is large enough to travel by itself
 
 
-def held_after_each_action(
-    zero: int, schedule: str, chunks: int | None, reshard: bool, tied: bool
-) -> list[tuple[str, int, int]]:
+def held_after_each_action(zero: int, schedule: str, chunks: int | None) -> list[tuple[str, int, int]]:
     """Of one of two replicas, after each action of a step: the bytes that live, and what is predicted. Of three steps
-    the least counts: a thread may let a sum go late. Raises if the parameters of stages are not gathered as often as is
-    predicted."""
+    the least counts: a thread may let a sum go late."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     before, executed = leave_aside(), RankRun._execute
     lived: defaultdict[Action, list[int]] = defaultdict(list)
     model, x = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))), torch.ones(4, WIDTH)
-    if tied:
-        model[LAYERS - 1].weight = model[0].weight
     options: dict[str, Any] = {"schedule": schedule, "chunks": chunks, "microbatches": 2, "mesh": mesh}
     pipe = zbcompile.pipeline(model, loss=nn.functional.mse_loss, **options)
-    optimizer = pipe.optimizer(torch.optim.AdamW, zero=zero, reshard_after_forward=reshard if zero == 3 else None)
+    optimizer = pipe.optimizer(torch.optim.AdamW, zero=zero)
 
     def step(observed: bool) -> None:
         gc.collect()
@@ -159,15 +131,13 @@ def held_after_each_action(
     for observed in (False, False, True, True, True):  # at first there is no state yet, but sums to compare ranks by
         step(observed)
     parameters = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
-    sharding, program = ReplicaSharding(2, zero, reshard), pipe.program
+    sharding, program = ReplicaSharding(2, zero), pipe.program
     costs, running = predicted_costs(program), running_of(prices_of(program))
     memory = rank_memories(program, costs, parameters, sharding)[0]
-    gradients = 0 if zero == 3 else sum(parameter.nbytes for parameter in parameters.values())
+    gradients = sum(parameter.nbytes for parameter in parameters.values())
     stays = memory.parameters + memory.optimizer_state + gradients
-    held = {each.after: stays + each.total for each in held_in_step(program, costs, running, parameters, sharding, 0)}
+    held = {each.after: stays + each.total for each in held_in_step(program, costs, running, parameters, 0)}
     pipe.close()
-    fetched = sum(action.op == FETCH for action in lived)
-    assert fetched == (gathers_of(program, sharding)[0] if zero == 3 else 0)
     return [(str(action), min(each), int(held[action])) for action, each in lived.items() if action in held]
 
 
@@ -176,41 +146,36 @@ RARE = pytest.mark.beyond_sample  # each takes 10 seconds
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("zero", "schedule", "chunks", "reshard", "tied"),
+    ("zero", "schedule", "chunks"),
     [
-        (0, "1f1b", None, False, False),
-        (2, "looped-bfs", 4, False, False),
-        (3, "interleaved-1f1b", 4, True, False),
-        *(pytest.param(zero, "1f1b", None, False, False, marks=RARE) for zero in (1, 2, 3)),
-        *(pytest.param(zero, "looped-bfs", 4, False, False, marks=RARE) for zero in (0, 1, 3)),
-        *(pytest.param(3, "looped-bfs", 4, True, tied, marks=RARE) for tied in (False, True)),
+        (0, "1f1b", None),
+        (1, "looped-bfs", 4),
+        pytest.param(1, "1f1b", None, marks=RARE),
+        pytest.param(0, "looped-bfs", 4, marks=RARE),
     ],
 )
-def test_what_lives_after_each_action_is_predicted(
-    pool: Pool, zero: int, schedule: str, chunks: int | None, reshard: bool, tied: bool
-) -> None:
-    """Predicted are gradients from the begin of the step on; without `zero=1 | 3` they are there from the first W of
-    their stage on."""
-    for replica in pool.run(held_after_each_action, zero, schedule, chunks, reshard, tied):
+def test_what_lives_after_each_action_is_predicted(pool: Pool, zero: int, schedule: str, chunks: int | None) -> None:
+    """Predicted are gradients from the begin of the step on; without `zero=1` they are there from the first W of their
+    stage on."""
+    for replica in pool.run(held_after_each_action, zero, schedule, chunks):
         complete = max(i for i, (action, *_) in enumerate(replica) if action.endswith("0") and "W" in action)
         for number, (action, lived, predicted) in enumerate(replica):
             assert lived <= 1.005 * predicted, action
-            if zero in (1, 3) or number >= complete:
+            if zero == 1 or number >= complete:
                 assert lived == pytest.approx(predicted, rel=0.005), action
 
 
-def held_by_replicas(zero: int, chunks: int = 1, reshard: bool | None = None) -> tuple[int, int, int, int]:
+def held_by_replicas(zero: int) -> tuple[int, int, int, int]:
     """Of one of two replicas, all but the parameters: the most bytes that lived in a step, what was predicted, and the
     most in an update; the bytes of the parameters. The first step has no state yet, but sums to compare the ranks by.
     """
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
     before = leave_aside()
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    before += [] if zero == 3 else living_tensors()
+    before += living_tensors()
     x = torch.ones(4, WIDTH)
-    order: dict[str, Any] = {"schedule": "1f1b"} if chunks == 1 else {"schedule": "looped-bfs", "chunks": chunks}
-    pipe = zbcompile.pipeline(model, **order, microbatches=2, loss=nn.functional.mse_loss, mesh=mesh)
-    optimizer = pipe.optimizer(torch.optim.AdamW, zero=zero, reshard_after_forward=reshard)
+    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=2, loss=nn.functional.mse_loss, mesh=mesh)
+    optimizer = pipe.optimizer(torch.optim.AdamW, zero=zero)
     pipe.step(x, target=x)
     optimizer.step()
     optimizer.zero_grad()
@@ -223,32 +188,22 @@ def held_by_replicas(zero: int, chunks: int = 1, reshard: bool | None = None) ->
             lived[name].append(alive.most)
         optimizer.zero_grad()
     parameters = {name: torch.empty(p.shape, device="meta") for name, p in model.named_parameters()}
-    sharding = ReplicaSharding(2, zero, bool(reshard))
+    sharding = ReplicaSharding(2, zero)
     memory = rank_memories(pipe.program, predicted_costs(pipe.program), parameters, sharding)[0]
     pipe.close()
     size = sum(each.nbytes for each in parameters.values())
-    step = min(lived["step"]) if zero == 3 else max(lived["step"])  # a thread may let a sum go late
-    return step, memory.peak - (size if zero < 3 else 0), max(lived["update"]), size
+    return max(lived["step"]), memory.peak - size, max(lived["update"]), size
 
 
 @pytest.mark.mostly_slow(every=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("zero", "chunks", "reshard", "most"),
-    [
-        (0, 1, None, 3.6),
-        (1, 1, None, 3.1),
-        (2, 1, None, 2.1),
-        (3, 1, False, 3.2),
-        (3, 4, False, 2.6),
-        (3, 4, True, 2.6),
-    ],
+    ("zero", "most"),
+    [(0, 3.6), (1, 3.1)],
 )
-def test_storages_of_replicas_are_predicted(
-    pool: Pool, zero: int, chunks: int, reshard: bool | None, most: float
-) -> None:
-    """`most` is in units of the parameters' bytes, with `zero=3` of all, otherwise beside the parameters. AdamW itself
-    takes as much as two of the four layers while it updates one."""
-    for lived, predicted, in_update, parameters in pool.run(held_by_replicas, zero, chunks, reshard):
+def test_storages_of_replicas_are_predicted(pool: Pool, zero: int, most: float) -> None:
+    """`most` is in units of the parameters' bytes, beside the parameters. AdamW itself takes as much as two of the four
+    layers while it updates one."""
+    for lived, predicted, in_update, parameters in pool.run(held_by_replicas, zero):
         assert predicted == pytest.approx(lived, rel=0.02)
         assert max(lived, in_update) <= most * parameters

@@ -120,7 +120,7 @@ def called(kind: str) -> tuple[Counter[str], int]:
     ("kind", "messages"),
     [
         *(("pp", 0), ("vocab", 0), ("tp", 0), ("cp", 1), ("ep", 1), ("early", 1)),
-        *((f"zero {level}", 1) for level in range(4)),
+        *((f"zero {level}", 1) for level in range(2)),
     ],
 )
 def test_torch_is_called_once_a_step_outside_of_actions(kind: str, messages: int, pool: Pool) -> None:
