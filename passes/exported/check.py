@@ -54,7 +54,9 @@ OUTPUTS = {
 MESSAGES = (ACTIVATION, GRADIENT, SAVED, PART)
 
 
-def check_pass_graphs(step: StepGraph, passes: Mapping[Label, PassGraph]) -> None:
+def check_pass_graphs(
+    step: StepGraph, passes: Mapping[Label, PassGraph], fused: Mapping[int, PassGraph]
+) -> None:
     """Raises VerificationError unless the passes are consistent.
 
     Every value that a pass reads is made by the pass that precedes it on the value's way, with
@@ -64,6 +66,9 @@ def check_pass_graphs(step: StepGraph, passes: Mapping[Label, PassGraph]) -> Non
     for label, graph in passes.items():
         graph.module.graph.lint()
         _check_pass(step, label, graph)
+    for stage, graph in fused.items():
+        graph.module.graph.lint()
+        _check_fused(graph, [passes[label] for label in passes if label.stage == stage])
     _check_messages(passes)
     _check_results(step, passes)
 
@@ -85,6 +90,23 @@ def _check_pass(step: StepGraph, label: Label, graph: PassGraph) -> None:
             _require(not node.target._schema.is_mutable, label, f"functional {node.target}")
         if label.kind != FORWARD:
             _require(not is_random(node), label, f"random numbers in F alone, not {node.target}")
+
+
+def _check_fused(fused: PassGraph, passes: list[PassGraph]) -> None:
+    """Checks that BW reads and returns what B and W read and return, but for what B saves for W."""
+    parts = [graph for graph in passes if graph.kind in (BACKWARD, WEIGHT)]
+    internal = {
+        slot
+        for graph in parts
+        if graph.kind == BACKWARD
+        for slot in graph.outputs
+        if slot.role == SAVED
+    }
+    label = Label(fused.stage, BACKWARD + WEIGHT)
+    inputs = {slot for graph in parts for slot in graph.inputs} - internal
+    outputs = {slot for graph in parts for slot in graph.outputs} - internal
+    _require(set(fused.inputs) == inputs, label, "the inputs of B and W")
+    _require(set(fused.outputs) == outputs, label, "the outputs of B and W")
 
 
 def _check_messages(passes: Mapping[Label, PassGraph]) -> None:

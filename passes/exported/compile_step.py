@@ -30,12 +30,15 @@ class CompiledStep:
     """The pass graphs of a training step, by stage and kind, and the graph they were made from.
 
     Attributes:
+        passes: F, B, W and E of every stage, in the order in which one microbatch runs them.
+        fused: BW of every stage: B and W in one graph.
         ranks_of: The rank of each stage.
         owners: The stages that read each parameter, lowest first.
     """
 
     step: StepGraph
     passes: Mapping[Label, PassGraph]
+    fused: Mapping[int, PassGraph]
     ranks_of: tuple[int, ...]
     owners: Mapping[str, list[int]]
 
@@ -90,6 +93,6 @@ def compile_graph(
     keep_updated_buffers(step, stages)
     labels = split_backward(step, stages)
     label_tied_gradients(step, labels, exact)
-    passes = extract(step, labels)
-    check_pass_graphs(step, passes)
-    return CompiledStep(step, passes, tuple(ranks_of), parameter_stages)
+    passes, fused = extract(step, labels)
+    check_pass_graphs(step, passes, fused)
+    return CompiledStep(step, passes, fused, tuple(ranks_of), parameter_stages)

@@ -57,11 +57,13 @@ _CHECKPOINT_GENERATOR = "_checkpoint_without_reentrant_generator" + (
 )
 
 
-def export_below_autograd(module: torch.nn.Module, example: tuple[Any, ...]) -> ExportedProgram:
+def export_below_autograd(
+    module: torch.nn.Module, example: tuple[Any, ...], device: torch.device
+) -> ExportedProgram:
     """Exports `module` as a graph of functional ATen operations, below autograd.
 
-    The caller's dispatch modes and hooks are traced as well. `torch.compile`d submodules run as
-    the modules that they wrap.
+    Tensors on the meta device are traced as tensors on `device`. The caller's dispatch modes and
+    hooks are traced as well. `torch.compile`d submodules run as the modules that they wrap.
     """
     from torch._dynamo import config as dynamo_config
 
@@ -72,10 +74,29 @@ def export_below_autograd(module: torch.nn.Module, example: tuple[Any, ...]) -> 
         dynamo_config.patch(error_on_nested_fx_trace=False),  # compiled submodules are inlined
         eager_kernels(),
         kernel_strides(),
+        meta_tensors_on(device),
         _no_garbage_collection(),
         _no_stack_traces(),
     ):
         return _export(module, example, strict=False, pre_dispatch=False)
+
+
+@contextlib.contextmanager
+def meta_tensors_on(device: torch.device) -> Iterator[None]:
+    """Context in which meta tensors become fake tensors on `device`.
+
+    On the meta device itself neither autocast nor attention kernels can be traced.
+    """
+    original = FakeTensorMode.from_tensor
+
+    def from_tensor(mode: FakeTensorMode, tensor: Tensor, **options: Any) -> FakeTensor:
+        fake = original(mode, tensor, **options)
+        if tensor.is_meta and not isinstance(tensor, FakeTensor):
+            fake.fake_device = device
+        return fake
+
+    with replaced(FakeTensorMode, "from_tensor", from_tensor):
+        yield
 
 
 @contextlib.contextmanager

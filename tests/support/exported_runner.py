@@ -82,6 +82,8 @@ class Runner:
         return gradients
 
     def _graphs(self, action: Any) -> list[PassGraph]:
+        if action.op == "BW":
+            return [self.compiled.fused[action.stage]]
         labels = [Label(action.stage, kind) for kind in action.op]
         return [self.compiled.passes[label] for label in labels if label in self.compiled.passes]
 
@@ -134,7 +136,7 @@ class Runner:
             return self.values.pop((microbatch, -1, slot))
         key = (microbatch, graph.stage, slot)
         value = self.values[key]
-        if role != SAVED or graph.kind == self.last_reader(graph.stage, slot):
+        if role != SAVED or graph.kind in ("BW", self.last_reader(graph.stage, slot)):
             del self.values[key]
         return value
 

@@ -38,10 +38,13 @@ class ExportOptions:
     Attributes:
         static_inputs: Paths of batch inputs whose values the model may read in Python.
         return_outputs: Whether the step also returns the model's output.
+        device: Device on which parameters of the meta device are traced; that of the other
+            tensors, or the CPU, if None.
     """
 
     static_inputs: Sequence[str] = ()
     return_outputs: bool = False
+    device: torch.device | None = None
 
 
 def export_training_step(
@@ -77,13 +80,14 @@ def export_training_step(
         "return_outputs": options.return_outputs,
     }
     step = TrainingStep(model, loss_fn, eager_path=True, **arguments)
-    example = (torch.ones((), device=_device_of(model)), *batch)
+    device = options.device or _device_of(model, batch)
+    example = (torch.ones((), device=device), *batch)
     try:
-        program = export_below_autograd(step, example)
+        program = export_below_autograd(step, example, device)
     except DATA_DEPENDENT_ERRORS as eager_error:
         step = TrainingStep(model, loss_fn, eager_path=False, **arguments)
         try:
-            program = export_below_autograd(step, example)
+            program = export_below_autograd(step, example, device)
         except DATA_DEPENDENT_ERRORS as compiler_error:
             raise compiler_error from eager_error
         warnings.warn(
@@ -214,6 +218,8 @@ def _static_paths(names: Sequence[str]) -> set[str]:
     return {path for name in names for path in (name, f"kwargs['{name}']", f"args[{name}]")}
 
 
-def _device_of(model: nn.Module) -> torch.device:
-    tensor = next(iter([*model.parameters(), *model.buffers()]), None)
-    return torch.device("cpu") if tensor is None else tensor.device
+def _device_of(model: nn.Module, batch: Any) -> torch.device:
+    """Returns the device of the first tensor that is not on the meta device; else the CPU."""
+    leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(batch)]
+    devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta)
+    return next(devices, torch.device("cpu"))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.backward_marks import forward_number
@@ -80,7 +80,7 @@ def split_convolutions(step: StepGraph) -> None:
     compute the same bits.
     """
     for node in step.graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
-        input_mask, *weight_mask = node.args[_MASK]
+        input_mask, *weight_mask = _mask_of(node)
         if not input_mask or not any(weight_mask):
             continue
         with step.graph.inserting_after(node):
@@ -96,12 +96,36 @@ def split_convolutions(step: StepGraph) -> None:
         node.args = _with_mask(node, [True, False, False])
 
 
+def merge_convolutions(module: GraphModule) -> None:
+    """Undoes `split_convolutions` in a fused backward: one call reorders its operands once."""
+    first_calls: dict[tuple[Any, ...], Node] = {}
+    for node in list(module.graph.nodes):
+        if node.target is not aten.convolution_backward.default:
+            continue
+        arguments = tuple(tuple(a) if isinstance(a, list) else a for a in node.args[:_MASK])
+        first = first_calls.setdefault(arguments, node)
+        masks = list(zip(_mask_of(first), _mask_of(node), strict=True))
+        if first is node or any(one and other for one, other in masks):
+            continue
+        pairs = zip(first.meta["val"], node.meta["val"], strict=True)
+        values = [one if other is None else other for one, other in pairs]
+        first.args = _with_mask(first, [one or other for one, other in masks])
+        first.meta = {**first.meta, "val": tuple(values)}
+        node.replace_all_uses_with(first)
+        module.graph.erase_node(node)
+    module.recompile()
+
+
 def is_gradient_sum(node: Node) -> bool:
     """Returns True for a sum that autograd adds between grad_fns for several uses of a value."""
     return operator_name(node) == "add" and forward_number(node) is None
 
 
 _MASK = 10  # position of output_mask in convolution_backward: input, weight, bias
+
+
+def _mask_of(node: Node) -> list[bool]:
+    return list(node.args[_MASK])  # type: ignore[arg-type]
 
 
 def _with_mask(node: Node, mask: list[bool]) -> tuple[Any, ...]:

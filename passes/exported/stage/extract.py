@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch.fx import Graph, GraphModule, Node
 
+from zbcompile.passes.exported.split.split_backward import merge_convolutions
 from zbcompile.passes.exported.stage.pass_graph import (
     ACTIVATION,
     BATCH,
@@ -40,13 +41,19 @@ from zbcompile.passes.exported.step_graph import (
 Edges = dict[tuple[Label, Label], dict[Node, None]]  # (from, to) -> values
 
 
-def extract(step: StepGraph, labels: Labels) -> dict[Label, PassGraph]:
-    """Returns the pass graphs of all labels, in the order in which one microbatch runs them.
+def extract(step: StepGraph, labels: Labels) -> tuple[dict[Label, PassGraph], dict[int, PassGraph]]:
+    """Returns the pass graphs of all labels, and the fused backward BW of every stage.
 
-    The fused backward BW of a stage is made by `extract_fused`.
+    The passes are in the order in which one microbatch runs them.
     """
     extraction = Extraction(step, labels)
-    return {label: extraction.pass_graph((label,)) for label in extraction.order}
+    passes = {label: extraction.pass_graph((label,)) for label in extraction.order}
+    fused = {}
+    for label in extraction.order:
+        if label.kind == BACKWARD:
+            fused[label.stage] = extraction.pass_graph((label, Label(label.stage, WEIGHT)))
+            merge_convolutions(fused[label.stage].module)
+    return passes, fused
 
 
 class Extraction:

@@ -277,3 +277,35 @@ def test_dropout_has_eagers_bits_in_any_layout(p: float) -> None:
             return F.dropout(super().forward(F.dropout(x.t(), p).t()), p)
 
     assert_equals_eager(Model(1), torch.randn(4, WIDTH))
+
+
+def test_parameters_on_the_meta_device() -> None:
+    """The graph is that of real parameters, also for another shape of the batch."""
+    model = Repeated(2)
+    empty = Repeated(2).to("meta")
+    for rows in (4, 6):
+        batch = ((torch.randn(rows, WIDTH),), {}, torch.randn(rows, WIDTH))
+        texts = [
+            str(export_training_step(each, *batch, F.mse_loss).graph) for each in (model, empty)
+        ]
+        assert texts[0] == texts[1]
+
+
+def test_autocast_and_attention_on_the_meta_device() -> None:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            with torch.autocast("cpu", torch.bfloat16):
+                x = self.layer(x)[None, None]
+                return F.scaled_dot_product_attention(x, x, x)[0, 0]
+
+    batch = ((torch.randn(4, WIDTH),), {}, torch.randn(4, WIDTH))
+    texts = [
+        str(export_training_step(model, *batch, lambda o, t: o.float().sum()).graph)
+        for model in (Attention(), Attention().to("meta"))
+    ]
+    assert texts[0] == texts[1]
+    assert "flash_attention" in texts[0]
