@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import nn
 
+from zbcompile.passes.exported.capture.autocast_casts import merge_autocast_casts
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.exported.capture.training_step import LossFunction
 from zbcompile.passes.exported.capture.unsupported import refuse_inexact
@@ -82,6 +83,7 @@ def compile_graph(
     """
     if exact:
         refuse_inexact(step.inexact_calls)
+    merge_autocast_casts(step)
     split_convolutions(step)
     line = forward_line(step)
     if owners is None:

@@ -354,6 +354,11 @@ def remove_node_annotation(key: str) -> None:
     current["custom"] = {k: v for k, v in current.get("custom", {}).items() if k != key}
 
 
+def is_any_autocast_enabled() -> bool:
+    """Returns True inside of an autocast region for any device."""
+    return bool(torch._C._is_any_autocast_enabled())
+
+
 def sequence_number(grad_fn: Any) -> int:
     """Returns the number by which `node.meta["seq_nr"]` names the operation of a grad_fn."""
     return int(grad_fn._sequence_nr())

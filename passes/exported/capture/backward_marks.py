@@ -33,6 +33,11 @@ def forward_number(node: torch.fx.Node) -> int | None:
     return (node.meta.get("custom") or {}).get(BACKWARD_OF)
 
 
+def is_gradient_sum(node: torch.fx.Node) -> bool:
+    """Returns True for a sum that autograd adds between grad_fns for several uses of a value."""
+    return node.target is torch.ops.aten.add.Tensor and forward_number(node) is None
+
+
 def grad_fns_below(loss: Tensor) -> Iterator[Any]:
     """Yields every grad_fn from which `loss` is computed, once."""
     pending, visited = [loss.grad_fn], set()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from zbcompile.passes.exported.capture.autocast_casts import AUTOCAST
 from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF
 from zbcompile.passes.exported.capture.checkpoint_hints import CHECKPOINT
 from zbcompile.passes.exported.capture.known_values import LINE
@@ -28,7 +29,7 @@ from zbcompile.passes.exported.torch_private import (
 )
 
 aten = torch.ops.aten
-_ANNOTATIONS = (LINE, CHECKPOINT, BACKWARD_OF)
+_ANNOTATIONS = (LINE, CHECKPOINT, BACKWARD_OF, AUTOCAST)
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.capture.autocast_casts import AutocastRegions
 from zbcompile.passes.exported.capture.backward_marks import mark_backward_nodes
 from zbcompile.passes.exported.capture.checkpoint_hints import checkpoint_hints
 from zbcompile.passes.exported.capture.known_values import KnownValues
@@ -92,7 +93,7 @@ class TrainingStep(nn.Module):
                 known.declare(leaf, self.static_inputs[path])
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
         inexact = InexactCalls()
-        with flags, checkpoint_hints(), inexact, known:
+        with flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
             yield
         self.inexact_calls = inexact.calls
 

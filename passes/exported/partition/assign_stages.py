@@ -9,7 +9,7 @@ from torch.fx import Node
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.exported.capture.backward_marks import forward_number
 from zbcompile.passes.exported.partition.cut_points import ForwardLine
-from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.exported.step_graph import StepGraph, operator_name
 
 Stages = dict[Node, int]
 
@@ -23,8 +23,7 @@ def assign_stages(step: StepGraph, line: ForwardLine, cuts: Sequence[int]) -> St
     """
     stages: Stages = {node: bisect_right(cuts, index) for index, node in enumerate(line.nodes)}
     last_stage = len(cuts)
-    for node in reversed(line.homes):
-        stages[node] = min((stages[user] for user in node.users if user in stages), default=0)
+    _assign_homes(line, stages)
     _check_buffers(step, line, stages)
     stage_of_number: dict[int, int] = {}
     for node in (*line.nodes, *line.homes):
@@ -121,6 +120,21 @@ def _owners_read(node: Node, line: ForwardLine, owner_of: Mapping[Node, int]) ->
         elif source in line.free:
             pending.extend(source.all_input_nodes)
     return found
+
+
+def _assign_homes(line: ForwardLine, stages: Stages) -> None:
+    """Assigns operations on parameters alone to the lowest stage that reads them.
+
+    Results that only the backward reads, and parts of tuples, follow the operation they belong to.
+    """
+    for node in reversed(line.homes):
+        readers = [stages[user] for user in node.users if user in stages]
+        if readers:
+            stages[node] = min(readers)
+    for node in line.homes:
+        sources = [stages[source] for source in node.all_input_nodes if source in stages]
+        if operator_name(node) == "getitem" or node not in stages:
+            stages[node] = max(sources, default=0)
 
 
 def _check_buffers(step: StepGraph, line: ForwardLine, stages: Stages) -> None:

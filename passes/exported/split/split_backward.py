@@ -13,7 +13,7 @@ import torch
 from torch.fx import GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.exported.capture.backward_marks import forward_number
+from zbcompile.passes.exported.capture.backward_marks import is_gradient_sum
 from zbcompile.passes.exported.capture.known_values import LINE
 from zbcompile.passes.exported.partition.assign_stages import Stages
 from zbcompile.passes.exported.step_graph import (
@@ -114,11 +114,6 @@ def merge_convolutions(module: GraphModule) -> None:
         node.replace_all_uses_with(first)
         module.graph.erase_node(node)
     module.recompile()
-
-
-def is_gradient_sum(node: Node) -> bool:
-    """Returns True for a sum that autograd adds between grad_fns for several uses of a value."""
-    return operator_name(node) == "add" and forward_number(node) is None
 
 
 _MASK = 10  # position of output_mask in convolution_backward: input, weight, bias

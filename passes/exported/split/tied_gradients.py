@@ -10,7 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.exported.split.split_backward import is_gradient_sum
+from zbcompile.passes.exported.capture.backward_marks import is_gradient_sum
 from zbcompile.passes.exported.step_graph import (
     BACKWARD,
     END,

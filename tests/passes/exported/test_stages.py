@@ -167,3 +167,35 @@ def test_a_further_program_keeps_the_owners_of_parameters() -> None:
 def test_a_loop_is_cut_anywhere() -> None:
     compiled = compiled_on_four(Loop())
     assert compiled.owners["layer.weight"] == [0, 1, 2, 3]
+
+
+def test_operations_on_parameters_alone_have_one_stage() -> None:
+    """Their result is sent to other readers; parts of their tuples stay with them."""
+
+    class Standardized(Residual):
+        def forward(self, x: Tensor) -> Tensor:
+            weight = self.layers[0].weight
+            flat = F.batch_norm(weight.reshape(1, WIDTH, -1), None, None, training=True)
+            for layer in self.layers:
+                x = torch.tanh(F.linear(layer(x), flat.view_as(weight)))
+            return x
+
+    check("zb-v", 2, Standardized(), batches_of(rows), F.mse_loss)
+
+
+def test_albert() -> None:
+    """Four layers with the same parameters, on four stages."""
+    from transformers import AlbertConfig, AlbertForMaskedLM
+
+    torch.manual_seed(0)
+    sizes = {"embedding_size": 16, "hidden_size": 32, "intermediate_size": 64}
+    model = AlbertForMaskedLM(
+        AlbertConfig(vocab_size=64, **sizes, num_hidden_layers=4, num_attention_heads=4)
+    )
+
+    def text() -> Any:
+        tokens = torch.randint(1, 64, (2, 8))
+        return (), {"input_ids": tokens, "labels": tokens}, None
+
+    compiled = check("zb-v", 2, model.train(), batches_of(text), None)
+    assert max(map(len, compiled.owners.values())) == 4
