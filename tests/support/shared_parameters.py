@@ -49,6 +49,23 @@ class TransposedLoop(nn.Module):
         return (x @ self.wide.weight.T) @ self.embed.weight.T
 
 
+class DerivedWeights(nn.Module):
+    """Layers whose weights are rows of one parameter, or one weight that is normalized once for all of them."""
+
+    def __init__(self, stacked: bool, layers: int = 5) -> None:
+        super().__init__()
+        self.stacked, self.layers = stacked, layers
+        self.weight = nn.Parameter(torch.randn(layers * WIDTH if stacked else WIDTH, WIDTH) / WIDTH**0.5)
+        self.first = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.weight.chunk(self.layers) if self.stacked else [F.normalize(self.weight)] * self.layers
+        x = x + torch.tanh(self.first(x))
+        for weight in weights:
+            x = x + torch.tanh(x @ weight)
+        return x
+
+
 class SharedScale(nn.Module):
     """Layers that each have a weight of their own and read one scale twice, and a first layer without it."""
 
@@ -136,6 +153,8 @@ SHARED_PARAMETERS: Mapping[str, Problem] = {
     "transposed-loop": Problem(TransposedLoop, _token_loss, _tokens),
     "shared-scale": Problem(SharedScale, F.mse_loss, _rows),
     "shared-scale-bfloat16": _typed(SharedScale, torch.bfloat16),
+    "stacked-weights": Problem(partial(DerivedWeights, stacked=True), F.mse_loss, _rows),
+    "normalized-weight": Problem(partial(DerivedWeights, stacked=False), F.mse_loss, _rows),
     "three-embeddings": Problem(ThreeEmbeddings, _token_loss, _tokens),
     "albert": Problem(_albert, None, _labelled),
 }

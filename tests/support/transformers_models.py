@@ -17,6 +17,19 @@ TASKS = (
     *("SPEECH_SEQ_2_SEQ", "CTC", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM"),
 )
 DETERMINISTIC = "batched_mm"
+# One class of each of forty architectures, cheap ones where architectures are alike.
+SAMPLE = (
+    *("LlamaForCausalLM", "GPT2LMHeadModel", "GPTNeoXForCausalLM", "OPTForCausalLM", "BloomForCausalLM"),
+    *("FalconForCausalLM", "PhiForCausalLM", "Gemma2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM"),
+    *("MixtralForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Cohere2ForCausalLM", "StableLmForCausalLM"),
+    *("MambaForCausalLM", "Lfm2ForCausalLM", "CTRLLMHeadModel", "XLNetLMHeadModel", "DiffLlamaForCausalLM"),
+    *("BertForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM", "DebertaForMaskedLM", "MPNetForMaskedLM"),
+    *("ModernBertForMaskedLM", "FNetForMaskedLM", "DistilBertForMaskedLM", "T5ForConditionalGeneration"),
+    *("BartForConditionalGeneration", "MarianMTModel", "ViTForImageClassification", "SwinForImageClassification"),
+    *("BeitForImageClassification", "ConvNextForImageClassification", "ResNetForImageClassification"),
+    *("CLIPForImageClassification", "WhisperForConditionalGeneration", "JambaForCausalLM"),
+    "LlavaForConditionalGeneration",
+)
 
 
 @dataclass(frozen=True)
@@ -41,6 +54,12 @@ def entries() -> list[Entry]:
     for entry in found.values():
         first.setdefault(_folder(entry.architecture), entry.name)
     return sorted(found.values(), key=lambda entry: (entry.name not in first.values(), places[entry.name]))
+
+
+def entry_of(name: str) -> Entry:
+    """The class of this name."""
+    (entry,) = (each for each in entries() if each.name == name)
+    return entry
 
 
 def _names(task: str) -> Iterator[tuple[str, str]]:
