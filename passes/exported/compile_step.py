@@ -19,6 +19,7 @@ from zbcompile.passes.exported.partition.assign_stages import (
 )
 from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
 from zbcompile.passes.exported.partition.cut_points import forward_line
+from zbcompile.passes.exported.split.defer_sums import defer_sums
 from zbcompile.passes.exported.split.split_backward import split_backward, split_convolutions
 from zbcompile.passes.exported.split.tied_gradients import label_tied_gradients
 from zbcompile.passes.exported.stage.extract import extract
@@ -83,6 +84,8 @@ def compile_graph(
     """
     if exact:
         refuse_inexact(step.inexact_calls)
+    else:
+        defer_sums(step)
     merge_autocast_casts(step)
     split_convolutions(step)
     line = forward_line(step)

@@ -48,11 +48,16 @@ class StepGraph:
         outputs: Tensors of the model's output and of the metrics.
         stage_gradients: For gradients that are summed over stages after the step, by name and
             stage: the stage's own sum. Such gradients are not in `gradients`.
+        deferred_sums: The mesh dimension over which a gradient is summed once, after the step.
         rebuild_outputs: Rebuilds (output, metrics) from values of `outputs`.
         eager_path: False if the model was captured on the path that it has for compilers.
         tied_names: Maps every further name of a tied tensor to its first name.
         changed_state: Module state that forward changes.
         inexact_calls: Calls whose bits differ from eager mode, with the user's line.
+        shardings: Mesh and placements of parameters and buffers that are DTensors.
+        gradient_placements: Placements of the gradients of such parameters, which may differ from
+            the parameter's: `Partial` gradients are summed over the mesh after the step.
+        process_groups: The name in this process of every process group, by its name in the graph.
     """
 
     module: GraphModule
@@ -67,11 +72,15 @@ class StepGraph:
     buffer_updates: dict[str, Node]
     outputs: list[Node]
     stage_gradients: dict[str, dict[int, Node]] = field(default_factory=dict)
+    deferred_sums: dict[str, str] = field(default_factory=dict)
     rebuild_outputs: Rebuild | None = None
     eager_path: bool = True
     tied_names: Mapping[str, str] = field(default_factory=dict)
     changed_state: Mapping[str, Any] = field(default_factory=dict)
     inexact_calls: tuple[str, ...] = ()
+    shardings: Mapping[str, Any] = field(default_factory=dict)
+    gradient_placements: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    process_groups: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def graph(self) -> Graph:

@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.fx.node import map_arg
 
+from zbcompile.passes.exported.capture.process_groups import with_process_groups
 from zbcompile.passes.exported.capture.training_step import leaves_with_paths
 from zbcompile.passes.exported.compile_step import CompiledStep
 from zbcompile.passes.exported.stage.pass_graph import (
@@ -57,6 +59,7 @@ class Runner:
         self.losses: dict[int, Tensor] = {}
         self.stage_sums: dict[tuple[str, int], Tensor] = {}
         self.outputs: dict[int, list[Tensor]] = {}
+        self.modules: dict[str, Any] = {}
 
     def run(self, orders: Sequence[Sequence[Any]]) -> StepResult:
         pending = [list(flatten(order)) for order in orders]
@@ -109,7 +112,7 @@ class Runner:
             else:
                 torch.set_rng_state(self.generators.pop((graph.stage, microbatch)))
         with torch.no_grad():
-            results = graph.module(*inputs)
+            results = self._module(graph)(*inputs)
         if graph.kind == "F":
             self.generators[graph.stage + 1, microbatch] = torch.get_rng_state()
         outputs: list[Tensor] = []
@@ -120,12 +123,17 @@ class Runner:
             assert _strides(value) == _strides(expected), slot
             self._output(graph, slot, value, microbatch, outputs)
 
+    def _module(self, graph: PassGraph) -> Any:
+        if graph.name not in self.modules:
+            self.modules[graph.name] = with_process_groups(graph.module, self.compiled.step.process_groups)
+        return self.modules[graph.name]
+
     def _input(self, graph: PassGraph, slot: Slot, microbatch: int) -> Tensor:
         role, name = slot
         if role == PARAMETER:
-            return self.parameters[name].detach()
+            return local(self.parameters[name].detach())
         if role == BUFFER:
-            return self.buffers[name]
+            return local(self.buffers[name])
         if role == CONSTANT:
             return self.compiled.step.constant_values[name]
         if role == BATCH:
@@ -170,9 +178,15 @@ def _strides(tensor: Tensor) -> list[int]:
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
-def eager_step(model: nn.Module, batches: Sequence[Batch], loss_fn: Callable[..., Any] | None, seed: int) -> StepResult:
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def eager_step(
+    model: nn.Module, batches: Sequence[Batch], loss_fn: Callable[..., Any] | None, seed: int, in_place: bool = False
+) -> StepResult:
     """Runs the unsplit model: forward and backward of loss / m for each microbatch in turn."""
-    model = copy.deepcopy(model)
+    model = model if in_place else copy.deepcopy(model)
     losses = []
     for index, (args, kwargs, target) in enumerate(batches):
         torch.manual_seed(seed + index)
@@ -192,15 +206,15 @@ def differences(result: StepResult, expected: StepResult) -> list[str]:
     """Returns what is not equal under torch.equal."""
     found = []
     for index, (one, other) in enumerate(zip(result.losses, expected.losses, strict=True)):
-        if not torch.equal(one, other):
+        if not torch.equal(local(one), local(other)):
             found.append(f"loss {index}")
     if result.gradients.keys() != expected.gradients.keys():
         found.append(f"parameters {result.gradients.keys() ^ expected.gradients.keys()}")
     for name in result.gradients.keys() & expected.gradients.keys():
-        if not torch.equal(result.gradients[name], expected.gradients[name]):
+        if not torch.equal(local(result.gradients[name]), local(expected.gradients[name])):
             found.append(f"gradient of {name}")
     for name, buffer in expected.buffers.items():
-        if not torch.equal(result.buffers[name], buffer):
+        if not torch.equal(local(result.buffers[name]), local(buffer)):
             found.append(f"buffer {name}")
     return found
 

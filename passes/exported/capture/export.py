@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,8 +13,16 @@ from torch.fx import Node
 from zbcompile.passes.exported.capture.autocast_casts import AUTOCAST
 from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF
 from zbcompile.passes.exported.capture.checkpoint_hints import CHECKPOINT
+from zbcompile.passes.exported.capture.dtensor_parameters import (
+    local_tensors,
+    warn_of_random_numbers_on_shards,
+)
 from zbcompile.passes.exported.capture.known_values import LINE
 from zbcompile.passes.exported.capture.parameter_hooks import refuse_accumulation_hooks
+from zbcompile.passes.exported.capture.process_groups import (
+    groups_of_meshes,
+    name_process_groups,
+)
 from zbcompile.passes.exported.capture.training_step import (
     LossFunction,
     TrainingStep,
@@ -22,6 +30,7 @@ from zbcompile.passes.exported.capture.training_step import (
     public_name,
 )
 from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.exported.torch_collectives import functional_collectives
 from zbcompile.passes.exported.torch_private import (
     ASSERTIONS,
     DATA_DEPENDENT_ERRORS,
@@ -41,11 +50,14 @@ class ExportOptions:
         return_outputs: Whether the step also returns the model's output.
         device: Device on which parameters of the meta device are traced; that of the other
             tensors, or the CPU, if None.
+        process_groups: The mesh dimension of process groups that the model communicates over, by
+            the group's name. The groups of DTensor parameters need not be named.
     """
 
     static_inputs: Sequence[str] = ()
     return_outputs: bool = False
     device: torch.device | None = None
+    process_groups: Mapping[str, str] = field(default_factory=dict)
 
 
 def export_training_step(
@@ -84,11 +96,11 @@ def export_training_step(
     device = options.device or _device_of(model, batch)
     example = (torch.ones((), device=device), *batch)
     try:
-        program = export_below_autograd(step, example, device)
+        program = _export(step, example, device)
     except DATA_DEPENDENT_ERRORS as eager_error:
         step = TrainingStep(model, loss_fn, eager_path=False, **arguments)
         try:
-            program = export_below_autograd(step, example, device)
+            program = _export(step, example, device)
         except DATA_DEPENDENT_ERRORS as compiler_error:
             raise compiler_error from eager_error
         warnings.warn(
@@ -97,7 +109,17 @@ def export_training_step(
             f"value read: {eager_error}",
             stacklevel=2,
         )
-    return describe(program, step, batch)
+    described = describe(program, step, batch)
+    meshes = [sharding.mesh for sharding in step.shardings.values()]
+    dimensions = {**groups_of_meshes(meshes), **options.process_groups}
+    described.process_groups = name_process_groups(described.module, dimensions)
+    warn_of_random_numbers_on_shards(described)
+    return described
+
+
+def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
+    with local_tensors(step), functional_collectives():
+        return export_below_autograd(step, example, device)
 
 
 def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...]) -> StepGraph:
@@ -149,6 +171,10 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
         changed_state=step.changed_state,
         inexact_calls=tuple(step.inexact_calls),
+        shardings={public_name(name): sharding for name, sharding in step.shardings.items()},
+        gradient_placements={
+            public_name(name): placements for name, placements in step.gradient_placements.items()
+        },
     )
     _clean(described)
     return described

@@ -12,6 +12,13 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.autocast_casts import AutocastRegions
 from zbcompile.passes.exported.capture.backward_marks import mark_backward_nodes
 from zbcompile.passes.exported.capture.checkpoint_hints import checkpoint_hints
+from zbcompile.passes.exported.capture.dtensor_parameters import (
+    Sharding,
+    local_gradient,
+    shardings_of,
+    tangent_like,
+    without_sharding,
+)
 from zbcompile.passes.exported.capture.known_values import KnownValues
 from zbcompile.passes.exported.capture.module_state import ModuleState, module_state
 from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
@@ -55,6 +62,8 @@ class TrainingStep(nn.Module):
         self.static_inputs = dict(static_inputs or {})
         self.return_outputs = return_outputs
         self.tied = _tied_names(self)
+        self.shardings: dict[str, Sharding] = shardings_of(self)
+        self.gradient_placements: dict[str, tuple[Any, ...]] = {}
         self.trained = tuple(name for name, param in self.named_parameters() if param.requires_grad)
         self.changed_state = ModuleState()
         self.rebuild_outputs: Rebuild | None = None
@@ -69,18 +78,18 @@ class TrainingStep(nn.Module):
         `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m.
         """
         state = module_state(self.model)
-        buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
-        with torch.enable_grad(), self._ties():
+        with torch.enable_grad(), self._tensors_of_eager_mode():
+            buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
             with self._model_context(args, kwargs, target):
                 output = self.model(*args, **kwargs)
                 loss, metrics = self._loss_of(output, target)
-            value = loss.detach()
+            value = without_sharding(loss).detach()
             outputs, self.rebuild_outputs = flatten_output(
                 (output, metrics) if self.return_outputs else (None, metrics)
             )
-            outputs = [tensor.detach() for tensor in outputs]
+            outputs = [without_sharding(tensor).detach() for tensor in outputs]
             grads = self._gradients(loss, tangent)
-        self._write_assigned_buffers(buffers)
+            self._write_assigned_buffers(buffers)
         self.changed_state = state.changes(module_state(self.model))
         return value, grads, outputs
 
@@ -106,10 +115,16 @@ class TrainingStep(nn.Module):
             torch.autocast(loss.device.type, enabled=False),  # as recommended for eager mode
         ):
             grads = torch.autograd.grad(
-                loss, list(params.values()), tangent.to(loss.dtype), allow_unused=True
+                loss, list(params.values()), tangent_like(loss, tangent), allow_unused=True
             )
         writes.check()
-        return list(grads)
+        return [self._local_gradient(name, grad) for name, grad in zip(params, grads, strict=True)]
+
+    def _local_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        local, placements = local_gradient(gradient)
+        if placements is not None:
+            self.gradient_placements[name] = placements
+        return local
 
     def _write_assigned_buffers(self, buffers: Mapping[str, Tensor]) -> None:
         """Writes buffers that forward assigned (`self.count = self.count + 1`) in place.
@@ -145,11 +160,19 @@ class TrainingStep(nn.Module):
     def _tensor(self, name: str) -> Tensor:
         return operator.attrgetter(name)(self)  # type: ignore[no-any-return]
 
-    def _ties(self) -> contextlib.AbstractContextManager[None]:
-        """Context in which tied tensors are one again. torch.export makes one per name."""
-        return reparametrize_module(
-            self, {name: self._tensor(first) for name, first in self.tied.items()}
-        )
+    def _tensors_of_eager_mode(self) -> contextlib.AbstractContextManager[None]:
+        """Context in which DTensors are DTensors and tied tensors are one.
+
+        torch.export takes local tensors, and makes one tensor per name.
+        """
+        tensors = {
+            name: sharding.wrap(self._tensor(name))
+            for name, sharding in self.shardings.items()
+            if name not in self.tied
+        }
+        for name, first in self.tied.items():
+            tensors[name] = tensors[first] if first in tensors else self._tensor(first)
+        return reparametrize_module(self, tensors)
 
 
 def public_name(name: str) -> str:
