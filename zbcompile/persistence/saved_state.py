@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 
 from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
-from zbcompile.passes.serialization.arguments import named
+from zbcompile.passes.torch_names import NAMED, named
 from zbcompile.persistence.checkpoint_directory import INDEX
 from zbcompile.persistence.safetensors_files import bytes_of, open_safetensors
 from zbcompile.program.manifest import digest_of
@@ -146,6 +146,8 @@ def _checked(path: Path, data: Values) -> SavedState:
 
 
 def _tensor(name: str, entry: Values) -> StoredTensor:
+    known = isinstance(entry["dtype"], str) and entry["dtype"] in NAMED["dtype"]
+    _require(known, f"{name} has no dtype of torch")
     dtype, shape = named("dtype", entry["dtype"]), tuple(map(_size, entry["shape"]))
     chunks = tuple(StoredChunk(tuple(o), tuple(s), file, sha256) for o, s, file, sha256 in entry["chunks"])
     for chunk in chunks:
