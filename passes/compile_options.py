@@ -12,7 +12,7 @@ import torch
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.machine.hardware import Hardware
 
-Policy = str | int | float  # of POLICIES, or a price (`price_of_policy`); bytes; a share of what is kept otherwise
+Policy = str | int | float  # of POLICIES; bytes; a share of what is kept otherwise
 POLICIES = ("off", "hints", "selective", "full")
 Recompute = Policy | tuple[Policy, ...]  # of all stages alike, or of each
 Balance = str | tuple[str, ...]  # "flops", or the names of all cuts
@@ -21,16 +21,6 @@ Barriers = Literal["off", "auto", 1, 2]
 HALF = (torch.bfloat16, torch.float16)  # dtypes of parameters that have float32 masters
 _UNITS = {"": 1, "B": 1, "kB": 10**3, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _UNITS |= {f"{letter}iB": 1024**power for power, letter in enumerate("KMGT", start=1)}
-
-
-def price_of_policy(policy: Policy) -> float | None:
-    """The seconds that a byte less may cost, of a policy such as "2ms/GiB"; None for all others.
-
-    >>> price_of_policy("2ms/GiB") == 2e-3 / 2**30, price_of_policy("full")
-    (True, None)
-    """
-    found = re.fullmatch(r"(\d+\.?\d*)ms/GiB", policy) if isinstance(policy, str) else None
-    return float(found[1]) * 1e-3 / 2**30 if found else None
 
 
 def read_bytes(given: Any) -> int:

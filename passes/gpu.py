@@ -73,12 +73,6 @@ def total_memory(device: torch.device) -> int:
     return int(torch.cuda.get_device_properties(device).total_memory)
 
 
-def free_memory(device: torch.device) -> int:
-    """The bytes that tensors can still get: those of the device, and those that torch's allocator holds unused."""
-    unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return int(torch.cuda.mem_get_info(device)[0] + unused)
-
-
 def current_stream(device: torch.device) -> Any:
     """A stream also of the CPU, where streams order nothing: code for two of them runs on both."""
     return torch.get_device_module(device).current_stream(device)

@@ -116,7 +116,7 @@ MEMORY_BOUND = {
 
 # What reshape, casts and log_softmax become in some graphs; no public operator has these names.
 UNSAFE_VIEW, TO_COPY, LOG_SOFTMAX = aten._unsafe_view.default, aten._to_copy.default, aten._log_softmax.default
-SOFTMAX, GROUPED_MM = aten._softmax.default, aten._grouped_mm
+SOFTMAX = aten._softmax.default
 LOG_SOFTMAX_BACKWARD = aten._log_softmax_backward_data.default
 
 # The regions that torch.export makes of torch.no_grad and torch.enable_grad, and of torch.autocast.

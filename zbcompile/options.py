@@ -24,7 +24,6 @@ from zbcompile.passes.compile_options import (
     Policy,
     Recompute,
     is_real,
-    price_of_policy,
     read_bytes,
 )
 from zbcompile.passes.errors import CompileError
@@ -231,7 +230,7 @@ def _read_policy(value: Any) -> Policy:
         if not 0 <= value <= 1:
             raise ValueError
         return value
-    if isinstance(value, str) and (value in POLICIES or price_of_policy(value) is not None):
+    if isinstance(value, str) and value in POLICIES:
         return value
     return read_bytes(value)
 
@@ -283,7 +282,7 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "exact": _SWITCH,
     "recompute": (
         _read_recompute,
-        '"off", "hints", "selective", "full", a price such as "2ms/GiB", a share of what is kept otherwise such as '
+        '"off", "hints", "selective", "full", a share of what is kept otherwise such as '
         f"0.5, for each microbatch and stage {SIZES}; or a list of these with an entry for each stage",
     ),
     "memory": (_positive_bytes, f"a positive number of {SIZES}"),

@@ -51,7 +51,7 @@ def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
     given, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), Choices()
     microbatch = one_microbatch(given)
     capture, laid_out = timed(lambda: lay_out_step(given.model, microbatch, given.loss))
-    cuts, _ = timed(lambda: plan_cuts(laid_out.canonical, laid_out.line, schedule, choices))
+    cuts, _ = timed(lambda: plan_cuts(laid_out.line, schedule, choices))
 
     def compiled() -> Program:
         return compile_laid_out(given.model, microbatch, laid_out, schedule, choices)

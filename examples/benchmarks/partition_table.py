@@ -52,7 +52,7 @@ def of_zoo(name: str) -> zbcompile.Example:
 def line_of(name: str, laid_out: LaidOut, schedule: Schedule) -> list[object]:
     """One line of the table."""
     line = laid_out.line
-    cuts = plan_cuts(laid_out.canonical, line, schedule, Choices())
+    cuts = plan_cuts(line, schedule, Choices())
     edges = [index + 1 for index in cuts.after]
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
     totals = [0.0, *accumulate(predicted_seconds(line))]

@@ -31,17 +31,16 @@ class Shape(NamedTuple):
     k: int
 
 
-def seconds_of(module: GraphModule, hardware: Hardware, fused: bool = False) -> float:
-    """The seconds of one run of a graph; with `fused`, chains of elementwise operations and reductions are one kernel
-    that keeps its values, as inductor makes them."""
-    return sum(seconds for _, seconds in kernel_seconds(module, hardware, fused))
+def seconds_of(module: GraphModule, hardware: Hardware) -> float:
+    """The seconds of one run of a graph."""
+    return sum(seconds for _, seconds in kernel_seconds(module, hardware))
 
 
-def kernel_seconds(module: GraphModule, hardware: Hardware, fused: bool = False) -> list[tuple[list[Node], float]]:
+def kernel_seconds(module: GraphModule, hardware: Hardware) -> list[tuple[list[Node], float]]:
     """The seconds of each kernel of a graph, with its operations."""
     flops = count_flops(module, FakeTensorMode(allow_non_fake_inputs=True))
     nodes = [node for node in module.graph.nodes if node.op == "call_function"]
-    joined = set(nodes) if fused else _dropouts(nodes) if hardware.units else set()
+    joined = _dropouts(nodes) if hardware.units else set()
     apart = {node for node in nodes if flops[node] or is_collective(node) or node not in joined}
     kernels, others = fused_kernels(nodes, apart)
     found = [([node], node_seconds(node, flops[node], hardware)) for node in others]

@@ -5,7 +5,7 @@ items before each), of which the first is the beginning and the last the end. `c
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
@@ -16,22 +16,15 @@ COARSE = 1e-6  # bisection ends at this precision; better cuts are then found st
 THOROUGH = 32  # stages of a V; with more, cuts that exist only around indivisible parts may be missed
 SAME = 1e-9  # relative; smaller differences are rounding errors
 
-Spans = Sequence[tuple[int, int, int]]  # (stage, begin, end)
-
 
 @dataclass(frozen=True)
 class LoadRow:
     """A row of items with loads, to be divided into stages. `totals[k]` is the load of the first k items,
-    `ranks_of[stage]` the rank of a stage, `piece` the heaviest load that no cut can divide.
-
-    `may_hold(rank, spans)` says whether a rank has the memory for its stages, given as `(stage, begin, end)` in items.
-    Stages that fit must still fit with fewer items.
-    """
+    `ranks_of[stage]` the rank of a stage, `piece` the heaviest load that no cut can divide."""
 
     totals: Sequence[float]
     ranks_of: Sequence[int]
     piece: float = 0.0
-    may_hold: Callable[[int, Spans], bool] | None = None
 
     @property
     def stages(self) -> int:
@@ -63,9 +56,8 @@ class LoadRow:
 
 
 def best_cuts(row: LoadRow, edges: Sequence[int]) -> tuple[float, list[int]] | None:
-    """The least `row.heaviest` of all cuts at inner `edges`, and cuts that have it; None if there are too few edges, or
-    if no cuts fit into the memory."""
-    searched = row.may_hold or len(edges) <= row.stages
+    """The least `row.heaviest` of all cuts at inner `edges`, and cuts that have it; None if there are too few edges."""
+    searched = len(edges) <= row.stages
     start = cuts = cuts_within(row, edges, float("inf")) if searched else even_cuts(row, edges)
     if cuts is None:
         return None
@@ -128,24 +120,21 @@ class _StraightCuts:
     def _farthest(self, stage: int, begin: int) -> int:
         """The last edge at which `stage` may end, leaving an edge to each later stage; `begin` if there is none."""
         ends = range(begin + 1, self.last - (self.row.stages - stage - 1) + 1)
-        return begin + bisect_left(ends, True, key=lambda end: not self._fits(stage, begin, end))
+        return begin + bisect_left(ends, True, key=lambda end: not self._fits(begin, end))
 
     def _earliest(self) -> list[int] | None:
         """For each cut the first edge after which the remaining stages fit; None if they cannot."""
         found = [self.last]
         for stage in range(self.row.stages - 1, 0, -1):
             begins = range(stage, found[-1])
-            begin = begins.start + bisect_left(begins, True, key=lambda b, s=stage: self._fits(s, b, found[-1]))  # type: ignore[misc]
+            begin = begins.start + bisect_left(begins, True, key=lambda b: self._fits(b, found[-1]))
             if begin == found[-1]:
                 return None
             found.append(begin)
-        return found[:0:-1] if self._fits(0, 0, found[-1]) else None
+        return found[:0:-1] if self._fits(0, found[-1]) else None
 
-    def _fits(self, stage: int, begin: int, end: int) -> bool:
-        if self.at[end] - self.at[begin] > self.limit:
-            return False
-        hold = self.row.may_hold
-        return hold is None or hold(self.row.ranks_of[stage], [(stage, self.edges[begin], self.edges[end])])
+    def _fits(self, begin: int, end: int) -> bool:
+        return self.at[end] - self.at[begin] <= self.limit
 
 
 class _Outer(NamedTuple):
@@ -203,29 +192,22 @@ class _Vee:
                 if left > min(self.limit, self.chunk):
                     break
                 carried = self.at[a2] + inner * self.limit
-                for b2 in self._ends(rank, (a, a2), b, a2 + 2 * inner):
+                for b2 in self._ends(left, b, a2 + 2 * inner):
                     if self.at[b2] > carried:
                         break
                     if (a2, b2) not in found:
                         found[a2, b2] = _Outer(a2, b2, (*path, (a2, b2)))
         return self._worth_keeping(found)
 
-    def _ends(self, rank: int, left: tuple[int, int], b: int, first: int) -> range:
-        """Where the right chunk of `rank`, which ends at `b`, may begin: the first edge possible, more if needed."""
-        load = self.at[left[1]] - self.at[left[0]]
+    def _ends(self, load: float, b: int, first: int) -> range:
+        """Where the right chunk of a rank, which ends at `b`, may begin beside a left one of this `load`: the
+        first edge possible, more if needed."""
         room = min(self.limit - load, self.chunk)
         begin = max(first, bisect_left(self.at, self.at[b] - room, hi=b))
-        if self.row.may_hold is not None:
-            begin = bisect_left(range(b), True, lo=begin, key=lambda b2: self._may_hold(rank, left, (b2, b)))
         end = begin + 1
         while end < b and (self.few or self._sticks(end - 1)):
             end += 1
         return range(begin, min(end, b))
-
-    def _may_hold(self, rank: int, left: tuple[int, int], right: tuple[int, int]) -> bool:
-        assert self.row.may_hold is not None
-        chunks = zip((rank, self.row.stages - 1 - rank), (left, right), strict=True)
-        return self.row.may_hold(rank, [(stage, self.edges[a], self.edges[b]) for stage, (a, b) in chunks])
 
     def _sticks(self, edge: int) -> bool:
         """Whether the part just before `edge` is heavier than what `limit` leaves beside `chunk`."""
@@ -250,6 +232,5 @@ class _Vee:
         for middle in sorted(range(a + 1, b), key=lambda j: abs(self.at[j] - half)):
             if max(self.at[middle] - self.at[a], self.at[b] - self.at[middle]) > self.chunk:
                 return None
-            if self.row.may_hold is None or self._may_hold(self.ranks - 1, (a, middle), (middle, b)):
-                return middle
+            return middle
         return None

@@ -7,14 +7,14 @@ embedding and the head both on rank 0, two light chunks beat one balanced and on
 import re
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch.fx import Node
 
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.partition.balance import LoadRow, Spans, best_cuts, cuts_within, heaviest_piece
+from zbcompile.passes.partition.balance import LoadRow, best_cuts, cuts_within, heaviest_piece
 from zbcompile.passes.partition.liveness import Line
 
 THINNER = 1.05  # thinner cuts are worth up to this factor over the best balance that any cuts reach
@@ -43,34 +43,23 @@ class Cuts:
         return bisect_left(self.after, index)
 
 
-@dataclass(frozen=True)
-class Limits:
-    """What cuts must respect: `boundary` bytes across each cut, `memory` bytes on each rank, as `bytes_of` counts them
-    for a rank with its stages as `(stage, begin, end)` in nodes of the line."""
-
-    memory: float | None = None
-    stages_per_rank: int = 1
-    bytes_of: Callable[[int, Spans], float] | None = None
-
-
-def choose_edges(line: Line, totals: Sequence[float], ranks_of: Sequence[int], limits: Limits) -> list[int]:
+def choose_edges(line: Line, totals: Sequence[float], ranks_of: Sequence[int]) -> list[int]:
     """Choose the cuts of `line`, as numbers of nodes before each; `ranks_of[stage]` is the rank that each will live on,
     `totals[k]` the load of the first k nodes.
 
     Among all cuts within THINNER of the best balance, takes those whose widest boundary carries the fewest bytes, and
     of these, as long as they are within ALIKE, cuts at the same place of repeated layers: equal stages compile once.
-    Raises PartitionError if the limits, or the places where the line can be cut, admit no cuts.
+    Raises PartitionError if the line has too few places for cuts.
     """
     if len(ranks_of) == 1:
         return []
     places = [i + 1 for i, allowed in enumerate(line.allowed[:-1]) if allowed]
     piece = heaviest_piece(totals, [0, *places, len(line.nodes)])
-    search = _CutSearch(line, places, LoadRow(totals, ranks_of, piece, _admitted(limits)))
-    _require_places(search, limits)
+    search = _CutSearch(line, places, LoadRow(totals, ranks_of, piece))
+    _require_places(search)
     edges = search.places
     best = best_cuts(search.row, search.framed(edges))
-    if best is None:
-        raise PartitionError(_too_little_memory(search, edges, limits))
+    assert best is not None, "there are enough places"
     limit = best[0] * THINNER
     edges = search.thinnest(edges, limit)
     return search.thinned(search.alike(edges, limit), edges, limit)
@@ -91,12 +80,6 @@ def describe_cuts(
         rank_loads=row.rank_loads(edges),
         boundary=tuple(line.boundary_bytes(i) for i in after),
     )
-
-
-def rank_spans(edges: Sequence[int], length: int, stages: Sequence[int]) -> list[tuple[int, int, int]]:
-    """`(stage, begin, end)` of each of `stages`, in nodes of a line of `length` nodes that is cut at `edges`."""
-    bounds = [0, *edges, length]
-    return [(stage, bounds[stage], bounds[stage + 1]) for stage in stages]
 
 
 class _CutSearch:
@@ -158,15 +141,7 @@ def _place_in_layer(node: Node) -> str:
     return f"{where} {node.target}"
 
 
-def _admitted(limits: Limits) -> Callable[[int, Spans], bool] | None:
-    """Whether spans fit a rank's memory, or a share of it when the search sees only one stage of a rank at a time."""
-    if limits.memory is None or limits.bytes_of is None:
-        return None
-    share, bytes_of = limits.memory / limits.stages_per_rank, limits.bytes_of
-    return lambda rank, spans: bytes_of(rank, spans) <= share * len(spans)
-
-
-def _require_places(search: _CutSearch, limits: Limits) -> None:
+def _require_places(search: _CutSearch) -> None:
     needed = search.row.stages - 1
     if len(search.places) < needed:
         count, s = len(search.places), "s" * (len(search.places) != 1)
@@ -174,23 +149,3 @@ def _require_places(search: _CutSearch, limits: Limits) -> None:
             f"the model can be cut in {count} place{s}, so into at most {count + 1} stages; the schedule needs "
             f"{needed + 1}, those of all ranks. Use fewer ranks, fewer stages a rank, or a deeper model."
         )
-
-
-def _too_little_memory(search: _CutSearch, edges: list[int], limits: Limits) -> str:
-    assert limits.memory is not None
-    low, high = limits.memory, 2 * limits.memory
-    while not _possible(search, edges, limits, high):
-        low, high = high, 2 * high
-    while high - low > 1e-3 * high:
-        middle = (low + high) / 2
-        low, high = (low, middle) if _possible(search, edges, limits, middle) else (middle, high)
-    return (
-        f"memory={limits.memory:.15g} bytes per rank is too small: even with the best cuts, the rank with the highest "
-        f"peak holds {high:,.0f} bytes (parameters, gradients, optimizer state, and activations in flight; without "
-        "recomputation). Use more ranks, a smaller microbatch, or a schedule that keeps fewer microbatches in flight."
-    )
-
-
-def _possible(search: _CutSearch, edges: list[int], limits: Limits, memory: float) -> bool:
-    row = replace(search.row, may_hold=_admitted(replace(limits, memory=memory)))
-    return cuts_within(row, search.framed(edges), float("inf")) is not None

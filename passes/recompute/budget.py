@@ -16,7 +16,6 @@ from typing import Any
 
 from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
 
-_FINE = 10**6  # parts of an attosecond, in which a price of bytes is counted
 _TIE = 10**9  # one part in a billion per node makes equal layers differ, so that a budget can treat them differently
 
 
@@ -63,11 +62,6 @@ def smallest(values: Values) -> Saving:
 def quickest(values: Values) -> Saving:
     """The least time (zero, except for what cannot be kept), and among those choices the fewest bytes."""
     return _cut(values, 1, 1 + sum(values.bytes.values()))
-
-
-def worth(values: Values, price: float) -> Saving:
-    """The least sum of time and `price` attoseconds for each byte that is kept."""
-    return _cut(values, round(price * _FINE), _FINE)
 
 
 def fit(values: Values, budget: int, tries: int = 16, tolerance: float = 0.01) -> Fit | None:

@@ -12,15 +12,15 @@ from dataclasses import replace
 
 from torch.fx import Graph, Node
 
-from zbcompile.passes.compile_options import POLICIES, Policy, price_of_policy
+from zbcompile.passes.compile_options import POLICIES, Policy
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.graph.fx import with_graph
 from zbcompile.passes.graph.rematerialize import remake
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.machine.flops import count_flops
 from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.passes.recompute.budget import Saving, Values, fit, smallest, worth
-from zbcompile.passes.recompute.candidates import ATTOSECONDS, Forward, has_hints, list_values
+from zbcompile.passes.recompute.budget import Saving, Values, fit, smallest
+from zbcompile.passes.recompute.candidates import Forward, has_hints, list_values
 from zbcompile.passes.split.joint_graph import Joint, Recomputation
 from zbcompile.passes.torch_private import FakeTensorMode
 
@@ -32,9 +32,8 @@ def recompute(joint: Joint, policy: Policy = "hints", hardware: Hardware | None 
     "selective": also everything but products with parameters (Korthikanti et al. 2022, section 5: attention and what is
     elementwise is much memory for little time). "full": whatever can be, which leaves the stage's inputs. An int: the
     least time that keeps at most that many bytes per microbatch on this stage between F and B. A float: the same with
-    that share of the bytes that are kept without recomputation or, if that cannot be met, with the fewest possible. A
-    price ("2ms/GiB"): the least sum of the time, and of the price of the bytes that are kept. Times are those on
-    `hardware`, by default at the nominal speeds of the device.
+    that share of the bytes that are kept without recomputation or, if that cannot be met, with the fewest possible.
+    Times are those on `hardware`, by default at the nominal speeds of the device.
 
     Raises CompileError for bytes that cannot be met, naming the smallest number that can.
     """
@@ -44,8 +43,6 @@ def recompute(joint: Joint, policy: Policy = "hints", hardware: Hardware | None 
     flops = count_flops(joint.module, FakeTensorMode(allow_non_fake_inputs=True))
     values = list_values(forward, flops, policy if policy in POLICIES else "full", hardware)  # type: ignore[arg-type]
     saving = _share(values, int(policy * forward.kept_bytes)) if isinstance(policy, float) else None
-    if (price := price_of_policy(policy)) is not None:
-        saving = worth(values, price * ATTOSECONDS)
     rewritten, again = _Rewriter(forward, saving or _choose(values, policy, joint.stage.index)).run()
     report = Recomputation(
         operations=sum(not is_view(node) for node in again),

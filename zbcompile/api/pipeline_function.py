@@ -67,8 +67,7 @@ def pipeline(
     Args:
         schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv, .json or .txt file, or a `Schedule`;
             with messages (a `Lowered`, or such a file) these are kept. Weight gradients accumulate in its order of W.
-            "auto" searches placement, cuts, recomputation (with a limit of memory), the number of microbatches (if not
-            given) and the order by cost, when the first batch is there (docs/search.md).
+            "auto" takes the name whose predicted step is the shortest, when the first batch is there (docs/search.md).
         microbatches: How many equal parts each batch is split into. Default: the smallest count from 2 x stages on that
             the schedule admits and that divides the first batch, else the largest below.
         ranks: Without torchrun, how many ranks to run inside this process. Under torchrun the process group decides.
@@ -89,25 +88,23 @@ def pipeline(
             (everything but products with parameters); "full": whatever can be, so that a stage keeps its inputs; bytes
             (an int, or a text such as "64MiB"): as little as possible, such that a stage keeps at most that many per
             microbatch between its F and B; a float from 0 to 1: the same with that share of what it would keep
-            without, or with what it has to keep if that is more; a price such as "2ms/GiB": whatever takes less time on
-            `hardware` than that for each GiB that it saves, so equal layers are treated alike. A list has an entry for
-            each stage. Gradients keep their bits; random numbers are not drawn again.
-        memory: The most bytes that a rank may hold. Parameters, gradients, optimizer state, activations in flight; a
-            number, or a text ("80GiB"; a GB is 1e9).
+            without, or with what it has to keep if that is more. A list has an entry for each stage. Gradients keep
+            their bits; random numbers are not drawn again.
+        memory: The most bytes that a rank may hold. Parameters, gradients, optimizer state, activations in flight,
+            messages; a number, or a text ("80GiB"; a GB is 1e9). Where `recompute=` is not given, the first of "hints",
+            "selective" and "full" is taken with which the compiled stages fit.
         optimizer_state: Bytes of optimizer state per byte of trained parameter, for the limit of memory. Adam has 2. Of
             parameters in half precision: per byte of their float32 masters, which are counted as well.
         vocab: Whether the output layer and its loss are sharded over all ranks by rows of the vocabulary
             (docs/vocabulary.md). "off"; 1 or 2 barriers between the last stage's forward and backward (one takes less
             memory); "auto": 1 if there is an output layer that can be sharded and the predicted step is at least 5 %
             shorter than with the layers redistributed around it, else off. The embedding is sharded by the same rows.
-            Gradients are equal within 2e-6 (fp32). Default: off; with `schedule="auto"` it is "auto", and the search
-            decides about both numbers of barriers.
+            Gradients are equal within 2e-6 (fp32). Default: off; with `schedule="auto"` it is "auto".
         balance: How the model is cut (docs/partitioning.md). "flops": into stages of equal FLOPs (with bytes, at
             nominal speeds); or the cuts themselves, as names of modules (cut before it), of operations as inspect
             prints them (cut after it), or a layout of Megatron-LM ("Ett|tt|ttL").
-        hardware: What the model is cut and its step predicted for (docs/hardware.md). A profile by its name, a file
-            that `python -m zbcompile.calibrate` wrote, or a `zbcompile.Hardware`. Default: nominal speeds of the
-            device.
+        hardware: What the model is cut and its step predicted for (docs/hardware.md). A profile by its name, a TOML
+            file with its figures, or a `zbcompile.Hardware`. Default: nominal speeds of the device.
         backend: What runs the graphs (docs/backends.md). "fx": each operation as it is; "inductor": compiled by torch's
             inductor, once per distinct graph and machine, gradients equal within 2e-6 of the largest entry (fp32); or a
             function `backend(graph_module, example_inputs)` that returns what is called in place of the graph.

@@ -2,27 +2,25 @@
 
 import contextlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeVar
 
 from zbcompile.batches.example import Example
 from zbcompile.cli.fake_models import fake_models
 from zbcompile.cli.option_flags import flag_of
 from zbcompile.cli.target import example_from, load_object
-from zbcompile.compiler.compile_example import CompiledExample, compile_example
-from zbcompile.compiler.compile_model import LaidOut
+from zbcompile.compiler.compile_example import Compile, CompiledExample, compile_example
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
 from zbcompile.options import OPTIONS, PipelineOptions, is_searched
-from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
 from zbcompile.passes.pass_list.run_passes import Observer, PassRun
-from zbcompile.planning import planner
+from zbcompile.planning.auto import compile_auto
 from zbcompile.planning.choose_schedule import choose_schedule
-from zbcompile.planning.planner import decide, order_by_graphs, reordered
+from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.program import Program
 from zbcompile.progress import Say
 from zbcompile.schedules.ir.schedule import Schedule
@@ -91,8 +89,14 @@ def compiled(
             observe(ran)
 
     with quiet(plan):
-        planner = ExamplePlanner(schedule, plan.options, say) if is_searched(plan.options) else None
-        return compile_example(example, schedule, plan.options.choices, watch, planner)
+        return compile_example(example, schedule, plan.options.choices, watch, partial(_choose, plan.options, schedule))
+
+
+def _choose(options: PipelineOptions, schedule: Schedule, compile_: Compile) -> Program:
+    """The program with the schedule and the recomputation that the options leave open."""
+    if is_searched(options):
+        return compile_auto(compile_, options.choices, schedule.ranks, schedule.microbatches, options.chunks)
+    return compile_within_memory(partial(compile_, schedule), options.choices)
 
 
 def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
@@ -105,23 +109,3 @@ def schedule_of(plan: Plan, wanted: str | Schedule | None = None) -> Schedule:
 def quiet(plan: Plan) -> contextlib.AbstractContextManager[None]:
     """Hide everything that torch prints, unless with `--debug`."""
     return with_torchs_logs() if plan.debug else silenced()
-
-
-class ExamplePlanner:
-    """The planner of `compile_example` for `options`; `announce` is told which layout it looks at."""
-
-    def __init__(self, provisional: Schedule, options: PipelineOptions, announce: Say) -> None:
-        self.provisional, self.options, self.announce = provisional, options, announce
-
-    def decide(self, laid_out: LaidOut) -> tuple[Schedule, Choices, Sequence[int]]:
-        """The fastest layout that fits."""
-        asked = self.options
-        settings = asked.choices, (), asked.chunks, planner.SEARCH_SECONDS
-        self.choice = decide(laid_out, self.provisional, *settings, announce=self.announce)[0]
-        layout = self.choice.layout
-        return self.choice.order, layout.within(asked.choices), layout.edges
-
-    def finish(self, program: Program) -> Program:
-        """The program with the order that is best for the FLOPs of its graphs: it may run on a different device from
-        this one."""
-        return reordered(program, order_by_graphs(program, self.choice, planner.SEARCH_SECONDS)[0])

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-_RECOMPUTE = "off|hints|selective|full|PRICE|SHARE|BYTES|POLICY,POLICY"
+_RECOMPUTE = "off|hints|selective|full|SHARE|BYTES|POLICY,POLICY"
 OPTION_FLAGS: dict[str, dict[str, Any]] = {  # what argparse takes for an option of zbcompile.pipeline
     "schedule": {"metavar": "NAME", "help": "a name in any spelling, or a .csv, .json or .txt file (default: zb-v)"},
     "microbatches": {"type": int, "metavar": "N", "help": "how many equal parts each batch is split into"},

@@ -3,17 +3,17 @@
 import dataclasses
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from zbcompile.batches.batch import Microbatch, whole_batch
 from zbcompile.batches.example import Example
-from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step, whole_of
+from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step
 from zbcompile.compiler.inference import Frame, compile_forward
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.capture.training_step import loss_in
@@ -40,11 +40,7 @@ class CompiledExample:
     laid_out: LaidOut | None = None
 
 
-class Planner(Protocol):
-    """Chooses the layout of a captured step, and the order of what it was compiled to."""
-
-    def decide(self, laid_out: LaidOut) -> tuple[Schedule, Choices, Sequence[int]]: ...
-    def finish(self, program: Program) -> Program: ...
+Compile = Callable[[Schedule, Choices], Program]
 
 
 def compile_example(
@@ -52,11 +48,12 @@ def compile_example(
     schedule: Schedule,
     choices: Choices,
     observe: Observer | None = None,
-    planner: Planner | None = None,
+    choose: Callable[[Compile], Program] | None = None,
 ) -> CompiledExample:
     """Compile the training step of `example` for `schedule`; raises CompileError if the model cannot be compiled.
 
-    `observe` sees what each pass makes of the model, and of each distinct stage. A `planner` replaces the schedule.
+    `observe` sees what each pass makes of the model, and of each distinct stage. `choose` may compile the captured step
+    for several schedules or choices, and returns the program to take.
     """
     dropped: list[str] = []
 
@@ -66,14 +63,12 @@ def compile_example(
 
     microbatch, loss = one_microbatch(example), example.loss or loss_of_model
     with _warnings() as seen:
-        laid_out = lay_out_step(example.model, microbatch, loss, choices, None if planner else schedule, observe)
-        edges = None
-        if planner is not None:
-            schedule, choices, edges = planner.decide(laid_out)
-            laid_out = whole_of(laid_out) if choices.vocab == "off" else laid_out
-        step = example.model, microbatch, laid_out, schedule, choices
-        program = compile_laid_out(*step, observe=observe, edges=edges)
-        program = planner.finish(program) if planner else program
+        laid_out = lay_out_step(example.model, microbatch, loss, choices, schedule, observe)
+
+        def compile_(schedule: Schedule, choices: Choices) -> Program:
+            return compile_laid_out(example.model, microbatch, laid_out, schedule, choices, observe=observe)
+
+        program = compile_(schedule, choices) if choose is None else choose(compile_)
     return CompiledExample(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), laid_out)
 
 

@@ -74,8 +74,8 @@ def lay_out_step(
     given: ForeignAnswers | None = None,
     keep: Kept = "",
 ) -> LaidOut:
-    """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`; without
-    one it shards what can be sharded, and a search decides (`whole_of`).
+    """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`;
+    without one it shards what can be sharded.
 
     `observe` sees each pass over the model; `dimensions` are those of `Captured`, `given` and `keep` those of
     `capture`.
@@ -92,13 +92,6 @@ def lay_out_step(
 def on_mesh(captured: Captured, dimensions: Mapping[str, str]) -> Captured:
     """`captured`, for the process groups of a mesh: each with its dimension, by this process's name of it."""
     return replace(captured, dimensions=dimensions) if dimensions else captured
-
-
-def whole_of(laid_out: LaidOut) -> LaidOut:
-    """The same captured step with its output layer whole."""
-    if laid_out.sharding is None:
-        return laid_out
-    return LaidOut(laid_out.captured, laid_out.sharding.whole, lay_out_line(laid_out.sharding.whole), None)
 
 
 def _laid_out(
@@ -124,12 +117,11 @@ def compile_laid_out(
     choices: Choices,
     like: Program | None = None,
     observe: Observer | None = None,
-    edges: Sequence[int] | None = None,
 ) -> Program:
     """Cut the captured step and compile its stages.
 
     `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
-    `observe` sees each pass that is left to do. `edges` are cuts that are already chosen, as numbers of nodes before.
+    `observe` sees each pass that is left to do.
     """
     manager = make_manager(observe)
     captured, canonical, line, sharding = laid_out.captured, laid_out.canonical, laid_out.line, laid_out.sharding
@@ -137,7 +129,7 @@ def compile_laid_out(
     behind = sharding.gradient if sharding else None
     with without_autocast(microbatch):
         if like is None:
-            cuts = plan_cuts(canonical, line, schedule, choices, edges, behind)
+            cuts = plan_cuts(line, schedule, choices)
             assigned: Assignment = assign_by_cuts(line, cuts)
         elif targets_of(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
             cuts, assigned = like.cuts, assign_by_cuts(line, like.cuts)

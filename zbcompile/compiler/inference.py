@@ -74,7 +74,7 @@ def compile_forward(
         sharding = _sharding(canonical, frame, manager)
         trunk = canonical if sharding is None else sharding.trunk
         line = lay_out_line(trunk)
-        cuts = plan_cuts(trunk, line, frame.schedule, frame.choices) if like is None else like.cuts
+        cuts = plan_cuts(line, frame.schedule, frame.choices) if like is None else like.cuts
         count = frame.schedule.stages
         assigned = assign_by_cuts(line, cuts) if like is None else assign_by_parameters(trunk, line, like.homes, count)
         stages: tuple[Stage, ...] = manager.run(CUT, trunk, line, assigned, count, False)

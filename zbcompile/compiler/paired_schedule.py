@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from zbcompile.compiler.block_prices import exchange_seconds
-from zbcompile.compiler.stage_price import bytes_of, exchange_of
+from zbcompile.compiler.stage_price import bytes_of, exchange_of, exchange_seconds
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError

@@ -1,19 +1,16 @@
-"""The price of a stage: one record, whether it comes from the graphs of the stage or is added up from blocks."""
+"""The price of a compiled stage: seconds and bytes of its passes, from its graphs."""
 
 from collections.abc import Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from zbcompile.compiler.block_prices import exchange_seconds
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.machine.hardware import Hardware
+from zbcompile.passes.machine.hardware import Hardware, hardware_for
 from zbcompile.passes.machine.roofline import kernel_seconds, seconds_of
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.peak_memory import transient_bytes
-from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
+from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.schedules import Costs
-
-START = 5e-6  # seconds to start one operation, on CPU and GPU alike
 
 
 class StagePrice(NamedTuple):
@@ -23,8 +20,6 @@ class StagePrice(NamedTuple):
       and B's those in which they wait for exchanges that a W can hide; `saved` by BW in place of B and W.
     * Bytes: `kept` for B and then, as `residue`, for W; `running`, by pass, the most alive while it runs, if messages
       are from other ranks; `message` to the stage behind it.
-    * Bytes held all the time, where they are known before ranks are: `parameters` with gradients, optimizer state and
-      buffers; `gradients`.
     """
 
     seconds: tuple[float, float, float]
@@ -35,44 +30,6 @@ class StagePrice(NamedTuple):
     running: Mapping[str, float]
     message: float
     saved: float = 0.0
-    parameters: float = 0.0
-    gradients: float = 0.0
-
-    def of_rows(self, rows: float, operations: int) -> "StagePrice":
-        """The price of a microbatch with `rows` times as many rows: what it takes to start its operations stays."""
-        if rows == 1:
-            return self
-        *seconds, saved = (
-            each if (fixed := operations * START) >= each else fixed + rows * (each - fixed)
-            for each in (*self.seconds, self.saved)
-        )
-        exchange = [min(rows * e, s) for e, s in zip(self.exchange, seconds[:2], strict=True)]
-        return self._replace(
-            seconds=tuple(seconds),  # type: ignore[arg-type]
-            again=min(rows * self.again, seconds[1]),
-            exchange=tuple(exchange),  # type: ignore[arg-type]
-            kept=rows * self.kept,
-            residue=rows * self.residue,
-            running={op: rows * size for op, size in self.running.items()},
-            message=rows * self.message,
-            saved=saved,
-        )
-
-    def mixed(self, other: "StagePrice", share: float) -> "StagePrice":
-        """The price of a stage that is, for a share, as another one of the same operations."""
-
-        def between(one: Sequence[float], two: Sequence[float]) -> list[float]:
-            return [a + share * (b - a) for a, b in zip(one, two, strict=True)]
-
-        kept = between([self.kept], [other.kept])[0]
-        beside = {op: max(size - self.kept, other.running[op] - other.kept) for op, size in self.running.items()}
-        return self._replace(
-            seconds=tuple(between(self.seconds, other.seconds)),  # type: ignore[arg-type]
-            again=between([self.again], [other.again])[0],
-            saved=between([self.saved], [other.saved])[0],
-            kept=kept,
-            running={op: min(kept + beside[op], max(size, other.running[op])) for op, size in self.running.items()},
-        )
 
 
 def price_of(
@@ -80,10 +37,9 @@ def price_of(
     hardware: Hardware,
     choices: Choices,
     device: str,
-    fused: bool = False,
 ) -> StagePrice:
-    """The price of a compiled stage; `fused`: see `kernel_seconds`."""
-    times = {op: pass_seconds(piece, hardware, fused) for op, piece in stage.pieces.items()}
+    """The price of a compiled stage."""
+    times = {op: pass_seconds(piece, hardware) for op, piece in stage.pieces.items()}
     forward, backward, weight = (times.get(op, 0.0) for op in "FBW")
     saved = max(0.0, backward + weight - times["BW"]) if "BW" in times else 0.0
     (all_f, hides_f), (all_b, hides_b) = (exchange_of(stage, op, choices, device) for op in "FB")
@@ -98,9 +54,9 @@ def running_bytes(stage: StageProgram, local: Set[Slot] = frozenset()) -> dict[s
     return {op: transient_bytes(stage, op, True, local=local) + aside.get(op, 0) for op in stage.pieces}
 
 
-def pass_seconds(piece: Piece, hardware: Hardware, fused: bool = False) -> float:
+def pass_seconds(piece: Piece, hardware: Hardware) -> float:
     """Seconds of a pass without its exchanges."""
-    return 0.0 if piece.empty else hardware.start + seconds_of(piece.module, hardware, fused)
+    return 0.0 if piece.empty else hardware.start + seconds_of(piece.module, hardware)
 
 
 def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:
@@ -109,6 +65,11 @@ def recomputed_seconds(stage: StageProgram, hardware: Hardware) -> float:
         return 0.0
     kernels = kernel_seconds(stage.pieces["B"].module, hardware)
     return sum(seconds for nodes, seconds in kernels if nodes[0].meta.get("pass") == "recompute")
+
+
+def exchange_seconds(collective: Collective, choices: Choices, device: str) -> float:
+    """The time of a collective on the hardware."""
+    return (choices.hardware or hardware_for(device)).exchange_seconds(collective.bytes, collective.kind)
 
 
 def exchange_of(stage: StageProgram, op: str, choices: Choices, device: str) -> tuple[float, float]:

@@ -240,7 +240,7 @@ def predict_steps(sharding: VocabularySharding, schedule: Schedule, choices: Cho
 def _loads(canonical: Canonical, schedule: Schedule, choices: Choices) -> tuple[float, ...] | None:
     """The load of each stage; None if there are no such cuts."""
     try:
-        return plan_cuts(canonical, lay_out_line(canonical), schedule, choices).loads
+        return plan_cuts(lay_out_line(canonical), schedule, choices).loads
     except PartitionError:
         return None
 

@@ -4,7 +4,6 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
-from statistics import median
 from typing import Any, TypeVar
 
 import torch
@@ -109,14 +108,6 @@ def unlike(
             source, expected = first.setdefault(key, (rank, value))
             if not equal(value, expected):
                 yield key, source, rank, expected, value
-
-
-def agreed_seconds(ranks: Ranks, seconds: Mapping[str, float]) -> dict[str, float]:
-    """The median of measured times over all ranks, so that all of them choose the same cuts."""
-    with ranks.watch.position.waiting("the comparison of measured times"):
-        reports = ranks.gather(dict(seconds))
-    keys = dict.fromkeys(key for report in reports for key in report)
-    return {key: median(report[key] for report in reports if key in report) for key in keys}
 
 
 def first_difference(name: str, one: Any, other: Any) -> tuple[str, Any, Any]:

@@ -47,7 +47,7 @@ class Summary:
 
     def tables(self) -> Iterator[Table]:
         yield self._model()
-        yield Table("plan", notes=str(self.program.plan or "").splitlines())
+        yield Table("plan", notes=self.program.plan.splitlines())
         yield cuts(self.program, self.sizes)
         yield self._balance()
         yield from stage_tables(self.program, self.prices)

@@ -1,21 +1,21 @@
 """How the batches of a pipeline become microbatches of a schedule, which the first batch may decide."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 from torch import nn
 
 from zbcompile.batches.batch import Batch, Microbatch, Microbatches, require_divisible
-from zbcompile.model.held_elsewhere import readable
 from zbcompile.options import PipelineOptions, is_searched
-from zbcompile.planning.choose_schedule import counts_for, fit_to_batch, fit_to_count
-from zbcompile.planning.layout_trials import LayoutTrials
+from zbcompile.planning.auto import compile_auto
+from zbcompile.planning.choose_schedule import fit_to_batch, fit_to_count
 from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.programs import Programs
 from zbcompile.progress import LONG, Progress
 
 
 class BatchLayout:
-    """Splits batches into microbatches; with the first batch it decides the schedule and layout of `compiled`."""
+    """Splits batches into microbatches; with the first batch it decides the schedule of `compiled`."""
 
     def __init__(self, model: nn.Module, options: PipelineOptions, compiled: Programs) -> None:
         self._model, self._options, self._compiled = model, options, compiled
@@ -24,15 +24,14 @@ class BatchLayout:
         self._rows: int | None = None  # samples of a usual microbatch
 
     def split(self, batch: Batch, announce: bool) -> Microbatches:
-        """The microbatches of a batch. The first batch decides how many that usually are: as many as was asked for, as
-        a named schedule admits, or as a search finds best. Raises PipelineError for a batch that cannot be cut."""
+        """The microbatches of a batch. The first batch decides how many that usually are: as many as was asked for, or
+        as a named schedule admits. Raises PipelineError for a batch that cannot be cut."""
         compiled = self._compiled
         if not compiled.bound.trains:
             compiled.schedule = fit_to_batch(self._unfitted, self._options, batch, announce)
         if self._is_undecided:
             require_divisible(batch, compiled.schedule.microbatches)
-            counts = counts_for(self._options, batch, compiled.schedule)
-            self._decide(lambda count: batch.microbatch(0, count), counts)
+            self._decide(batch.microbatch(0, compiled.schedule.microbatches))
         count = _count_for(batch, compiled.schedule.microbatches, self._rows if compiled.bound.trains else None)
         if count == compiled.schedule.microbatches:
             self._rows = batch.rows(0, count)
@@ -44,7 +43,7 @@ class BatchLayout:
         if not self._compiled.bound.trains:
             self._compiled.schedule = fit_to_count(self._unfitted, self._options, len(given))
         if self._is_undecided:
-            self._decide(lambda count: given[0], ())
+            self._decide(given[0])
         self._require_order(len(given))
         return Microbatches(tuple(given), alike=len({each.signature for each in given}) == 1)
 
@@ -59,14 +58,15 @@ class BatchLayout:
             step_order(compiled.first().program, count)
             self._admitted.add(count)
 
-    def _decide(self, microbatch: Callable[[int], Microbatch], counts: Sequence[int]) -> None:
-        """Choose the layout by cost for the first batch, which `microbatch` cuts; the first rank decides for all."""
-        compiled = self._compiled
-        what = "searching the layout"
-        trials, said = LayoutTrials(self._model, self._options, compiled, microbatch), f"zbcompile: {what}"
-        with compiled.ranks.watch.position.turn_to(what), Progress(said, first=LONG), readable(self._model):
-            compiled.searched = trials.run(compiled.schedule, counts)
-        _, program = compiled.searched
+    def _decide(self, microbatch: Microbatch) -> None:
+        """Chooses the schedule by the predicted step, for the first batch's microbatches."""
+        compiled, options, what = self._compiled, self._options, "choosing the schedule"
+        usual = compiled.schedule
+        with compiled.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
+            laid_out = compiled.laid_out(microbatch, leads=True)
+            make = partial(compiled.make, microbatch, laid_out)
+            program = compile_auto(make, options.choices, usual.ranks, usual.microbatches, options.chunks)
+        compiled.searched = laid_out, program
         compiled.schedule, compiled.decided = program.schedule, program.choices
 
 

@@ -1,31 +1,12 @@
-"""Which schedule a pipeline runs - a named one for its ranks and first batch, a file's, or one that is given - how
-many microbatches each batch becomes, and what a named one is for a layout that is only priced."""
-
-from collections.abc import Sequence
+"""Which schedule a pipeline runs (a named one for its ranks and first batch, a file's, or one that is given), and how
+many microbatches each batch becomes."""
 
 from zbcompile.batches.batch import Batch
 from zbcompile.errors import PipelineError
 from zbcompile.options import PipelineOptions, is_searched
-from zbcompile.program.choice import Layout
-from zbcompile.schedules import (
-    Costs,
-    Schedule,
-    ScheduleError,
-    SearchResult,
-    admits,
-    bound,
-    build,
-    check,
-    lower,
-    simulate,
-    smallest_microbatches,
-)
-from zbcompile.schedules.generators.registry import find
-from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
-from zbcompile.schedules.searching.problem import ROUNDING
-from zbcompile.schedules.searching.starting_orders import HEURISTIC
+from zbcompile.schedules import Schedule, admits, build, check, lower, smallest_microbatches
 
-PROVISIONAL = "zb-v"  # until a searched layout is known: it admits any number of microbatches
+PROVISIONAL = "zb-v"  # until a name is chosen: it admits any number of microbatches
 
 
 def choose_schedule(options: PipelineOptions, ranks: int) -> Schedule:
@@ -46,13 +27,6 @@ def choose_schedule(options: PipelineOptions, ranks: int) -> Schedule:
         )
     check(lower(given) if given.programs else given, weight_order=None if options.exact else "any")
     return given
-
-
-def counts_for(options: PipelineOptions, batch: Batch, schedule: Schedule) -> tuple[int, ...]:
-    """The numbers of microbatches that a search may choose: what divides the batch, up to eight for each rank."""
-    if options.microbatches is not None:
-        return ()
-    return tuple(n for n in range(schedule.ranks, 8 * schedule.ranks + 1) if batch.divides_into(n))
 
 
 def _usual_count(name: str, ranks: int, chunks: int | None) -> int:
@@ -82,30 +56,3 @@ def fit_to_count(schedule: Schedule, options: PipelineOptions, count: int) -> Sc
     if options.microbatches is not None or not isinstance(options.schedule, str):
         return schedule
     return build(schedule.name, schedule.ranks, count, chunks=None if is_searched(options) else options.chunks)
-
-
-def placement_of(name: str, ranks: int, chunks: int | None = None) -> str:
-    """The placement of a named schedule. Raises ScheduleError if it has none on these ranks."""
-    return str(build(name, ranks, smallest_microbatches(name, ranks, chunks=chunks), chunks=chunks).placement)
-
-
-def named_order(
-    name: str, layout: Layout, costs: Costs, microbatches: int, limits: Sequence[float] | None, chunks: int | None
-) -> SearchResult:
-    """The named schedule on a layout, with its bound, in the form of a search's result. `limits` are the bytes that may
-    wait on each rank, `chunks` the stages per rank, if given. Raises ScheduleError for a number of microbatches that
-    the schedule does not admit, and if more waits on a rank."""
-    lowest = min(limits) if limits and find(name).name in HEURISTIC else None  # others do not adapt to it
-    order = build(name, layout.ranks, microbatches, costs, lowest, chunks)
-    if layout.vocab != "off":
-        order = with_vocabulary(order, layout.barriers, costs)
-    timeline = simulate(order, costs)
-    for rank, limit in enumerate(limits or ()):
-        peak = timeline.peak_memory[rank]
-        if peak > limit * ROUNDING:
-            raise ScheduleError(
-                f"{order.name}: {peak:,.0f} bytes wait between passes on rank {rank}, {peak - limit:,.0f} more than "
-                "memory= leaves"
-            )
-    least = bound(costs, layout.ranks, microbatches, layout.placement, limits, barriers=layout.barriers)
-    return SearchResult(order, timeline, least, timeline.makespan, order.name, 0, 0.0, {}, {})

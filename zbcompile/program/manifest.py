@@ -26,7 +26,6 @@ from zbcompile.passes.split.saved_bytes import Crossing
 from zbcompile.passes.split.split import Improvement
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.shard_program import InputLayer, Tiling, VocabularyProgram
-from zbcompile.program.choice import Choice
 from zbcompile.program.output import output_from_data, output_to_data, sizes_from_data, spec_from_data, spec_to_data
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.schedule import Lowered
@@ -86,7 +85,7 @@ def manifest_to_text(
         "vocabulary": vocabulary_to_data(program.vocabulary),
         "guards": guards_to_data(program.guards),
         "output": output_to_data(None if program.trains else program.output),
-        "plan": None if program.plan is None else program.plan.to_dict(),
+        "plan": program.plan,
         "files": {name: list(each) for name, each in sorted(files.items())},
     }
     return to_text({**data, "digest": digest_of(data)}, 2)
@@ -186,7 +185,7 @@ def program_from_manifest(
         groups=dict.fromkeys(data["dimensions"], ""),  # named by the process that loads it
         step=_step_from_data(data["step"]),
         output=output_from_data(data["output"], str(device)),
-        plan=from_plain(Choice, {**data["plan"], "order": lowered.schedule}) if data.get("plan") else None,
+        plan=data["plan"],
         written=data,
     )
 

@@ -23,7 +23,6 @@ from zbcompile.passes.python_state.premises import Premises
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
-from zbcompile.program.choice import Choice
 from zbcompile.program.output import FORWARDS, Output
 from zbcompile.schedules.ir.schedule import Lowered, Schedule, Way
 from zbcompile.version import __version__
@@ -68,7 +67,7 @@ class Program:
     output: Output | None = None
     premises: Premises = field(default_factory=Premises, repr=False, compare=False)
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
-    plan: Choice | None = field(default=None, compare=False)
+    plan: str = field(default="", compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
     picture: ClassVar[Callable[["Program"], str]]
 

@@ -79,11 +79,6 @@ class BoundPrograms:
         """Whether a step has been compiled; before, `program` is an evaluation that placed the parameters, or None."""
         return self.program is not None and self.program.trains
 
-    @property
-    def records_passes(self) -> bool:
-        """Whether CUDA graphs hold the addresses of parameters."""
-        return bool(self._options.cuda_graphs)
-
     def hold(self, program: Program) -> None:
         """Let the parameters live where `program`, the first one, has them."""
         self.program, self.trained = program, set(program.trained)

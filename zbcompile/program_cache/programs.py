@@ -35,6 +35,7 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.python_state.premises import StandingPremises
 from zbcompile.passes.torch_private import forward_hooks
+from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program, call_of, listed
 from zbcompile.program_cache.bound_programs import BoundPrograms
@@ -276,9 +277,7 @@ class Programs:
         """The captured step; all ranks capture it with the same answers."""
 
         def capture_(given: ForeignAnswers | None) -> LaidOut:
-            undecided = is_searched(self._options) and not self.bound.trains and self.decided is None
-            schedule = None if undecided else self.schedule
-            step = self._model, microbatch, self._options.loss, self._choices(), schedule
+            step = self._model, microbatch, self._options.loss, self._choices(), self.schedule
             device = partial(hint_at_device, microbatch, self.ranks.device)
             target = partial(hint_at_target, self._model, microbatch, self._options.loss)
             with readable(self._model), hinting(device, target):
@@ -290,9 +289,10 @@ class Programs:
         searched, self.searched = self.searched, None
         if searched is not None:
             _, program = searched
-            notice = str(program.plan)  # it has weighed what could be done about uneven stages
+            notice = program.plan
         else:
-            program = self.make(microbatch, laid_out, self.schedule, self.decided or self._options.choices)
+            make = partial(self.make, microbatch, laid_out, self.schedule)
+            program = compile_within_memory(make, self.decided or self._options.choices)
             notice = program.cuts.overweight if self.bound.program is None else ""
         if self.ranks.is_first and notice:
             print(f"zbcompile: {notice}")
@@ -313,18 +313,17 @@ class Programs:
         laid_out: LaidOut,
         schedule: Schedule,
         choices: Choices,
-        edges: Sequence[int] | None = None,
     ) -> Program:
-
+        """The captured step compiled for a schedule, with the parameters where they are."""
         task = self._model, microbatch, laid_out, schedule, choices
 
         def compile_() -> Program:
             try:
-                return compile_laid_out(*task, self._placed, edges=edges)
+                return compile_laid_out(*task, self._placed)
             except PartitionError:
                 if self.bound.trains or self._placed is None:
                     raise
-                return compile_laid_out(*task, edges=edges)  # what an evaluation has placed is in another order
+                return compile_laid_out(*task)  # what an evaluation has placed is in another order
 
         program = replace(together(self.ranks, "compiling", compile_), step=self._options.step)
         return draw_apart(self.ranks, program)

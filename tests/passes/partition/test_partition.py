@@ -1,7 +1,7 @@
 """Where real models are cut: against every choice of cuts, within limits, by name."""
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 from typing import Any
@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 import zbcompile
@@ -17,15 +16,13 @@ from gpt import GPT, next_byte_loss
 from targets import llama, unet
 from zbcompile.compiler.compile_example import one_microbatch
 from zbcompile.compiler.compile_model import LaidOut, lay_out_step
-from zbcompile.compiler.cut_planning import limits_of, plan_cuts
-from zbcompile.compiler.prices import LinePrices
+from zbcompile.compiler.cut_planning import plan_cuts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import is_view
-from zbcompile.passes.partition.balance import LoadRow, Spans, heaviest_piece
-from zbcompile.passes.partition.memory_estimate import DistinctBytes
+from zbcompile.passes.partition.balance import LoadRow, heaviest_piece
 from zbcompile.passes.partition.node_costs import predicted_seconds
-from zbcompile.passes.partition.search import THINNER, Cuts, rank_spans
+from zbcompile.passes.partition.search import THINNER, Cuts
 from zbcompile.schedules import Schedule, build
 
 SCHEDULES = (("zb-h1", 3, None), ("interleaved-1f1b", 2, 2), ("zb-v", 2, None))
@@ -86,17 +83,10 @@ class Problem:
         return list(combinations(self.places, self.schedule.stages - 1))
 
     def plan(self, **choices: Any) -> Cuts:
-        return plan_cuts(self.laid_out.canonical, self.laid_out.line, self.schedule, Choices(**choices))
+        return plan_cuts(self.laid_out.line, self.schedule, Choices(**choices))
 
     def edges(self, cuts: Cuts) -> list[int]:
         return [index + 1 for index in cuts.after]
-
-
-def held_by(laid_out: LaidOut, schedule: Schedule) -> Callable[[int, Spans], float]:
-    """What a rank holds with its stages at given spans."""
-    found = limits_of(LinePrices(laid_out.canonical, laid_out.line, Choices()), schedule, Choices(memory=1)).bytes_of
-    assert found is not None
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -150,64 +140,6 @@ def test_no_place_is_at_a_view_or_a_tuple(model: str, laid_out: dict[str, LaidOu
             assert all(isinstance(value.meta["val"], Tensor) for value in crossing)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "schedule", [pytest.param(SCHEDULES[0], marks=pytest.mark.beyond_sample), SCHEDULES[2]], ids=str
-)
-def test_memory_is_respected_and_the_least_is_named(
-    schedule: tuple[str, int, int | None], laid_out: dict[str, LaidOut]
-) -> None:
-    problem = _problem(laid_out, "gpt", schedule)
-    held = held_by(problem.laid_out, problem.schedule)
-
-    def fullest(edges: Sequence[int]) -> float:
-        stages_of, length = problem.schedule.placement.stages_of, len(problem.laid_out.line.nodes)
-        return max(held(r, rank_spans(edges, length, stages_of(r))) for r in range(problem.schedule.ranks))
-
-    least = min(map(fullest, problem.choices()))
-    limit = int(least * 1.002)
-    assert fullest(problem.edges(problem.plan(memory=limit))) <= limit
-    with pytest.raises(
-        zbcompile.CompileError, match=r"memory=.* is too small.*fewer microbatches in flight"
-    ) as refused:
-        problem.plan(memory=int(least * 0.9))
-    assert "e+" not in str(refused.value)
-    named = float(str(refused.value).split("holds ")[1].split(" bytes")[0].replace(",", ""))
-    assert least * 0.999 <= named <= least * 1.002
-
-
-@pytest.mark.slow
-def test_the_predicted_residents_are_those_of_the_compiled_stages(laid_out: dict[str, LaidOut]) -> None:
-    """What waits is what F keeps; parameters count with gradient and two moments."""
-    example = _gpt()
-    pipe = zbcompile.pipeline(example.model, schedule="1f1b", ranks=2, microbatches=4, loss=example.loss)
-    tokens = torch.randint(256, (8, 33))
-    program = pipe.compile(tokens[:, :-1].contiguous(), target=tokens[:, 1:].clone()).program
-    line, held = laid_out["gpt"].line, held_by(laid_out["gpt"], program.schedule)
-    sizes = {name: p.numel() * p.element_size() for name, p in example.model.named_parameters()}
-    edges = [index + 1 for index in program.cuts.after]
-    for rank, stage in enumerate(program.stages):
-        spans = rank_spans(edges, len(line.nodes), (rank,))
-        parameters = sum(sizes[name] for name in stage.parameters)
-        assert held(rank, spans) == 4 * parameters + (2 - rank) * stage.crossing.kept
-
-
-@given(
-    uses=st.lists(st.tuples(st.integers(0, 7), st.sampled_from("abc")), max_size=12),
-    begin=st.integers(0, 8),
-    length=st.integers(0, 8),
-)
-def test_distinct_bytes(uses: list[tuple[int, str]], begin: int, length: int) -> None:
-    size = {"a": 1, "b": 10, "c": 100}
-    end = min(begin + length, 8)
-    counted = DistinctBytes([(at, name, size[name]) for at, name in uses], 8).within(min(begin, end), end)
-    assert counted == sum(size[name] for name in {name for at, name in uses if begin <= at < end})
-    sizes = DistinctBytes([(at, name, size[name]) for at, name in uses], 8)
-    begin = min(begin, end)
-    assert sizes.growing(begin, end) == [sizes.within(begin, at + 1) for at in range(begin, end)]
-    assert sizes.shrinking(begin, end) == [sizes.within(at + 1, end) for at in range(begin, end)]
-
-
 def test_cuts_by_name(laid_out: dict[str, LaidOut]) -> None:
     problem = _problem(laid_out, "gpt", ("zb-h1", 3, None))
     line = problem.laid_out.line
@@ -232,12 +164,6 @@ def test_cuts_by_name(laid_out: dict[str, LaidOut]) -> None:
 def test_wrong_names(names: tuple[str, ...], says: str, laid_out: dict[str, LaidOut]) -> None:
     with pytest.raises(zbcompile.CompileError, match=says):
         _problem(laid_out, "gpt", ("zb-h1", 3, None)).plan(balance=names)
-
-
-def test_named_cuts_keep_the_limits(laid_out: dict[str, LaidOut]) -> None:
-    problem = _problem(laid_out, "gpt", ("zb-h1", 3, None))
-    with pytest.raises(zbcompile.CompileError, match="that balance= names"):
-        problem.plan(balance=("blocks.1", "blocks.2"), memory=8)
 
 
 def test_a_heavy_head_is_said(laid_out: dict[str, LaidOut]) -> None:

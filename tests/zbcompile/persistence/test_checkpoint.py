@@ -252,15 +252,12 @@ def test_ranks_that_count_other_steps_are_refused(
     assert not list(tmp_path.iterdir())
 
 
-def test_a_save_goes_on_after_its_folder_was_removed(
-    tmp_path: Path, small_program: Callable[[str, int], Path], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_save_goes_on_after_its_folder_was_removed(tmp_path: Path, small_program: Callable[[str, int], Path]) -> None:
     model = PROBLEM.model()
     pipe = zbcompile.load(small_program("zb-h1", 2), state_dict=model.state_dict())
     zbcompile.save_checkpoint(tmp_path / "all", pipe, step=1)
     shutil.rmtree(tmp_path / "all")
     assert zbcompile.save_checkpoint(tmp_path / "all", pipe, step=2).is_dir()
-    assert "was removed; it is made anew" in capsys.readouterr().err
     pipe.close()
 
 

@@ -1,0 +1,99 @@
+"""`schedule="auto"`: the named schedule whose predicted step is the shortest."""
+
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from zbcompile.compiler.paired_schedule import in_order
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import CompileError
+from zbcompile.prediction.memory_limit import peak_bytes, policies_of, too_little_memory
+from zbcompile.prediction.predict import hardware_of, predicted_costs, prices_of
+from zbcompile.program.program import Program
+from zbcompile.schedules import Placement, Schedule, ScheduleError, build, names, simulate
+from zbcompile.schedules.checking.schedule_rules import OWN_WEIGHT_ORDER
+
+EQUAL = 1e-9  # relative difference of two steps that are as long
+Compile = Callable[[Schedule, Choices], Program]
+
+
+@dataclass(frozen=True)
+class NamedStep:
+    """A program in the order of one named schedule, with its predicted seconds of a step and the bytes of activations
+    on its fullest rank."""
+
+    name: str
+    seconds: float
+    waiting: float
+    program: Program
+
+
+def compile_auto(
+    compile_: Compile, choices: Choices, ranks: int, microbatches: int, chunks: int | None = None
+) -> Program:
+    """Returns the program of the named schedule with the shortest predicted step; of equally short ones the one that
+    holds least.
+
+    The model is compiled once for each placement of stages (`compile_`), and all names of a placement are simulated
+    under the costs of its stages. Under `memory=` names that do not fit are left out; a placement is compiled again
+    with more recomputation if none of its names fits. Raises CompileError if no name can be compiled, or fits.
+    """
+    found, errors = list[NamedStep](), list[CompileError]()
+    build_ = partial(build, ranks=ranks, microbatches=microbatches, chunks=chunks)
+    for names_ in names_by_placement(build_).values():
+        try:
+            found += _candidates(compile_, choices, names_, build_)
+        except CompileError as error:
+            errors.append(error)
+    if not found:
+        raise errors[0]
+    shortest = min(each.seconds for each in found)
+    best = min((each for each in found if each.seconds <= shortest * (1 + EQUAL)), key=lambda each: each.waiting)
+    others = sorted((each for each in found if each.name != best.name), key=lambda each: each.seconds)
+    return replace(best.program, plan=_summary(best, others))
+
+
+def names_by_placement(build_: Callable[..., Schedule]) -> dict[Placement, list[str]]:
+    """Returns the names that the counts admit, by placement. Names that hold two copies of the model, or sum weight
+    gradients in another order than that of the microbatches, are left out: they change memory and bits."""
+    found: dict[Placement, list[str]] = defaultdict(list)
+    for name in names():
+        if name == "auto" or name in OWN_WEIGHT_ORDER:
+            continue
+        with suppress(ScheduleError):
+            placement = build_(name).placement
+            if placement.kind != "dual":
+                found[placement].append(name)
+    return found
+
+
+def _candidates(
+    compile_: Compile, choices: Choices, names_: list[str], build_: Callable[..., Schedule]
+) -> list[NamedStep]:
+    """Returns the names of one placement that fit. Raises PartitionError if none does."""
+    for policy in policies_of(choices):
+        program = compile_(build_(names_[0]), replace(choices, recompute=policy))
+        prices = prices_of(program)
+        costs, found, peaks = predicted_costs(program, prices), list[NamedStep](), list[int]()
+        for name in names_:
+            ordered = in_order(program, build_(name, costs=costs))
+            if choices.memory is not None:
+                peaks.append(peak_bytes(ordered, prices))
+            if choices.memory is None or peaks[-1] <= choices.memory:
+                timeline = simulate(ordered.schedule, costs)
+                found.append(NamedStep(name, float(timeline.makespan), max(timeline.peak_memory), ordered))
+        if found:
+            return found
+    assert choices.memory is not None
+    raise too_little_memory(choices.memory, min(peaks), program)
+
+
+def _summary(best: NamedStep, others: list[NamedStep]) -> str:
+    """Returns what was chosen, in one line, with the next best name."""
+    text = f"auto: {best.name}, predicted step {best.seconds:.4g} s on {hardware_of(best.program)}"
+    if not others:
+        return text
+    longer = others[0].seconds / best.seconds - 1 if best.seconds else 0.0
+    return f"{text}; the next best, {others[0].name}, takes {f'{longer:.1%} longer' if longer >= 5e-4 else 'as long'}"

@@ -1,0 +1,53 @@
+"""`memory=`: the first way to recompute with which every rank holds less than the limit."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from zbcompile.compiler.stage_price import StagePrice, running_of
+from zbcompile.model.model_info import module_of
+from zbcompile.passes.compile_options import Choices, Recompute
+from zbcompile.passes.errors import PartitionError
+from zbcompile.prediction.predict import predicted_costs, prices_of
+from zbcompile.prediction.rank_memory import rank_memories
+from zbcompile.program.program import Program
+
+POLICIES = ("hints", "selective", "full")
+
+
+def policies_of(choices: Choices) -> tuple[Recompute, ...]:
+    """Returns the ways to recompute that may be tried, the one that takes least time first. `recompute=` other than its
+    default is the only one, and so is the default without a limit."""
+    return POLICIES if choices.memory is not None and choices.recompute == "hints" else (choices.recompute,)
+
+
+def peak_bytes(program: Program, prices: Sequence[StagePrice] = ()) -> int:
+    """Returns the most bytes that any rank holds in a step of the program, as inspect predicts it. `prices` are those
+    of its stages, if they are known already."""
+    model, prices = module_of(program.model), prices or prices_of(program)
+    tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+    memories = rank_memories(program, predicted_costs(program, prices), tensors, running=running_of(prices))
+    return max(memory.peak for memory in memories)
+
+
+def compile_within_memory(compile_: Callable[[Choices], Program], choices: Choices) -> Program:
+    """Returns the program of the first of `policies_of(choices)` whose ranks hold at most `memory=` bytes.
+
+    Raises PartitionError if none does, with the bytes that the last one needs.
+    """
+    if choices.memory is None:
+        return compile_(choices)
+    for policy in policies_of(choices):
+        program = compile_(replace(choices, recompute=policy))
+        if (peak := peak_bytes(program)) <= choices.memory:
+            return program
+    raise too_little_memory(choices.memory, peak, program)
+
+
+def too_little_memory(limit: float, peak: float, program: Program) -> PartitionError:
+    """Returns the error for a program whose fullest rank holds `peak` bytes."""
+    policy = program.choices.recompute
+    return PartitionError(
+        f"memory={limit:,.0f} bytes per rank is too small: under {program.schedule.name} with recompute={policy!r} the "
+        f"fullest rank holds {peak:,.0f} bytes (parameters, gradients, optimizer state, activations and messages). Use "
+        "more ranks, smaller microbatches, or a schedule that keeps fewer microbatches in flight."
+    )
