@@ -2,10 +2,8 @@
 Markdown leaves as text becomes code: examples of docstrings, and blocks with a mark for the tests. Words of the
 glossary link to it."""
 
-import contextlib
 import html
 import inspect
-import io
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -22,7 +20,6 @@ from pygments.formatters import HtmlFormatter
 
 import zbcompile
 from zbcompile import schedules
-from zbcompile.schedules.__main__ import main as schedules_command
 from zbcompile.schedules.generators.registry import Family, find
 
 RANKS, MICROBATCHES = 4, 8  # of the pictures
@@ -180,7 +177,7 @@ def _as_markdown(text: str) -> str:
 
 
 def _formula(name: str) -> str:
-    """What the command line prints; where an order is searched, what none can be shorter than."""
+    """The closed form; where an order is searched, what none can be shorter than."""
     if name == "auto":
         costs = schedules.Costs.uniform(2 * RANKS)
         bounds = [schedules.bound(costs, RANKS, MICROBATCHES, placement) for placement in ("looped:2", "v")]
@@ -188,9 +185,10 @@ def _formula(name: str) -> str:
             "A searched order has none. No order of the picture's passes is shorter than "
             f"{min(bounds):g} (`schedules.bound`)."
         )
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        schedules_command(["formula", name])
-    return f"```\n{printed.getvalue().strip()}\n```"
+    form = schedules.closed_form(name)
+    shown = {"makespan": form.makespan, "cost": form.cost, "peak memory": form.peak_memory}
+    lines = [f"{figure}: {expression}" for figure, expression in shown.items() if expression is not None]
+    return "\n".join(["```", *lines, *([f"assumes {form.assumes}"] if form.assumes else []), "```"])
 
 
 def reference() -> str:
