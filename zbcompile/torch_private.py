@@ -121,18 +121,6 @@ def gloo_timeout(group: dist.ProcessGroup) -> timedelta | None:
     return getattr(options, "_timeout", None)
 
 
-@contextlib.contextmanager
-def group_without_peers(size: int) -> Iterator[None]:
-    """Inside, this process is the first of a group of that size, whose collectives do nothing (a backend for tests)."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def root_of(mesh: Any) -> Any:
     """The mesh that a mesh is a part of, or the mesh itself."""
     return mesh._get_root_mesh()

@@ -173,15 +173,6 @@ def is_distributed(tensor: torch.Tensor) -> bool:
     return hasattr(tensor, "device_mesh") and hasattr(tensor, "to_local")
 
 
-def local_of(tensor: Any) -> torch.Tensor:
-    """This rank's part of a DTensor with that of its gradient, in the same memory; a plain tensor itself."""
-    if not is_distributed(tensor):
-        return tensor  # type: ignore[no-any-return]
-    local = tensor.to_local().detach()
-    local.grad = None if tensor.grad is None else tensor.grad.to_local()
-    return local  # type: ignore[no-any-return]
-
-
 def _part(tensor: Any, dimensions: tuple[str | None, ...]) -> torch.Tensor:
     local = tensor.to_local().detach()
     made = nn.Parameter(local, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else local

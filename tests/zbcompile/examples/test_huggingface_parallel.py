@@ -13,7 +13,7 @@ import zbcompile
 from gpt import next_byte_loss
 from huggingface_parallel import apply_tensor_parallel_plan
 from llama import Llama, parallelised
-from tests.support.meshes import mesh_of
+from tests.support.meshes import group_without_peers, mesh_of
 from tests.support.pool import Pool
 from zbcompile import Example
 from zbcompile.compiler.compile_example import one_microbatch
@@ -21,7 +21,6 @@ from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.passes.compile_options import Choices
 from zbcompile.schedules import build
-from zbcompile.torch_private import group_without_peers
 
 BOUND = 1e-6  # of the largest entry of each gradient, fp32
 MICROBATCHES = 2
