@@ -86,7 +86,7 @@ def rank_of_two(schedule: str, vocab: str | int = "off") -> None:
 
 
 @two_gpus
-@pytest.mark.mostly_slow(every=3, suite=1)
+@pytest.mark.mostly_slow(every=9, suite=3)
 @pytest.mark.parametrize("backend", ["nccl", "nccl, bound"], ids=["lazy", "bound to a device"])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "interleaved-zb", "zb-v", "dualpipe-v", "dualpipe"])
 def test_two_processes_over_nccl(pool: Pool, schedule: str, backend: str) -> None:
@@ -95,7 +95,7 @@ def test_two_processes_over_nccl(pool: Pool, schedule: str, backend: str) -> Non
 
 
 @two_gpus
-@pytest.mark.mostly_slow(every=5, suite=1)
+@pytest.mark.mostly_slow(every=5)
 @pytest.mark.parametrize("vocab", [1, 2])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-v", "dualpipe-v"])
 def test_sharded_vocabulary_over_nccl(pool: Pool, schedule: str, vocab: int) -> None:

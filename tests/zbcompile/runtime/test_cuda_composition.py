@@ -26,7 +26,8 @@ FOUR: Any = {"ranks": 4, "backend": "nccl", "timeout": 300}  # whose processes a
 
 
 @four_gpus
-@pytest.mark.parametrize(("problem", "schedule"), [("small-dropout", "zb-h1"), ("small-tied", "dualpipe")])
+@pytest.mark.mostly_slow(every=2)
+@pytest.mark.parametrize(("problem", "schedule"), [("small-tied", "dualpipe"), ("small-dropout", "zb-h1")])
 def test_two_replicas(problem: str, schedule: str, pool: Pool) -> None:
     """The loss and the gradients of the concatenated batch; a step inside no_sync before two others."""
     runs = pool.run(on_gpu, replicated, problem, schedule, "mean", 1, **FOUR)
@@ -40,12 +41,13 @@ def test_two_replicas(problem: str, schedule: str, pool: Pool) -> None:
 
 
 @four_gpus
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize(
     "training",
     [
         Training("short-mlp", "zb-h1", dtype="bfloat16", clip=0.05),
-        Training("small-tied", "zb-v", early=True),
         Training("small-tied", "zb-h1", vocab=1),
+        Training("small-tied", "zb-v", early=True),
     ],
     ids=str,
 )
@@ -62,7 +64,7 @@ def test_a_divided_optimizer(training: Training, pool: Pool) -> None:
 def test_checkpoints_move(pool: Pool, tmp_path: Path) -> None:
     """Saved with zero=0 and zero=1, loaded and saved under another schedule, level and number of replicas: one state,
     which a model on the host reads."""
-    moves = (("zb-v", 2, 2), ("1f1b", 1, 4))
+    moves = (("zb-v", 1, 2), ("1f1b", 0, 4))
     pool.run(on_gpu, saved_and_moved, Training(), str(tmp_path), moves, **FOUR)
     states = [read_back(tmp_path / str(number)) for number in range(len(moves) + 1)]
     for found in states[1:]:
@@ -76,7 +78,8 @@ def read_back(folder: Path) -> dict[str, Tensor]:
 
 
 @four_gpus
-@pytest.mark.parametrize(("kind", "schedule"), [("tp plain", "zb-h1"), ("tp sequence", "zb-v")])
+@pytest.mark.mostly_slow(every=2)
+@pytest.mark.parametrize(("kind", "schedule"), [("tp sequence", "zb-v"), ("tp plain", "zb-h1")])
 def test_tensor_parallelism(kind: str, schedule: str, pool: Pool, tmp_path: Path) -> None:
     given = kind, schedule, ("tp", "pp"), tmp_path
     for loss, gradient, norm, forward, _ in pool.run(on_gpu, trained_on_a_mesh, *given, **FOUR):
