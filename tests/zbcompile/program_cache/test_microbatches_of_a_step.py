@@ -12,7 +12,6 @@ import zbcompile
 from tests.support.oracle import MLP, PROBLEMS, Batch, eager_step
 from tests.support.pool import Pool
 from zbcompile.errors import PipelineError
-from zbcompile.planning import planner
 from zbcompile.schedules import Pair, build
 
 PROBLEM = PROBLEMS["small-tied"]
@@ -185,8 +184,7 @@ def test_inputs_of_two_lengths_that_no_small_count_divides() -> None:
 
 
 @pytest.mark.slow
-def test_a_first_step_that_is_refused_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planner, "SEARCH_SECONDS", 0.2)
+def test_a_first_step_that_is_refused_leaves_nothing_to_the_next() -> None:
     problem, settings = PROBLEMS["short-mlp"], {"max_shapes": 1, "exact": True}
     pipe, model = (
         zbcompile.pipeline(problem.model(), schedule="auto", ranks=2, loss=problem.loss, **settings),  # type: ignore[call-overload]
