@@ -36,13 +36,11 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     )
     from zbcompile.schedules.ir.placement import Placement as Placement
     from zbcompile.schedules.ir.schedule import (
-        Lowered as Lowered,
         Schedule as Schedule,
         format_order as format_order,
         format_schedule as format_schedule,
         format_step as format_step,
         parse_order as parse_order,
-        parse_schedule as parse_schedule,
         parse_step as parse_step,
     )
     from zbcompile.schedules.lowering.lower import lower as lower
@@ -78,7 +76,7 @@ _HOME = {
     "ir.costs": "Costs Link",
     "ir.files": "from_csv from_json load save to_csv to_json",
     "ir.placement": "Placement",
-    "ir.schedule": "Lowered Schedule format_order format_schedule format_step parse_order parse_schedule parse_step",
+    "ir.schedule": "Schedule format_order format_schedule format_step parse_order parse_step",
     "lowering.lower": "lower",
     "lowering.updates": "with_updates",
     "searching.by_name": "build",

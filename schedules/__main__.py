@@ -16,7 +16,7 @@ from zbcompile.schedules.generators.registry import AUTO, FAMILIES, find, names
 from zbcompile.schedules.generators.vocabulary_insertion import textbook_costs, with_vocabulary
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.files import ENDS_OF_SCHEDULES, load, save
-from zbcompile.schedules.ir.schedule import Lowered, Schedule, format_schedule, parts
+from zbcompile.schedules.ir.schedule import Schedule, format_schedule
 from zbcompile.schedules.lowering.lower import lower
 from zbcompile.schedules.searching.by_name import build
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
@@ -68,7 +68,7 @@ def _parser() -> argparse.ArgumentParser:
     listing = commands.add_parser("list", help="list all schedules and what each requires")
     listing.set_defaults(command=_list)
     show = commands.add_parser("show", help="one schedule: its orders, its figures, where its time goes")
-    show.add_argument("schedule", help="a name in any spelling, or a file (.csv, .json, .txt)")
+    show.add_argument("schedule", help="a name in any spelling, or a file (.csv, .json)")
     show.add_argument("--lowered", action="store_true", help="include SEND and RECV")
     show.add_argument("--weight-order", action="store_true", help="the order in which weight gradients accumulate")
     show.add_argument("--time", action="store_true", help="draw to a time scale instead of step by step")
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     compare.add_argument("--sort", choices=("given", "makespan", "cost", "memory"), default="given")
     compare.set_defaults(command=_compare)
     show.add_argument("--picture", action="append", default=[], metavar="FILE", help=f"write {', '.join(ENDINGS)}")
-    show.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv, .json or .txt")
+    show.add_argument("--save", metavar="FILE", help="write the schedule itself: .csv or .json")
     for command in (show, compare):
         add = command.add_argument
         add("--ranks", type=_count, default=4, metavar="N", help="default 4")
@@ -121,7 +121,7 @@ def _times(text: str) -> tuple[float, float, float]:
 def _step(text: str, options: argparse.Namespace) -> tuple[Schedule, Costs]:
     """A schedule by its name or file, and the costs of the model on its stages."""
     if Path(text).suffix in ENDS_OF_SCHEDULES:
-        schedule, _ = parts(load(text))
+        schedule = load(text).compute_only()
         return schedule, _model(options, schedule.ranks).resized(schedule.stages)
     if text == INTERLACED:
         schedule = interlaced(options.ranks, options.microbatches)
@@ -185,10 +185,10 @@ def _check(options: argparse.Namespace) -> None:
     for file in options.files:
         try:
             program = load(file)
-            schedule, _ = parts(program)
+            schedule = program.compute_only()
             costs = _model(options, schedule.ranks).resized(schedule.stages)
             check(schedule, costs, options.memory_limit)  # says what is wrong with an order more exactly than `lower`
-            report = check(program if isinstance(program, Lowered) else lower(schedule), costs, options.memory_limit)
+            report = check(program if program.is_lowered else lower(schedule), costs, options.memory_limit)
         except ScheduleError as error:
             raise ScheduleError(f"{file}: {error}") from None
         memory, buffers = (max(each) for each in (report.peak_memory, report.receive_buffers or (0,)))
@@ -197,7 +197,7 @@ def _check(options: argparse.Namespace) -> None:
         print(f"{file}: complete, legal and free of deadlock: {size}, {needs}")
 
 
-def _write(timeline: Timeline, program: Schedule | Lowered, options: argparse.Namespace) -> None:
+def _write(timeline: Timeline, program: Schedule, options: argparse.Namespace) -> None:
     for path in options.picture:
         print(f"wrote {write_picture(timeline, path)}")
     if options.save:

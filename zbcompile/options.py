@@ -30,7 +30,7 @@ from zbcompile.passes.errors import CompileError
 from zbcompile.passes.layout_strings import cuts_of_layout
 from zbcompile.passes.machine.hardware import Hardware, hardware_names, read_hardware
 from zbcompile.passes.torch_names import NAMED
-from zbcompile.schedules import Lowered, Schedule, load
+from zbcompile.schedules import Schedule, load
 from zbcompile.schedules.generators.registry import find
 from zbcompile.schedules.ir.files import ENDS_OF_SCHEDULES
 
@@ -207,8 +207,8 @@ def _positive_bytes(value: Any) -> int:
 def _read_schedule(value: Any) -> str | Schedule:
     if isinstance(value, str) and value.endswith(ENDS_OF_SCHEDULES):
         value = load(value)
-    if isinstance(value, Lowered):
-        value = value.as_schedule()
+    if isinstance(value, Schedule):
+        value = value.compute_only()  # messages are placed for the compiled stages
     if not isinstance(value, str | Schedule):
         raise ValueError
     return value

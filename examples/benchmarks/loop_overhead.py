@@ -106,7 +106,7 @@ class Contender:
             for kind, run in plan.merged.items():
                 self.clocks.append(TimedPair(run))
                 plan.merged[kind] = self.clocks[-1]  # type: ignore[index]
-        programs = [executable.program.lowered.programs[plan.rank] for plan in executable.plans]
+        programs = [executable.program.lowered.orders[plan.rank] for plan in executable.plans]
         actions = [action for program in programs for action in flatten(program)]
         self.actions, self.messages = len(actions), sum(action.op in MESSAGES for action in actions)
 

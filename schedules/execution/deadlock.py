@@ -6,16 +6,16 @@ from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.order_graph import MISSING, NodeTimes, OrderGraph, require_stages, run
 from zbcompile.schedules.ir.actions import COLLECTIVES, RECEIVES, SENDS, Action, B, Step
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
+from zbcompile.schedules.ir.schedule import Schedule
 
 
-def run_to_end(program: Schedule | Lowered, costs: Costs) -> tuple[OrderGraph, NodeTimes]:
+def run_to_end(schedule: Schedule, costs: Costs) -> tuple[OrderGraph, NodeTimes]:
     """Returns the graph of the orders and the times of its nodes.
 
     Raises `ScheduleError` with the cycle of waits, or the action that is missing, if a rank does not finish.
     """
-    graph = OrderGraph(program)
-    require_stages(graph.schedule, costs)
+    graph = OrderGraph(schedule)
+    require_stages(schedule, costs)
     found = run(graph, graph.times(costs), graph.delays(costs))
     if found.stuck:
         raise deadlock_error(graph, found)
@@ -24,7 +24,7 @@ def run_to_end(program: Schedule | Lowered, costs: Costs) -> tuple[OrderGraph, N
 
 def deadlock_error(graph: OrderGraph, found: NodeTimes) -> ScheduleError:
     """Returns the error that shows why ranks are stuck."""
-    schedule, orders = parts(graph.program)
+    schedule, orders = graph.schedule, graph.schedule.orders
     lines, seen = [], list[int]()
     rank = min(found.stuck)
     while rank in found.stuck and rank not in seen:

@@ -28,7 +28,7 @@ from zbcompile.schedules.ir.dependencies import (
     target,
 )
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.schedule import Lowered, Schedule, parts
+from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 
 MISSING = -1  # the node of an action that no rank runs
 
@@ -68,11 +68,11 @@ class OrderGraph:
     * `inputs[n]`: pairs of a node, or `MISSING`, and the number of a link in `links`.
     """
 
-    def __init__(self, program: Schedule | Lowered) -> None:
-        self.program = program
-        self.schedule, orders = parts(program)
-        self.lowered = isinstance(program, Lowered)
-        require_steps(self.schedule, orders)
+    def __init__(self, schedule: Schedule) -> None:
+        require_schedule(schedule)
+        require_steps(schedule)
+        self.schedule, orders = schedule, schedule.orders
+        self.lowered = schedule.is_lowered
         self.first = [0]
         for order in orders:
             self.first.append(self.first[-1] + len(order))
@@ -292,11 +292,12 @@ def blocking(graph: OrderGraph, node: int, end: Sequence[float], delays: Sequenc
     return last
 
 
-def require_steps(schedule: Schedule, orders: Sequence[Sequence[Step]]) -> None:
+def require_steps(schedule: Schedule) -> None:
     """Raises `ScheduleError` unless there is one order of known actions and pairs per rank."""
-    if len(orders) != schedule.ranks:
-        raise ScheduleError(f"{schedule.name}: {len(orders)} orders for {schedule.ranks} ranks; expected one per rank")
-    for rank, order in enumerate(orders):
+    if len(schedule.orders) != schedule.ranks:
+        counts = f"{len(schedule.orders)} orders for {schedule.ranks} ranks"
+        raise ScheduleError(f"{schedule.name}: {counts}; expected one per rank")
+    for rank, order in enumerate(schedule.orders):
         if not set(map(type, order)) <= {Action, Pair}:
             index, step = next((i, step) for i, step in enumerate(order) if type(step) not in (Action, Pair))
             what = f"{step!r} is not a step; expected Action(op, stage, microbatch) or a Pair"

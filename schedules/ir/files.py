@@ -1,4 +1,4 @@
-"""Schedules as files: CSV that torch's own loader reads, JSON with placement and costs, and the text grid.
+"""Schedules as files: CSV that torch's own loader reads, and JSON with placement and costs.
 
 torch (distributed/pipelining/schedules.py, `_load_csv`, 2.11 to 2.15) expects one row per rank and one action per cell;
 it reads schedules as format "compute_only" and lowered programs as "compute_comms". It knows no second model copy.
@@ -15,35 +15,34 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import COMMUNICATION, SENDS, Step, flatten
+from zbcompile.schedules.ir.actions import SENDS, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import (
     Letters,
-    Lowered,
     Schedule,
     compute_only,
-    format_schedule,
     format_step,
-    parse_schedule,
     parse_step,
-    parts,
     require_counts,
+    require_schedule,
     require_ways,
 )
 from zbcompile.untrusted_text import VALUES, parse_json, read_text
 
 TORCHS_OWN = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")  # written among the others
-ENDS_OF_SCHEDULES = (".csv", ".json", ".txt")
+ENDS_OF_SCHEDULES = (".csv", ".json")
 JSON_VERSION = 1
 PASSES = [(barriers, lookups) for barriers in (1, 2) for lookups in (False, True)]
 RANKS = 1 << 16  # no CSV has more rows
 SHOWN = 16  # ranks, and stages of each, in a message
 
 
-def to_csv(program: Schedule | Lowered, letters: Letters = "torch", waits: bool = False) -> str:
-    """One row per rank, one action per cell. `waits`: with the WAIT_SEND_F and WAIT_SEND_B that torch 2.15 expects in a
-    lowered program and earlier releases do not know: each before the rank's next send.
+def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) -> str:
+    """Returns one row per rank, one action per cell.
+
+    `waits`: with the WAIT_SEND_F and WAIT_SEND_B that torch 2.15 expects among messages and earlier releases do not
+    know: each before the rank's next send.
 
     >>> from zbcompile.schedules import build
     >>> print(to_csv(build("1f1b", ranks=2, microbatches=2)))
@@ -51,16 +50,15 @@ def to_csv(program: Schedule | Lowered, letters: Letters = "torch", waits: bool 
     1F0,1B0,1F1,1B1
     <BLANKLINE>
     """
-    schedule, orders = parts(program)
+    require_schedule(schedule)
     if letters == "torch" and schedule.placement.kind == "dual":
         raise ScheduleError(f"{schedule.name}: torch supports one copy of a stage; use dualpipe-v, or letters='papers'")
-    if schedule.barriers != 1:
-        raise ScheduleError(f"{schedule.name}: a CSV cannot hold its {schedule.barriers} barriers; write .json or .txt")
-    if schedule.lookups:
-        raise ScheduleError(f"{schedule.name}: a CSV cannot hold lookups; write .json or .txt")
+    if schedule.barriers != 1 or schedule.lookups:
+        what = "lookups" if schedule.lookups else f"its {schedule.barriers} barriers"
+        raise ScheduleError(f"{schedule.name}: a CSV cannot hold {what}; write .json")
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
-    for order in orders:
+    for order in schedule.orders:
         writer.writerow(_with_waits(order) if waits else [format_step(step, letters) for step in order])
     return out.getvalue()
 
@@ -77,12 +75,11 @@ def _with_waits(order: Sequence[Step]) -> list[str]:
     return found + [waiting] * bool(waiting)
 
 
-def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -> Schedule | Lowered:
-    """Read what `to_csv` or torch's `_dump_csv` writes; a program with SEND and RECV comes back lowered, one
-    of a single rank, which has none, as the schedule that it runs.
+def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -> Schedule:
+    """Reads what `to_csv` or torch's `_dump_csv` writes.
 
-    Empty cells (torch's bubbles) and torch's UNSHARD, RESHARD, REDUCE_GRAD and waits are not part of a schedule and are
-    left out. The placement is read off the rows unless it is given.
+    Empty cells (torch's bubbles), SEND and RECV, and torch's UNSHARD, RESHARD, REDUCE_GRAD and waits are left out:
+    `lower` places messages anew. The placement is read off the rows unless it is given.
     """
     try:
         rows = list(islice(filter(None, csv.reader(io.StringIO(text))), RANKS + 1))
@@ -90,16 +87,14 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -
         raise ScheduleError(f"invalid CSV: {error}") from None
     if len(rows) > RANKS:
         raise ScheduleError(f"this CSV has more than {RANKS} rows; expected one row of actions per rank")
-    programs = tuple(tuple(_cells(rank, row)) for rank, row in enumerate(rows))
-    actions = [action for program in programs for action in flatten(program)]
+    orders = compute_only(_cells(rank, row) for rank, row in enumerate(rows))
+    actions = [action for order in orders for action in flatten(order)]
     if not actions:
         raise ScheduleError("this CSV holds no actions; expected one row of actions per rank")
     microbatches = 1 + max(action.microbatch for action in actions)
-    orders = compute_only(programs)
     found = placement or infer_placement(orders)
     require_counts(found, microbatches, orders)
-    schedule = Schedule(name, found, microbatches, orders)
-    return Lowered(schedule, programs) if any(action.op in COMMUNICATION for action in actions) else schedule
+    return Schedule(name, found, microbatches, orders)
 
 
 def _cells(rank: int, row: Sequence[str]) -> list[Step]:
@@ -141,13 +136,13 @@ def _listed(stages: Sequence[int]) -> str:
 class Document(NamedTuple):
     """What a JSON file holds."""
 
-    program: Schedule | Lowered
+    schedule: Schedule
     costs: Costs | None
 
 
-def to_json(program: Schedule | Lowered, costs: Costs | None = None) -> str:
-    """A schedule or lowered program as JSON, one line per rank, with `costs` if given."""
-    schedule, _ = parts(program)
+def to_json(schedule: Schedule, costs: Costs | None = None) -> str:
+    """Returns a schedule, with `costs` if given, as JSON, one line per rank."""
+    require_schedule(schedule)
     data: dict[str, Any] = {
         "format": "zbcompile schedule",
         "version": JSON_VERSION,
@@ -165,8 +160,6 @@ def to_json(program: Schedule | Lowered, costs: Costs | None = None) -> str:
         data["costs"] = json.loads(costs.to_json())
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
     lines.append(f'"orders": {_rows(schedule.orders)}')
-    if isinstance(program, Lowered):
-        lines.append(f'"programs": {_rows(program.programs)}')
     return "{\n" + ",\n".join(lines) + "\n}\n"
 
 
@@ -191,8 +184,7 @@ def from_dict(data: Any) -> Document:
             raise ScheduleError(f"a schedule called {data['name']!r:.80} with barriers and lookups of {passes!r:.80}")
         schedule = Schedule(data["name"], placement, data["microbatches"], orders, *passes)
         schedule = replace(schedule, ways=require_ways(data.get("ways", ()), schedule.stages))
-        program = Lowered(schedule, _orders(data["programs"])) if "programs" in data else schedule
-        return Document(program, Costs.from_dict(data["costs"]) if "costs" in data else None)
+        return Document(schedule, Costs.from_dict(data["costs"]) if "costs" in data else None)
     except (KeyError, TypeError, AttributeError) as error:
         raise ScheduleError(f"JSON that describes no schedule: {error!r:.200}; write it with `to_json`") from None
 
@@ -201,28 +193,24 @@ def _orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:
     return tuple(tuple(map(parse_step, row)) for row in rows)
 
 
-def save(program: Schedule | Lowered, path: str | Path, costs: Costs | None = None) -> None:
-    """Write a file by its ending: .csv (torch's letters), .json, .txt (the grid)."""
-    writers = {
-        ".csv": to_csv,
-        ".json": lambda each: to_json(each, costs),
-        ".txt": lambda each: format_schedule(each) + "\n",
-    }
-    Path(path).write_text(writers[_ending(path)](program), encoding="utf-8")
+def save(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> None:
+    """Writes a file by its ending: .csv (torch's letters) or .json."""
+    text = to_csv(schedule) if _ending(path) == ".csv" else to_json(schedule, costs)
+    Path(path).write_text(text, encoding="utf-8")
 
 
-def load(path: str | Path) -> Schedule | Lowered:
-    """Read a file by its ending: .csv (named after the file), .json, .txt."""
+def load(path: str | Path) -> Schedule:
+    """Reads a file by its ending: .csv (named after the file) or .json."""
     ending, text = _ending(path), read_text(path, ScheduleError)
     if ending == ".json":
-        return from_dict(parse_json(text, ScheduleError)).program
-    if len(text.split("," if ending == ".csv" else None, VALUES)) > VALUES:
+        return from_dict(parse_json(text, ScheduleError)).schedule
+    if len(text.split(",", VALUES)) > VALUES:
         raise ScheduleError(f"{path} has more than {VALUES:,} actions")
-    return from_csv(text, name=Path(path).stem) if ending == ".csv" else parse_schedule(text)
+    return from_csv(text, name=Path(path).stem)
 
 
 def _ending(path: str | Path) -> str:
     ending = Path(path).suffix
-    if ending not in (".csv", ".json", ".txt"):
-        raise ScheduleError(f"{path}: ending {ending!r}; expected .csv, .json or .txt")
+    if ending not in ENDS_OF_SCHEDULES:
+        raise ScheduleError(f"{path}: ending {ending!r}; expected .csv or .json")
     return ending

@@ -1,7 +1,7 @@
-"""A schedule is data: for every rank the order of its compute actions, where each stage lives, and its text form.
+"""A schedule is data: for every rank the order of its actions, and where each stage lives; and its printed form.
 
-Text is read and written in the papers' letters and in torch's: `F0.3`, `B0.3`, `BW0.3` (operation, stage, microbatch)
-or `0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is our B, its B our BW).
+Actions are written in the papers' letters or in torch's: `F0.3`, `B0.3`, `BW0.3` (operation, stage, microbatch) or
+`0F3`, `0I3`, `0B3` (stage, operation, microbatch; torch's I is our B, its B our BW).
 """
 
 import re
@@ -17,6 +17,8 @@ from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, B, Pair, S, Step, W, flatten
 from zbcompile.schedules.ir.kinds import FARTHEST, KINDS
 from zbcompile.schedules.ir.placement import Placement, require_count
+
+Orders = tuple[tuple[Step, ...], ...]
 
 
 class Picturable:
@@ -36,12 +38,9 @@ class Way(NamedTuple):
     target: int
     back: bool
 
-    def __str__(self) -> str:
-        return f"{self.source}{'<' * self.back}>{self.target}"
-
 
 def require_ways(ways: Iterable[Iterable[Any]], stages: int) -> tuple[Way, ...]:
-    """Ways that were read from a file. Raises `ScheduleError` if these stages cannot have them."""
+    """Returns ways that were read from a file. Raises `ScheduleError` if these stages cannot have them."""
     found = tuple(Way(*way) for way in ways)
     for way in found:
         whole = type(way.source) is int and type(way.target) is int and type(way.back) is bool
@@ -54,21 +53,24 @@ def require_ways(ways: Iterable[Iterable[Any]], stages: int) -> tuple[Way, ...]:
 
 @dataclass(frozen=True)
 class Schedule(Picturable):
-    """`orders[rank]` is the tuple of that rank's actions (or pairs of them), compute only.
+    """`orders[rank]` is the tuple of that rank's actions, or pairs of them.
+
+    `lower` adds the messages. Execution semantics of a schedule with messages, which `check` proves safe and every
+    runtime must keep: a RECV posts a receive and returns; a compute action waits for the receives it needs; a SEND may
+    block until the matching receive is posted. On every channel (ordered pair of ranks) receives are posted in the
+    order in which the peer sends.
 
     If there are vocabulary passes, `barriers` says what the backward of the last stage waits for: S of every shard (1)
     or T of every shard (2). `lookups` says that the embedding is sharded too: the first stage receives the rows that
-    all shards have looked up. `programs` are the orders with their messages, if they came with their messages placed:
-    `lower` keeps them. `ways` are those of values that go straight to a stage which is not the next.
+    all shards have looked up. `ways` are those of values that go straight to a stage which is not the next.
     """
 
     name: str
     placement: Placement
     microbatches: int
-    orders: tuple[tuple[Step, ...], ...]
+    orders: Orders
     barriers: int = 1
     lookups: bool = False
-    programs: tuple[tuple[Step, ...], ...] = ()
     ways: tuple[Way, ...] = ()
 
     @property
@@ -80,18 +82,31 @@ class Schedule(Picturable):
         return self.placement.stages
 
     def __str__(self) -> str:
-        """The grid of `format_schedule`, which `parse_schedule` reads back."""
+        """The grid of `format_schedule`."""
         return format_schedule(self)
 
+    @cached_property
+    def is_lowered(self) -> bool:
+        """Whether the orders have messages or collectives."""
+        return not self.ops.isdisjoint(COMMUNICATION)
+
+    def compute_only(self) -> "Schedule":
+        """Returns the schedule without its messages and collectives."""
+        return self._compute_only if self.is_lowered else self
+
+    @cached_property
+    def _compute_only(self) -> "Schedule":
+        return replace(self, orders=compute_only(self.orders))
+
     def copy_of(self, microbatch: int) -> int:
-        """The model copy that a microbatch runs through: 0, or 1 for the second half under `dual`."""
+        """Returns the model copy that a microbatch runs through: 0, or 1 for the second half under `dual`."""
         return int(self.placement.kind == "dual" and microbatch >= self.microbatches // 2)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
         return self.placement.rank(stage, self.copy_of(microbatch))
 
     def microbatches_of(self, stage: int, rank: int) -> Sequence[int]:
-        """Those that run through `stage` on `rank`: all, or those of one model copy."""
+        """Returns those that run through `stage` on `rank`: all, or those of one model copy."""
         every = range(self.microbatches)
         return every if self.placement.kind != "dual" else [m for m in every if self.rank_of(stage, m) == rank]
 
@@ -113,7 +128,7 @@ class Schedule(Picturable):
         return tuple(stage for stages in found for stage in sorted(stages))
 
     def beside(self, op: str, stage: int) -> Counter[str]:
-        """What runs together with the `op` passes of a stage, how often: "own W" in BW, "W1" in a pair, or "nothing".
+        """Counts what runs together with the `op` passes of a stage: "own W" in BW, "W1" in a pair, or "nothing".
 
         >>> from zbcompile.schedules import build
         >>> build("1f1b-overlap", ranks=1, microbatches=3).beside("F", 0)
@@ -128,42 +143,16 @@ class Schedule(Picturable):
         return found
 
     def weight_order(self, stage: int) -> tuple[int, ...]:
-        """The microbatches in the order in which the weight gradients of `stage` accumulate, model copy by copy."""
+        """Returns the microbatches in the order in which the weight gradients of `stage` accumulate, copy by copy."""
         ranks = dict.fromkeys((self.rank_of(stage, 0), self.rank_of(stage, self.microbatches - 1)))
         actions = (action for rank in ranks for action in flatten(self.orders[rank]))
         return tuple(action.microbatch for action in actions if action.op in (W, BW) and action.stage == stage)
 
 
-@dataclass(frozen=True)
-class Lowered(Picturable):
-    """A schedule with its communication: `programs[rank]` is the order with SEND and RECV actions placed in it.
-
-    Execution semantics, which `check` proves safe and every runtime must keep: a RECV posts a receive and returns; a
-    compute action waits for the receives it needs; a SEND may block until the matching receive is posted. On every
-    channel (ordered pair of ranks) receives are posted in the order in which the peer sends.
-    """
-
-    schedule: Schedule
-    programs: tuple[tuple[Step, ...], ...]
-
-    def __str__(self) -> str:
-        """The grid of a schedule, with its messages."""
-        return format_schedule(self)
-
-    def as_schedule(self) -> Schedule:
-        """The schedule from which `lower` makes this program."""
-        return replace(self.schedule, programs=self.programs)
-
-
-def parts(program: Schedule | Lowered) -> tuple[Schedule, tuple[tuple[Step, ...], ...]]:
-    """The schedule, and what its ranks run."""
-    if isinstance(program, Lowered):
-        return program.schedule, program.programs
-    if not isinstance(program, Schedule):
-        raise ScheduleError(
-            f"received {program!r:.80}; expected a Schedule or a Lowered, such as `build` and `lower` make"
-        )
-    return program, program.orders
+def require_schedule(schedule: Any) -> None:
+    """Raises `ScheduleError` unless `schedule` is one."""
+    if not isinstance(schedule, Schedule):
+        raise ScheduleError(f"received {schedule!r:.80}; expected a Schedule, such as `build` and `lower` make")
 
 
 Letters = Literal["papers", "torch"]
@@ -174,14 +163,10 @@ _PAPERS = re.compile(r"([A-Z]+(?:\d{0,9}_[FB])?)(\d{1,9})\.(\d{1,9})")
 _TORCH = re.compile(r"(\d{1,9})([A-Z]+(?:_[FB])?)(\d{1,9})")
 _PAPERS_PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)")
 _TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
-_HEADER = re.compile(
-    r"(\S+): (\d{1,9}) ranks, (\d{1,9}) microbatches, (\w+(?::[\d,]+)?) placement, (\d{1,9}) chunks?"
-    r"(?:, ([12]) barriers)?(, lookups)?(?:, straight ([\d<> ]+))?(, lowered)?"
-)
 
 
 def format_step(step: Step, letters: Letters = "papers") -> str:
-    """One action or pair.
+    """Returns the text of one action or pair.
 
     >>> format_step(Action("B", 0, 3)), format_step(Action("B", 0, 3), "torch")
     ('B0.3', '0I3')
@@ -198,7 +183,7 @@ def format_step(step: Step, letters: Letters = "papers") -> str:
 
 
 def parse_step(text: str) -> Step:
-    """The action or pair written in `text`, in either letters.
+    """Returns the action or pair written in `text`, in either letters.
 
     >>> parse_step("0I3"), parse_step("(B1.3|W1.2)").second
     (Action(op='B', stage=0, microbatch=3), Action(op='W', stage=1, microbatch=2))
@@ -223,12 +208,12 @@ def _parse_action(text: str) -> Action:
 
 
 def format_order(order: Iterable[Step], letters: Letters = "papers") -> str:
-    """The steps of one rank, separated by blanks."""
+    """Returns the steps of one rank, separated by blanks."""
     return " ".join(format_step(step, letters) for step in order)
 
 
 def parse_order(text: str) -> tuple[Step, ...]:
-    """Read what `format_order` writes.
+    """Reads what `format_order` writes.
 
     >>> parse_order("F0.0 BW0.0") == parse_order("0F0 0B0")
     True
@@ -236,8 +221,8 @@ def parse_order(text: str) -> tuple[Step, ...]:
     return tuple(parse_step(word) for word in text.split())
 
 
-def format_schedule(program: Schedule | Lowered, letters: Letters = "papers", width: int | None = None) -> str:
-    """A grid, one line per rank, step under step; `parse_schedule` reads it back.
+def format_schedule(schedule: Schedule, letters: Letters = "papers", width: int | None = None) -> str:
+    """Returns a grid, one line per rank, step under step.
 
     With `width` (characters of a terminal) the grid is folded into bands that fit.
 
@@ -247,90 +232,35 @@ def format_schedule(program: Schedule | Lowered, letters: Letters = "papers", wi
     rank 0  F0.0  F0.1  B0.0  W0.0  B0.1  W0.1
     rank 1  F1.0  B1.0  F1.1  B1.1  W1.0  W1.1
     """
-    schedule, orders = parts(program)
-    cells = [[format_step(step, letters) for step in order] for order in orders]
-    labels = [f"rank {rank}".ljust(len(f"rank {len(orders) - 1}")) for rank in range(len(orders))]
-    lines = [_header(schedule, isinstance(program, Lowered))]
-    for band in _bands(_columns(cells), len(labels[0]), width):
-        rows = zip(*band, strict=True)
-        lines += ["  ".join((label, *row)).rstrip() for label, row in zip(labels, rows, strict=True)]
-        lines.append("")
-    return "\n".join(lines[:-1])
+    require_schedule(schedule)
+    labels = [f"rank {rank}" for rank in range(len(schedule.orders))]
+    cells = [[format_step(step, letters) for step in order] for order in schedule.orders]
+    columns = list(zip_longest(*cells, fillvalue=""))
+    label_width = max(map(len, labels), default=0)
+    lines, used = [_header(schedule)], width or 0
+    rows: list[str] = []
+    for column in columns:
+        room = 2 + max(map(len, column))
+        if not rows or (width is not None and used + room > width):
+            lines += [*(row.rstrip() for row in rows), ""] if rows else []
+            rows, used = [label.ljust(label_width) for label in labels], label_width
+        rows = [f"{row}  {cell.ljust(room - 2)}" for row, cell in zip(rows, column, strict=True)]
+        used += room
+    return "\n".join([*lines, *(row.rstrip() for row in rows or labels)])
 
 
-def _header(schedule: Schedule, lowered: bool) -> str:
+def _header(schedule: Schedule) -> str:
     placement, chunks = schedule.placement, schedule.placement.chunks
     kind = str(placement) if placement.kind == "map" else placement.kind
     counts = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
     plural = "" if chunks == 1 else "s"
-    barriers = f", {schedule.barriers} barriers" * (schedule.barriers != 1)
-    lookups = ", lookups" * schedule.lookups
-    straight = f", straight {' '.join(map(str, schedule.ways))}" * bool(schedule.ways)
-    what = f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}{barriers}{lookups}{straight}"
-    return what + ", lowered" * lowered
-
-
-def _columns(cells: Sequence[Sequence[str]]) -> list[list[str]]:
-    columns = zip_longest(*cells, fillvalue="")
-    return [[cell.ljust(max(map(len, column))) for cell in column] for column in columns]
-
-
-def _bands(columns: list[list[str]], label: int, width: int | None) -> list[list[list[str]]]:
-    """Split columns so that label, two blanks and cell after cell fit into `width`; at least one column a band."""
-    bands: list[list[list[str]]] = [[]]
-    used = label
-    for column in columns:
-        used += 2 + len(column[0])
-        if width is not None and used > width and bands[-1]:
-            bands.append([])
-            used = label + 2 + len(column[0])
-        bands[-1].append(column)
-    return bands
-
-
-def parse_schedule(text: str) -> Schedule | Lowered:
-    """Read what `format_schedule` writes, folded or not.
-
-    A lowered program comes back with its compute actions as the orders of its schedule. Only the form is judged here;
-    `check` judges the content.
-    """
-    header, *lines = [line for line in text.splitlines() if line.strip()] or [""]
-    match = _HEADER.fullmatch(header.strip())
-    if not match:
-        expected = "NAME: P ranks, M microbatches, KIND placement, V chunks"
-        raise ScheduleError(f"first line {header!r:.80}; expected {expected!r}")
-    name, ranks, microbatches, kind, chunks, barriers, lookups, straight, lowered = match.groups()
-    known = kind.startswith("map:")
-    programs = _rows(lines, int(ranks))
-    placement = Placement.parse(kind, int(ranks)) if known else Placement(kind, int(ranks), int(chunks))
-    orders, passes = compute_only(programs), (int(barriers or 1), lookups is not None)
-    require_counts(placement, int(microbatches), orders)
-    schedule = Schedule(name, placement, int(microbatches), orders, *passes)
-    if straight:
-        schedule = replace(schedule, ways=require_ways(map(_parse_way, straight.split()), schedule.stages))
-    return Lowered(schedule, programs) if lowered else schedule
-
-
-def _parse_way(text: str) -> tuple[int, int, bool]:
-    match = re.fullmatch(r"(\d{1,9})(<?)>(\d{1,9})", text)
-    if not match:
-        raise ScheduleError(f"way {text!r:.80}; expected SOURCE>TARGET, or SOURCE<>TARGET if gradients return")
-    return int(match[1]), int(match[3]), bool(match[2])
-
-
-def _rows(lines: Sequence[str], ranks: int) -> tuple[tuple[Step, ...], ...]:
-    """The text of every rank in a grid; fewer rows than ranks if lines are missing."""
-    orders: dict[int, list[Step]] = {}
-    for line in lines:
-        word, rank, *steps = (*line.split(), "")
-        if word != "rank" or not re.fullmatch(r"[0-9]{1,9}", rank) or int(rank) >= ranks:
-            raise ScheduleError(f"line {line!r:.80}; expected 'rank R' with R from 0 to {ranks - 1} and its steps")
-        orders.setdefault(int(rank), []).extend(map(parse_step, filter(None, steps)))
-    return tuple(tuple(orders.get(rank, ())) for rank in range(min(ranks, len(lines))))
+    notes = [f"{schedule.barriers} barriers"] * (schedule.barriers != 1) + ["lookups"] * schedule.lookups
+    notes += ["with messages"] * schedule.is_lowered
+    return ", ".join([f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}", *notes])
 
 
 def require_counts(placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]) -> None:
-    """Refuse counts that exceed the number of actions, before memory is allocated for them."""
+    """Refuses counts that exceed the number of actions, before memory is allocated for them."""
     require_count("microbatches", microbatches)
     actions = len(orders) + sum(map(len, orders)) * 2
     if placement.ranks != len(orders) or max(placement.stages, microbatches) > actions:
@@ -338,6 +268,6 @@ def require_counts(placement: Placement, microbatches: int, orders: Sequence[Seq
         raise ScheduleError(f"{counts}, but orders of {len(orders)} ranks with at most {actions} actions")
 
 
-def compute_only(programs: Iterable[Iterable[Step]]) -> tuple[tuple[Step, ...], ...]:
-    """Programs without their SEND and RECV actions."""
-    return tuple(tuple(step for step in program if step[0] not in COMMUNICATION) for program in programs)
+def compute_only(orders: Iterable[Iterable[Step]]) -> Orders:
+    """Returns orders without their messages and collectives."""
+    return tuple(tuple(step for step in order if step[0] not in COMMUNICATION) for order in orders)

@@ -20,7 +20,7 @@ from zbcompile.schedules.execution.deadlock import schedule_error_at
 from zbcompile.schedules.execution.order_graph import NodeTimes, OrderGraph
 from zbcompile.schedules.ir.actions import CAST, COLLECTIVES, LOOKUP, SPREAD, STATS, SUM, Action, F, Step, T, flatten
 from zbcompile.schedules.ir.dependencies import needs
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.ir.schedule import Schedule
 
 LOOKUPS_AHEAD = 2
 Collective = tuple[float, int, str]  # when it can begin, its microbatch, its operation
@@ -67,17 +67,16 @@ def post_collectives(graph: OrderGraph, run: NodeTimes, posts: Sequence[Posts]) 
             found.append(Action(op, shard, microbatch))
 
 
-def check_collectives(lowered: Lowered) -> None:
+def check_collectives(schedule: Schedule) -> None:
     """Raise `ScheduleError` unless every shard posts every collective once, all of them in the same order."""
-    schedule = lowered.schedule
     shards = {schedule.rank_of(shard, 0): shard for shard in schedule.shards}
-    posted = {rank: _posted(program) for rank, program in enumerate(lowered.programs)}
+    posted = {rank: _posted(program) for rank, program in enumerate(schedule.orders)}
     for rank, found in posted.items():
         kinds = collectives_of(schedule) if rank in shards else ()
         expected = {(op, m) for op in kinds for m in range(schedule.microbatches)}
         for (op, microbatch), index in found:
-            if (op, microbatch) not in expected or lowered.programs[rank][index][1] != shards[rank]:
-                _refuse(lowered, rank, index, "appears twice, or belongs to no shard of this rank")
+            if (op, microbatch) not in expected or schedule.orders[rank][index][1] != shards[rank]:
+                _refuse(schedule, rank, index, "appears twice, or belongs to no shard of this rank")
             expected.discard((op, microbatch))
         if expected:
             op, microbatch = min(expected, key=lambda each: each[::-1])
@@ -86,7 +85,7 @@ def check_collectives(lowered: Lowered) -> None:
     for rank in shards:
         for (one, _), (other, index) in zip_longest(posted[first], posted[rank]):
             if one != other:
-                _refuse(lowered, rank, index, f"is posted where rank {first} posts {one[0]} of microbatch {one[1]}")
+                _refuse(schedule, rank, index, f"is posted where rank {first} posts {one[0]} of microbatch {one[1]}")
 
 
 def _posted(program: Sequence[Step]) -> list[tuple[tuple[str, int], int]]:
@@ -95,7 +94,7 @@ def _posted(program: Sequence[Step]) -> list[tuple[tuple[str, int], int]]:
     return [((str(step[0]), step[2]), index) for step, index in found if isinstance(step, Action)]
 
 
-def _refuse(lowered: Lowered, rank: int, index: int, reason: str) -> None:
-    what = f"{lowered.schedule.name}: rank {rank}: {lowered.programs[rank][index]} {reason}"
+def _refuse(schedule: Schedule, rank: int, index: int, reason: str) -> None:
+    what = f"{schedule.name}: rank {rank}: {schedule.orders[rank][index]} {reason}"
     rule = "all shards post the same collectives in the same order"
-    raise schedule_error_at(f"{what}; {rule}", lowered.programs, rank, index)
+    raise schedule_error_at(f"{what}; {rule}", schedule.orders, rank, index)

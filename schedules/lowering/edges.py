@@ -13,7 +13,7 @@ from zbcompile.schedules.ir.dependencies import (
     travels_as,
 )
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.ir.schedule import Schedule
 
 # Messages between stages and vocabulary shards: the last stage's output and its gradient, the gradient of what the
 # shards have looked up for the first stage.
@@ -40,7 +40,7 @@ class Edge(NamedTuple):
     peer: int = -1
 
 
-def edges_of(lowered: Lowered, rank: int) -> dict[Action, Edge]:
+def edges_of(schedule: Schedule, rank: int) -> dict[Action, Edge]:
     """The edges of all actions of a rank, in their order.
 
     >>> from zbcompile.schedules import build, lower
@@ -48,9 +48,8 @@ def edges_of(lowered: Lowered, rank: int) -> dict[Action, Edge]:
     >>> edge.needs, edge.makes
     ((), ((Message(kind='B', stage=0, microbatch=0, hops=1), 0),))
     """
-    schedule = lowered.schedule
     collectives = awaited(schedule, lowered=True) if schedule.shards else {}
-    return {action: _edge(schedule, action, collectives) for action in flatten(lowered.programs[rank])}
+    return {action: _edge(schedule, action, collectives) for action in flatten(schedule.orders[rank])}
 
 
 def _edge(schedule: Schedule, action: Action, collectives: Mapping[tuple[str, int], str]) -> Edge:

@@ -20,14 +20,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import run_to_end
-from zbcompile.schedules.execution.order_graph import NodeTimes, OrderGraph, gc_disabled
+from zbcompile.schedules.execution.order_graph import NodeTimes, OrderGraph, gc_disabled, require_steps
 from zbcompile.schedules.ir.actions import COMPUTE, Action, Pair, Step, flatten, has_pairs
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import other_end, sends_after, target
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.schedule import Lowered, Schedule, compute_only
+from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 from zbcompile.schedules.lowering.collectives import Posts, post_collectives
 
 
@@ -43,20 +42,21 @@ Peers = dict[str, dict[int, tuple[Peer, ...]]]  # by operation, then by stage
 
 
 @gc_disabled()
-def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
-    """Place SEND, RECV and (with vocabulary passes) collective actions in every rank's order.
+def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
+    """Returns the schedule with SEND, RECV and (with vocabulary passes) collective actions in every rank's order.
 
-    `costs` (default: uniform) only say when each receive will be needed; whatever they are, the program is safe. A
-    schedule that brings its messages (`Lowered.as_schedule`) keeps them; `check` says whether they are safe.
+    `costs` (default: uniform) only say when each receive will be needed; whatever they are, the result is safe.
+    Messages that the orders have already are placed again.
 
     Raises `ScheduleError` if the orders wait for each other in a circle, which no placement of messages can resolve.
 
     >>> from zbcompile.schedules import build
-    >>> " ".join(map(str, lower(build("1f1b", ranks=2, microbatches=1)).programs[0]))
+    >>> " ".join(map(str, lower(build("1f1b", ranks=2, microbatches=1)).orders[0]))
     'F0.0 RECV_B0.0 SEND_F0.0 BW0.0'
     """
-    if schedule.programs:
-        return _with_its_messages(schedule)
+    require_schedule(schedule)
+    require_steps(schedule)
+    schedule = schedule.compute_only()
     graph, run = run_to_end(schedule, _positive(costs or Costs.uniform(schedule.stages)))
     microbatches = tuple(range(schedule.microbatches))  # one object per number, not one per action
     peers = [_peers(schedule, rank, microbatches) for rank in range(schedule.ranks)]
@@ -65,16 +65,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Lowered:
         _post_receives(order, graph, run, peers[rank], rank, posts)
     if schedule.shards:
         post_collectives(graph, run, posts)
-    return Lowered(schedule, tuple(map(_interleave, schedule.orders, peers, posts)))
-
-
-def _with_its_messages(schedule: Schedule) -> Lowered:
-    if compute_only(schedule.programs) != schedule.orders:
-        raise ScheduleError(
-            f"{schedule.name}: its messages were placed for another order, without what was added to it since (passes "
-            "of a sharded vocabulary, say). Leave these out, or pass the schedule without its messages."
-        )
-    return Lowered(replace(schedule, programs=()), schedule.programs)
+    return replace(schedule, orders=tuple(map(_interleave, schedule.orders, peers, posts)))
 
 
 def _positive(costs: Costs) -> Costs:

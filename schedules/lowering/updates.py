@@ -13,7 +13,6 @@ different exchanges.
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
-from typing import overload
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import schedule_error_at
@@ -31,18 +30,14 @@ from zbcompile.schedules.ir.actions import (
     flatten,
 )
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.schedule import Lowered, Schedule
+from zbcompile.schedules.ir.schedule import Schedule
 
 UPDATES = (VALIDATE, GATHER, REDUCE, OPT)
 
 
-@overload
-def with_updates(program: Schedule, kinds: Collection[str]) -> Schedule: ...
-@overload
-def with_updates(program: Lowered, kinds: Collection[str]) -> Lowered: ...
-def with_updates(program: Schedule | Lowered, kinds: Collection[str]) -> Schedule | Lowered:
-    """The program with the actions of these `kinds`, of VALIDATE, GATHER, REDUCE and OPT, for every stage, and if it is
-    lowered of the EXCHANGES, for every rank.
+def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
+    """Returns the schedule with the actions of these `kinds`: of VALIDATE, GATHER, REDUCE and OPT for every stage, of
+    the EXCHANGES for every rank.
 
     Under two model copies (`dual`) all parameters are complete at the end of the step only: no updates are added.
     Raises ScheduleError for other kinds.
@@ -53,17 +48,14 @@ def with_updates(program: Schedule | Lowered, kinds: Collection[str]) -> Schedul
     rank 0  GATHER0.0  F0.0  B0.0  W0.0  REDUCE0.0  OPT0.0
     rank 1  GATHER1.0  F1.0  B1.0  W1.0  REDUCE1.0  OPT1.0
     """
-    known = UPDATES + EXCHANGES * isinstance(program, Lowered)
+    known = (*UPDATES, *EXCHANGES)
     if isinstance(kinds, str) or not set(kinds) <= set(known):
         raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(known)}")
-    if isinstance(program, Lowered):
-        schedule = with_updates(program.schedule, set(kinds).intersection(UPDATES))
-        programs = map(_with_communication, schedule.orders, program.programs)
-        return Lowered(schedule, tuple(_surrounded(r, own, kinds) for r, own in enumerate(programs)))
-    if not kinds or program.placement.kind == "dual":
-        return program
-    orders = (_updated(order, kinds) for order in program.orders)
-    return replace(program, orders=tuple(orders))
+    orders = schedule.compute_only().orders
+    if set(kinds).intersection(UPDATES) and schedule.placement.kind != "dual":
+        orders = tuple(_updated(order, kinds) for order in orders)
+    orders = tuple(map(_with_communication, orders, schedule.orders))
+    return replace(schedule, orders=tuple(_surrounded(rank, order, kinds) for rank, order in enumerate(orders)))
 
 
 def _updated(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
@@ -105,14 +97,14 @@ def _surrounded(rank: int, program: Sequence[Step], kinds: Collection[str]) -> t
     return (*front, *program, *own[len(front) :])
 
 
-def check_exchanges(lowered: Lowered) -> None:
+def check_exchanges(schedule: Schedule) -> None:
     """Raise `ScheduleError` unless all ranks run the same exchanges, each once, in one order around all other steps."""
-    schedule, kinds = lowered.schedule, {step[0] for step in lowered.programs[0] if step[0] in EXCHANGES}
-    for rank, program in enumerate(lowered.programs):
+    kinds = {step[0] for step in schedule.orders[0] if step[0] in EXCHANGES}
+    for rank, program in enumerate(schedule.orders):
         expected = _surrounded(rank, [step for step in program if step[0] not in EXCHANGES], kinds)
         place = next((i for i, each in enumerate(zip(program, expected, strict=False)) if each[0] != each[1]), None)
         if place is not None or len(program) != len(expected):
             place = min(len(program), len(expected)) - 1 if place is None else place
             what = f"{schedule.name}: rank {rank}: {program[place]} is not in its place, or an exchange is missing"
             rule = "all ranks run the same exchanges, in the order of the table, around all other actions"
-            raise schedule_error_at(f"{what}; {rule}", lowered.programs, rank, place)
+            raise schedule_error_at(f"{what}; {rule}", schedule.orders, rank, place)

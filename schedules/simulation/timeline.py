@@ -12,7 +12,7 @@ from zbcompile.schedules.execution.order_graph import OrderGraph, blocking, gc_d
 from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.schedule import Lowered, Picturable, Schedule, parts
+from zbcompile.schedules.ir.schedule import Picturable, Schedule, require_schedule
 from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, idle_intervals
 
 
@@ -47,10 +47,6 @@ class Timeline(Picturable):
     end: Sequence[float]
     peak_memory: tuple[float, ...]
     memory_limits: tuple[float, ...] = ()
-
-    @property
-    def program(self) -> Schedule | Lowered:
-        return self.graph.program
 
     @property
     def schedule(self) -> Schedule:
@@ -161,12 +157,12 @@ class Timeline(Picturable):
 
 
 @gc_disabled()
-def simulate(program: Schedule | Lowered, costs: Costs | None = None) -> Timeline:
-    """Returns the step of a schedule, or of a lowered one, under `costs` (default: passes take 1, hops are free).
+def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
+    """Returns the step of a schedule under `costs` (default: passes take 1, hops are free).
 
     Every rank runs its order; a step begins when its rank is free and what it needs has arrived. A result is available
-    on another rank `costs.hop` after its pass has ended; a hop occupies neither rank. In a schedule messages are
-    buffered without limit, in a lowered program a rank stands still at a SEND until its receive is posted. Raises
+    on another rank `costs.hop` after its pass has ended; a hop occupies neither rank. Without
+    messages in the orders these are buffered without limit; a SEND waits until its receive is posted. Raises
     `ScheduleError` if the orders do not run to their end; the other rules are left to `check`.
 
     >>> from zbcompile.schedules import build
@@ -174,9 +170,9 @@ def simulate(program: Schedule | Lowered, costs: Costs | None = None) -> Timelin
     >>> t.makespan, t.peak_memory
     (33, (4, 3, 2, 1))
     """
-    schedule, _ = parts(program)
+    require_schedule(schedule)
     costs = costs or Costs.uniform(schedule.stages)
-    graph, run = run_to_end(program, costs)
+    graph, run = run_to_end(schedule, costs)
     return Timeline(graph, costs, run.start, run.end, peak_memory(schedule, costs))
 
 

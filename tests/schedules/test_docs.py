@@ -20,7 +20,7 @@ def _row(name: str, ranks: int = 8, microbatches: int = 32) -> str:
     unit = 2 / schedule.placement.chunks
     plain = simulate(schedule, Costs.uniform(schedule.stages, unit, unit, unit, activation=unit / 2))
     hops = simulate(schedule, Costs.uniform(schedule.stages, unit, unit, unit, comm=0.2))
-    messages = sum(step[0] in (SEND_F, SEND_B) for program in lower(schedule).programs for step in program)
+    messages = sum(step[0] in (SEND_F, SEND_B) for program in lower(schedule).orders for step in program)
     bubbles = " | ".join(f"{100 * bubble:.1f}%" for bubble in (plain.cost_bubble, plain.bubble, hops.bubble))
     return f"| {name} | {bubbles} | {max(plain.peak_memory):g} | {messages // microbatches} |"
 

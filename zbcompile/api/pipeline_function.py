@@ -18,7 +18,7 @@ from zbcompile.passes.capture.training_step import LossFunction
 from zbcompile.passes.compile_options import Barriers, Policy
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.runtime.step_run import Engine
-from zbcompile.schedules import Lowered, Schedule
+from zbcompile.schedules import Schedule
 from zbcompile.torch_private import warn_of_untried
 
 Maker = Callable[..., nn.Module]
@@ -33,7 +33,7 @@ def pipeline(model: Maker, **options: Any) -> Callable[..., Pipeline]: ...
 def pipeline(
     model: Any = ...,
     *,
-    schedule: str | Schedule | Lowered = "zb-v",
+    schedule: str | Schedule = "zb-v",
     microbatches: int | None = None,
     ranks: int | None = None,
     loss: LossFunction | None = None,
@@ -65,8 +65,8 @@ def pipeline(
     """Turns `model` into a pipeline, or decorates an nn.Module class or a function that returns a module.
 
     Args:
-        schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv, .json or .txt file, or a `Schedule`;
-            with messages (a `Lowered`, or such a file) these are kept. Weight gradients accumulate in its order of W.
+        schedule: A name in any spelling (`zbcompile.schedules.names()`), a .csv or .json file, or a `Schedule`, whose
+            messages, if it has some, are placed anew. Weight gradients accumulate in its order of W.
             "auto" takes the name whose predicted step is the shortest, when the first batch is there (docs/search.md).
         microbatches: How many equal parts each batch is split into. Default: the smallest count from 2 x stages on that
             the schedule admits and that divides the first batch, else the largest below.

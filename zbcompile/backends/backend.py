@@ -200,7 +200,7 @@ def compile_passes(
     passes = _passes_of(program, ranks)
     if backend.compiler is None and not cuda_graphs:
         return CompiledPasses({}, Compilation(backend.name, len(passes), 0))
-    ordered = {(action.op, action.stage) for rank in ranks for action in flatten(program.lowered.programs[rank])}
+    ordered = {(action.op, action.stage) for rank in ranks for action in flatten(program.lowered.orders[rank])}
     now = {p: piece for p, piece in passes.items() if p.kind == "shard" or (p.name, p.owner) in ordered}
     runs, compilation = backend.compile(now, min(ranks))
     calls = runs | {place: backend.later(piece) for place, piece in passes.items() if place not in now}

@@ -39,7 +39,7 @@ from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bo
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of, listed, ways_of
-from zbcompile.schedules import Lowered, Placement, Schedule, lower
+from zbcompile.schedules import Placement, Schedule, lower
 from zbcompile.schedules.generators.forward_only import forward_only
 
 
@@ -210,14 +210,14 @@ def _sharding(canonical: Canonical, frame: Frame, manager: PassManager) -> Vocab
         return None
 
 
-def forward_order(program: Program, count: int) -> Lowered:
+def forward_order(program: Program, count: int) -> Schedule:
     """The order in which that many microbatches flow through a forward alone."""
     return _in_order(program.schedule.placement, program.stages, program.vocabulary, count)
 
 
 def _in_order(
     placement: Placement, stages: Sequence[StageProgram], vocabulary: VocabularyProgram | None, count: int
-) -> Lowered:
+) -> Schedule:
     lookups = vocabulary is not None and bool(vocabulary.lookup)
     schedule = forward_only(placement, count, shards=vocabulary is not None, lookups=lookups)
     return lower(replace(schedule, ways=ways_of(stages)))

@@ -6,11 +6,10 @@ from dataclasses import replace
 from zbcompile.compiler.stage_price import bytes_of, exchange_of, exchange_seconds
 from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.errors import CompileError
 from zbcompile.passes.machine.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.program.program import Program, ways_of
-from zbcompile.schedules import Costs, Lowered, Schedule, lower
+from zbcompile.schedules import Costs, Schedule, lower
 from zbcompile.schedules.searching.pairs import with_pairs
 
 
@@ -32,21 +31,8 @@ def in_order(program: Program, schedule: Schedule) -> Program:
     return replace(program, lowered=lower_for(program.stages, schedule, program.choices, program.device_type))
 
 
-def _require_its_ways(schedule: Schedule, stages: Sequence[StageProgram]) -> None:
-    wanted = ways_of(stages)
-    if schedule.ways != wanted:
-        there, needed = (", ".join(map(str, ways)) or "none" for ways in (schedule.ways, wanted))
-        raise CompileError(
-            f"{schedule.name} brings its messages, and those that go straight to stages which are not the next are not "
-            f"those of this model: {there}; expected {needed}. Pass the schedule without its messages."
-        )
-
-
-def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choices, device: str) -> Lowered:
+def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choices, device: str) -> Schedule:
     """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the collectives."""
-    if schedule.programs:  # its messages are placed for its order
-        _require_its_ways(schedule, stages)
-        return lower(schedule)
     pairs = any(each.hides for stage in stages for each in collectives_of(stage))
     if choices.pairs == "given" or not pairs or any("W" not in stage.pieces for stage in stages):
         return lower(replace(with_pairs(schedule, Costs.uniform(schedule.stages)), ways=ways_of(stages)))

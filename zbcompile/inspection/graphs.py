@@ -40,7 +40,7 @@ def require_stage(schedule: Schedule, stage: int) -> None:
 
 def merge_pairs(program: Program, manager: PassManager) -> None:
     """The last pass, which runs when a rank is prepared: it merges each kind of pair in the schedule into one graph."""
-    pairs = [step for steps in program.lowered.programs for step in steps if isinstance(step, Pair)]
+    pairs = [step for steps in program.lowered.orders for step in steps if isinstance(step, Pair)]
     for op, stage, other_op, other in dict.fromkeys((*first[:2], *second[:2]) for first, second in pairs):
         manager.run(OVERLAP, (program.stages[stage].pieces[op], program.stages[other].pieces[other_op]), stage=stage)
 

@@ -204,7 +204,7 @@ class Summary:
         rows = [
             [Figure("rank", rank), Figure("actions", [*map(str, order)]), Figure("with messages", [*map(str, program)])]
             for rank, (order, program) in enumerate(
-                zip(self.program.schedule.orders, self.program.lowered.programs, strict=True)
+                zip(self.program.schedule.orders, self.program.lowered.orders, strict=True)
             )
         ]
         picture = format_schedule(self.program.schedule, width=WIDTH)

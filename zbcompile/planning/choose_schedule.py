@@ -4,7 +4,7 @@ many microbatches each batch becomes."""
 from zbcompile.batches.batch import Batch
 from zbcompile.errors import PipelineError
 from zbcompile.options import PipelineOptions, is_searched
-from zbcompile.schedules import Schedule, admits, build, check, lower, smallest_microbatches
+from zbcompile.schedules import Schedule, admits, build, check, smallest_microbatches
 
 PROVISIONAL = "zb-v"  # until a name is chosen: it admits any number of microbatches
 
@@ -25,7 +25,7 @@ def choose_schedule(options: PipelineOptions, ranks: int) -> Schedule:
         raise PipelineError(
             f"microbatches={options.microbatches}, but the schedule {given.name} is for {given.microbatches}."
         )
-    check(lower(given) if given.programs else given, weight_order=None if options.exact else "any")
+    check(given, weight_order=None if options.exact else "any")
     return given
 
 

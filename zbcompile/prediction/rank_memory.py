@@ -160,7 +160,7 @@ def held_in_step(
     sums: dict[int, int] = {}
     own = {"F": [0.0] * len(program.stages), "B": costs.activation, "W": costs.residue, "BW": costs.activation}
     yield HeldBytes(0.0, messages.bytes, 0.0)
-    for action in flatten(program.lowered.programs[rank]):
+    for action in flatten(program.lowered.orders[rank]):
         messages.before(action)
         if action.op not in COMPUTE:
             continue

@@ -50,7 +50,7 @@ from zbcompile.program.rank_files import (
     tensors_from_file,
 )
 from zbcompile.safe_files import read_regular, sync, write_whole
-from zbcompile.schedules import Lowered, check, from_json
+from zbcompile.schedules import Schedule, check, from_json
 from zbcompile.schedules.ir.files import to_json
 from zbcompile.untrusted_text import LONG_TEXT, MORE_VALUES, parse_json
 
@@ -196,12 +196,10 @@ def read_program(
     return program
 
 
-def _lowered(text: str, manifest: Mapping[str, Any]) -> Lowered:
+def _lowered(text: str, manifest: Mapping[str, Any]) -> Schedule:
     """The schedule of a program. Raises ValueError for one that its manifest does not describe."""
-    lowered = from_json(text).program
-    if not isinstance(lowered, Lowered):
-        raise ValueError("no communication")
-    if (lowered.schedule.ranks, lowered.schedule.stages) != (manifest["ranks"], len(manifest["stages"])):
+    lowered = from_json(text).schedule
+    if (lowered.ranks, lowered.stages) != (manifest["ranks"], len(manifest["stages"])):
         raise ValueError("another number of ranks or stages than the manifest")
     check(lowered, weight_order="any")
     return lowered

@@ -28,7 +28,7 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.vocabulary.shard_program import InputLayer, Tiling, VocabularyProgram
 from zbcompile.program.output import output_from_data, output_to_data, sizes_from_data, spec_from_data, spec_to_data
 from zbcompile.program.program import Program
-from zbcompile.schedules.ir.schedule import Lowered
+from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.untrusted_text import MORE_VALUES, parse_json
 
 FORMAT, VERSION = "zbcompile program", 5
@@ -164,7 +164,7 @@ def digest_of(data: Mapping[str, Any]) -> str:
 
 
 def program_from_manifest(
-    data: Mapping[str, Any], lowered: Lowered, device: torch.device, operators: Collection[str]
+    data: Mapping[str, Any], lowered: Schedule, device: torch.device, operators: Collection[str]
 ) -> SavedProgram:
     """The program, still without the graphs of its stages; it may call `operators` of other libraries. Raises KeyError,
     TypeError or ValueError for data of another form."""

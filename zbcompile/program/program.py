@@ -24,7 +24,7 @@ from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.output import FORWARDS, Output
-from zbcompile.schedules.ir.schedule import Lowered, Schedule, Way
+from zbcompile.schedules.ir.schedule import Schedule, Way
 from zbcompile.version import __version__
 
 ANSWERS = "answers-"  # and a number: a program for other answers, in the directory of the first
@@ -38,7 +38,7 @@ class Program:
     * The graphs: `stages[i]` is the program of stage i, `vocabulary` the output layer if that is sharded over all
       ranks, `cuts` where the model was cut, `operations` a hash of the graph before it was cut. `groups` are this
       process's names of the process groups, by what the graphs call them.
-    * The order: `lowered.programs[rank]` are the actions of a rank with their communication.
+    * The order: `lowered.orders[rank]` are the actions of a rank with their communication.
     * The model: `model` describes it, `homes` are the stages that use each parameter and buffer (tied ones under their
       first name).
     * What it is right for: `call` is the form of a microbatch (see `call_of`), `guards` what forward asks about its
@@ -52,7 +52,7 @@ class Program:
     model: ModelFacts
     cuts: Cuts
     stages: tuple[StageProgram, ...]
-    lowered: Lowered
+    lowered: Schedule
     homes: Mapping[str, tuple[int, ...]]
     choices: Choices
     loss_dtype: str
@@ -90,7 +90,7 @@ class Program:
 
     @cached_property
     def schedule(self) -> Schedule:
-        return self.lowered.schedule
+        return self.lowered.compute_only()
 
     @property
     def exchanges(self) -> set[str]:
@@ -213,7 +213,7 @@ class Program:
             "threads": torch.get_num_threads(),
             "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},
             "cuts": list(self.cuts.after),
-            "order": _digest(str(self.lowered.programs)),
+            "order": _digest(str(self.lowered.orders)),
             "vocabulary": self._sharding,
             "collectives": [
                 [f"{each.name}: {each.kind} along {each.dimension}" for each in collectives_of(stage)]

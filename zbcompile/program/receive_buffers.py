@@ -22,7 +22,7 @@ from zbcompile.passes.torch_private import storage_key
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import RECEIVES, SENDS, Action, flatten
 from zbcompile.schedules.ir.kinds import KINDS
-from zbcompile.schedules.ir.schedule import Lowered
+from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.edges import Message, edges_of
 
 AFTER = {"F": ("B", "W", "BW"), "B": ("W",), "W": (), "BW": ()}  # the passes that may follow each
@@ -81,7 +81,7 @@ def assign_buffers(
     made: dict[TensorSpec, int] = defaultdict(int)
     live: dict[tuple[int, int], list[tuple[Buffer, frozenset[str]]]] = defaultdict(list)
     assigned: dict[Action, tuple[Buffer, ...]] = {}
-    for action in flatten(program.lowered.programs[rank]):
+    for action in flatten(program.lowered.orders[rank]):
         waiting = live[action.stage, action.microbatch]
         if action.op in RECEIVES:
             stage = stage_of(action)
@@ -175,7 +175,7 @@ class _Places(NamedTuple):
     sent: Mapping[Message, int]
 
 
-def _places(lowered: Lowered, rank: int) -> _Places:
+def _places(lowered: Schedule, rank: int) -> _Places:
     edges = list(enumerate(edges_of(lowered, rank).items()))
     sent = {edge.carries: at for at, (action, edge) in edges if action.op in SENDS and edge.carries is not None}
     return _Places({need: at for at, (_, edge) in edges for need in edge.needs}, sent)

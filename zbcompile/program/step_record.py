@@ -15,7 +15,6 @@ from zbcompile.json_text import to_text
 from zbcompile.schedules import (
     Action,
     Costs,
-    Lowered,
     Schedule,
     Timeline,
     parse_step,
@@ -236,7 +235,6 @@ def record_from(data: Any, path: str | Path) -> StepRecord:
 
 
 def _record(data: dict[str, Any]) -> StepRecord:
-    program = from_dict(data["schedule"]).program
     counts = {name: dict(enumerate(data[name])) for name in ("bytes_sent", "held_bytes")}
     spans = {rank: [_span(*span) for span in spans] for rank, spans in enumerate(data["spans"])}
     held = [each for each in counts["held_bytes"].values() if each]
@@ -253,7 +251,7 @@ def _record(data: dict[str, Any]) -> StepRecord:
         step_time=_seconds(data["step_time"]),
         started=_seconds(data["started"]),
         in_process=data["in_process"],
-        schedule=program.schedule if isinstance(program, Lowered) else program,
+        schedule=from_dict(data["schedule"]).schedule.compute_only(),
         program=data["program"],
     )
 

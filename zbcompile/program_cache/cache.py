@@ -28,7 +28,7 @@ from zbcompile.passes.python_state.premises import StandingPremises
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.program.program import Program
 from zbcompile.runtime.executable import BoundGraphs, Executable, plan_step
-from zbcompile.schedules import Lowered
+from zbcompile.schedules import Schedule
 
 Capture = TypeVar("Capture")
 Tensors = Mapping[str, torch.Tensor]
@@ -185,7 +185,7 @@ class ProgramCache:
         self,
         graphs: Sequence[BoundGraphs],
         everywhere: Sequence[BoundGraphs],
-        order: Callable[[Program, int], Lowered],
+        order: Callable[[Program, int], Schedule],
     ) -> Executable:
         """The plan of a step or an evaluation. Its microbatches run `graphs`, those of all replicas run graphs among
         `everywhere`, in the order that `order` gives for as many microbatches. Plans are kept."""

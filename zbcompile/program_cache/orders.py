@@ -3,11 +3,11 @@
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.errors import PipelineError
 from zbcompile.program.program import Program
-from zbcompile.schedules import Lowered, admits, build, names
+from zbcompile.schedules import Schedule, admits, build, names
 from zbcompile.schedules.generators.registry import find
 
 
-def step_order(program: Program, count: int) -> Lowered:
+def step_order(program: Program, count: int) -> Schedule:
     """The order of a step of that many microbatches, with its messages. Raises PipelineError if the name of the
     schedule does not admit that many, or if its order is not the one of its name."""
     if count == program.schedule.microbatches:
@@ -32,7 +32,7 @@ def _require_order(program: Program, count: int) -> None:
         )
 
 
-def _built(program: Program, count: int) -> Lowered:
+def _built(program: Program, count: int) -> Schedule:
     """The order of its name, paired as the program's own one where its passes exchange tensors."""
     own = program.schedule
     chunks = own.placement.chunks if find(own.name).free_chunks else None

@@ -21,7 +21,7 @@ from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.slices import Slices
 from zbcompile.runtime.step_agreement import StepAgreement
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
-from zbcompile.schedules import Lowered, Schedule, lower, with_updates
+from zbcompile.schedules import Schedule, lower, with_updates
 
 
 @dataclass(frozen=True)
@@ -96,8 +96,8 @@ class Executable:
         once."""
         if kinds not in self.ordered:
             lowered = with_updates(self.program.lowered, kinds)
-            plans = tuple(plan.joined_with(lowered.programs[plan.rank]) for plan in self.plans)
-            self.ordered[kinds] = lowered.schedule, plans
+            plans = tuple(plan.joined_with(lowered.orders[plan.rank]) for plan in self.plans)
+            self.ordered[kinds] = lowered.compute_only(), plans
         return self.ordered[kinds]
 
     @property
@@ -124,7 +124,7 @@ class StepResult(NamedTuple):
 
 
 def plan_step(
-    graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], lowered: Lowered, ranks: Sequence[int]
+    graphs: Sequence[BoundGraphs], everywhere: Sequence[BoundGraphs], lowered: Schedule, ranks: Sequence[int]
 ) -> Executable:
     """The executable of a step in the order `lowered`, in which microbatch i runs `graphs[i]`. Microbatches of other
     replicas run any of `everywhere` (listed in one order on all ranks). All of them are programs with every parameter
@@ -144,8 +144,8 @@ def plan_step(
             )
         program = replace(program, stages=_trained_by_any(program, programs))
     ways = ways_of([stage for each in graphs for stage in each.program.stages])
-    if ways != lowered.schedule.ways:
-        lowered = lower(replace(lowered.schedule, ways=ways))
+    if ways != lowered.ways:
+        lowered = lower(replace(lowered, ways=ways))
     if program.lowered is not lowered:
         program = replace(program, lowered=lowered)
     stages, sums = [each.stages for each in graphs], graphs[0].sums

@@ -121,7 +121,7 @@ def _parcels(stage: StageProgram, makes: Sequence[tuple[Message, int]], rank: in
 
 
 def _steps(program: Program, rank: int) -> list[Sequence[Action]]:
-    return [step if isinstance(step, Pair) else (step,) for step in program.lowered.programs[rank]]
+    return [step if isinstance(step, Pair) else (step,) for step in program.lowered.orders[rank]]
 
 
 def _send_within_pairs(

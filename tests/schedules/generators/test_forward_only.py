@@ -24,7 +24,7 @@ def test_shards_of_an_output_layer_scan_once_and_exchange_statistics(placement: 
     check(schedule)
     lowered = lower(schedule)
     check(lowered)
-    posted = {step[0] for program in lowered.programs for step in program}
+    posted = {step[0] for program in lowered.orders for step in program}
     assert {"LOOKUP", "CAST", "STATS"} <= posted
     assert not {"SUM", "SPREAD", "T", "B", "W"} & posted
     scans = [action for order in schedule.orders for action in order if action[0] == "S"]

@@ -1,4 +1,4 @@
-"""Lowered programs: what is placed where, and that no cost can make them deadlock."""
+"""Schedule programs: what is placed where, and that no cost can make them deadlock."""
 
 import random
 from collections import Counter
@@ -28,7 +28,7 @@ def test_wide_and_long_programs_are_right() -> None:
 def test_message_counts(name: str, per_microbatch: int) -> None:
     """2(p-1) on one chunk or two copies, 4(p-1) on a V, 2(vp-1) on a loop."""
     lowered = lower(build(name, ranks=4, microbatches=8))
-    ops = Counter(step[0] for program in lowered.programs for step in program)
+    ops = Counter(step[0] for program in lowered.orders for step in program)
     assert ops["SEND_F"] == ops["RECV_F"]
     assert ops["SEND_B"] == ops["RECV_B"]
     assert ops["SEND_F"] + ops["SEND_B"] == 8 * per_microbatch
@@ -36,7 +36,7 @@ def test_message_counts(name: str, per_microbatch: int) -> None:
 
 def test_one_rank_sends_nothing() -> None:
     schedule = build("zb-v", ranks=1, microbatches=4)
-    assert lower(schedule).programs == schedule.orders
+    assert lower(schedule).orders == schedule.orders
 
 
 def test_receives_do_not_pile_up() -> None:

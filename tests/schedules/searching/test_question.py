@@ -22,7 +22,7 @@ COSTS = Costs.uniform(4)
         ),
         (lambda: search(COSTS, 4, 8, seconds=-1), "seconds=-1; expected"),
         (lambda: search(COSTS, 4, 8, moves=-1), "moves=-1; expected"),
-        (lambda: check(None), "received None; expected a Schedule or a Lowered"),
+        (lambda: check(None), "received None; expected a Schedule"),
     ],
 )
 def test_what_cannot_be_asked(ask: Callable[[], object], message: str) -> None:

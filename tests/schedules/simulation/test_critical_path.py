@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from zbcompile.schedules import Costs, Lowered, Timeline, blocking_chain, build, critical_path, lower, names, simulate
+from zbcompile.schedules import Costs, Timeline, blocking_chain, build, critical_path, lower, names, simulate
 from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
 
 
@@ -29,7 +29,7 @@ def test_a_critical_path_is_as_long_as_the_step(random_costs) -> None:
         assert path[-1].end == timeline.finish
         for leg, following in itertools.pairwise(path):
             assert following.start == pytest.approx(leg.end + leg.travel)
-            if not isinstance(timeline.program, Lowered):  # there a SEND may have waited for the very rank it sends to
+            if not timeline.schedule.is_lowered:  # there a SEND may have waited for the very rank it sends to
                 assert leg.travel == 0 or leg.rank != following.rank
         assert sum(time_by_kind(path).values()) == pytest.approx(timeline.finish)
 
@@ -58,7 +58,7 @@ def test_a_chain_covers_its_idle_interval(random_costs) -> None:
             if not legs:
                 continue
             assert legs[0].start <= idle.start + 1e-9 or legs[0].start == 0
-            if not isinstance(timeline.program, Lowered):
+            if not timeline.schedule.is_lowered:
                 assert legs[-1].rank == idle.source
             for leg, following in itertools.pairwise(legs):
                 assert following.start == pytest.approx(leg.end + leg.travel)

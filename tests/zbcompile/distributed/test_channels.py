@@ -30,7 +30,7 @@ def test_both_ends_of_a_channel_post_the_same_messages_in_the_same_order(name: s
     schedule = build(name, ranks=4, microbatches=smallest_microbatches(name, 4, at_least=8))
     sent: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
     received: dict[tuple[int, int], list[tuple[str, int, int]]] = {}
-    for rank, program in enumerate(lower(schedule).programs):
+    for rank, program in enumerate(lower(schedule).orders):
         for op, stage, microbatch in (step for step in program if step[0] in MESSAGES):
             step = 1 if op[-1] == "F" else -1
             if op.startswith("SEND"):

@@ -222,7 +222,7 @@ def nested(levels: int) -> list[Any]:
 
 
 def repeat_forward(data: dict[str, Any]) -> None:
-    for rows in (data["orders"], data["programs"]):
+    for rows in (data["orders"],):
         rows[0].insert(1, rows[0][0])
 
 

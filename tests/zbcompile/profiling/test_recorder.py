@@ -7,14 +7,13 @@ from tests.support.oracle import PROBLEMS, WIDTH
 from tests.support.pool import Pool
 from tests.support.training import Case, pipeline_of
 from zbcompile.program.step_record import StepRecord
-from zbcompile.schedules import with_updates
+from zbcompile.schedules import Schedule, with_updates
 from zbcompile.schedules.ir.actions import Action, flatten
-from zbcompile.schedules.ir.schedule import Lowered
 
 EXCHANGES = ("DRAIN", "SYNC", "LOSS")  # of a step that ties nothing, on one replica
 
 
-def recorded(case: Case) -> tuple[StepRecord | None, StepRecord | None, Lowered]:
+def recorded(case: Case) -> tuple[StepRecord | None, StepRecord | None, Schedule]:
     """The records of a step that was not and of one that was recorded."""
     pipe = pipeline_of(case)
     batch = PROBLEMS[case.problem].batches(1, 2 * case.microbatches)[0]
@@ -25,12 +24,12 @@ def recorded(case: Case) -> tuple[StepRecord | None, StepRecord | None, Lowered]
     return before, pipe.last_step, pipe.program.lowered
 
 
-def assert_complete(record: StepRecord | None, plain: Lowered) -> None:
+def assert_complete(record: StepRecord | None, plain: Schedule) -> None:
     assert record is not None
     lowered = with_updates(plain, EXCHANGES)
-    assert set(record.spans) == set(range(lowered.schedule.ranks))
+    assert set(record.spans) == set(range(lowered.compute_only().ranks))
     for rank, spans in record.spans.items():
-        assert [span.action for span in spans] == [str(action) for action in flatten(lowered.programs[rank])]
+        assert [span.action for span in spans] == [str(action) for action in flatten(lowered.orders[rank])]
         times = [time for span in spans for time in (span.start, span.end)]
         assert times == sorted(times)
         assert times[0] >= 0
@@ -84,7 +83,7 @@ def test_what_pairs_send_is_counted() -> None:
     record, lowered = recorded(Case("mlp", "dualpipe-v", 2, 8))[1:]
     assert record is not None
     boundary = 2 * WIDTH * 4  # a microbatch of two rows of floats
-    for rank, program in enumerate(lowered.programs):
+    for rank, program in enumerate(lowered.orders):
         sends = [str(step) for step in program if step[0] in ("SEND_F", "SEND_B")]
         assert record.bytes_sent[rank] == len(sends) * boundary
         own = [*flatten(program), *(Action(op, rank, 0) for op in EXCHANGES)]
