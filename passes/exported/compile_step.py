@@ -19,6 +19,11 @@ from zbcompile.passes.exported.partition.assign_stages import (
 )
 from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
 from zbcompile.passes.exported.partition.cut_points import forward_line
+from zbcompile.passes.exported.recompute.recompute import (
+    Policy,
+    policies_of,
+    recompute as duplicate_recomputed,
+)
 from zbcompile.passes.exported.split.defer_sums import defer_sums
 from zbcompile.passes.exported.split.split_backward import split_backward, split_convolutions
 from zbcompile.passes.exported.split.tied_gradients import label_tied_gradients
@@ -59,6 +64,7 @@ def compile_step(
     ranks_of: Sequence[int],
     exact: bool = False,
     options: ExportOptions | None = None,
+    recompute: Policy | Sequence[Policy] = "hints",
 ) -> CompiledStep:
     """Compiles the training step of one microbatch.
 
@@ -66,9 +72,10 @@ def compile_step(
         ranks_of: The rank of each stage, such as `(0, 1, 1, 0)` for a V on two ranks.
         exact: Whether gradients of parameters that several stages read are added in autograd's
             order.
+        recompute: What the backward recomputes, for all stages or for each.
     """
     step = export_training_step(model, args, kwargs, target, loss_fn, options)
-    return compile_graph(step, ranks_of=ranks_of, exact=exact)
+    return compile_graph(step, ranks_of=ranks_of, exact=exact, recompute=recompute)
 
 
 def compile_graph(
@@ -77,6 +84,7 @@ def compile_graph(
     ranks_of: Sequence[int],
     exact: bool = False,
     owners: Mapping[str, int] | None = None,
+    recompute: Policy | Sequence[Policy] = "hints",
 ) -> CompiledStep:
     """Compiles an exported training step. The passes change its graph in place.
 
@@ -98,6 +106,7 @@ def compile_graph(
     keep_updated_buffers(step, stages)
     labels = split_backward(step, stages)
     label_tied_gradients(step, labels, exact)
+    duplicate_recomputed(step, labels, policies_of(recompute, len(ranks_of)))
     passes, fused = extract(step, labels)
     check_pass_graphs(step, passes, fused)
     return CompiledStep(step, passes, fused, tuple(ranks_of), parameter_stages)

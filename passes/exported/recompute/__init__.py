@@ -1,0 +1,1 @@
+"""Recomputation (activation checkpointing) and the byte budgets of stages."""

@@ -1,0 +1,117 @@
+"""Save or recompute: which values the forward keeps for the backward, as a minimum cut.
+
+Every value that the backward reads is either kept, at the cost of its bytes, or recomputed from
+values that are themselves kept or recomputed. For any weighting of bytes against cost the best
+choice is a minimum cut (Chen et al. 2016 pose the problem, arXiv:1604.06174). A budget of bytes is
+met by the best corner of the convex hull of these choices.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
+
+_TIE = 10**9  # one part in a billion per value: equal layers are then recomputed one by one
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """The values of a forward and what they cost.
+
+    Attributes:
+        wanted: Values that the backward reads.
+        inputs: For each value, those that recomputing it reads, without those that are always
+            available.
+        bytes: The bytes of each value that can be kept.
+        cost: The cost of each value that can be recomputed.
+    """
+
+    wanted: frozenset[Any]
+    inputs: Mapping[Any, tuple[Any, ...]]
+    bytes: Mapping[Any, int]
+    cost: Mapping[Any, int]
+
+    def without_recomputation(self) -> "Candidates":
+        """Returns the same values if only what cannot be kept is recomputed."""
+        cost = {value: cost for value, cost in self.cost.items() if value not in self.bytes}
+        return replace(self, cost=cost)
+
+
+@dataclass(frozen=True)
+class SavedValues:
+    """A choice: the values that are kept and those that are recomputed, with their sums."""
+
+    kept: frozenset[Any]
+    recomputed: frozenset[Any]
+    bytes: int
+    cost: int
+
+
+def fewest_bytes(candidates: Candidates) -> SavedValues:
+    """Returns the choice with the fewest bytes, and among those the cheapest."""
+    return minimize(candidates, 1 + sum(candidates.cost.values()), 1)
+
+
+def lowest_cost(candidates: Candidates) -> SavedValues:
+    """Returns the choice with the lowest cost, and among those the one with the fewest bytes."""
+    return minimize(candidates, 1, 1 + sum(candidates.bytes.values()))
+
+
+def least_cost_within(candidates: Candidates, budget: int) -> SavedValues | None:
+    """Returns the cheapest corner of the hull that keeps at most `budget` bytes.
+
+    Returns None if no choice fits. Within one value of the optimum, because neighboring corners
+    differ in few values.
+    """
+    costs = {
+        value: cost * _TIE + index for index, (value, cost) in enumerate(candidates.cost.items())
+    }
+    uneven = replace(candidates, cost=costs)
+    above, below = lowest_cost(uneven), fewest_bytes(uneven)
+    if below.bytes > budget:
+        return None
+    if above.bytes <= budget:
+        return _with_costs(above, candidates)
+    while True:  # each round finds a corner between the two, or that there is none
+        byte_weight, cost_weight = below.cost - above.cost, above.bytes - below.bytes
+        between = minimize(uneven, byte_weight, cost_weight)
+        weighted = byte_weight * between.bytes + cost_weight * between.cost
+        if weighted >= byte_weight * below.bytes + cost_weight * below.cost:
+            return _with_costs(below, candidates)
+        if between.bytes <= budget:
+            below = between
+        else:
+            above = between
+
+
+def minimize(candidates: Candidates, byte_weight: int, cost_weight: int) -> SavedValues:
+    """Returns the choice that minimizes the weighted sum of bytes and cost.
+
+    Each value has two vertices: "computed" is on the sink's side if the value is recomputed,
+    "needed" if the backward needs it at all. To keep the value cuts the edge between them.
+    """
+    network = Network()
+    for value, inputs in candidates.inputs.items():
+        size, cost = candidates.bytes.get(value), candidates.cost.get(value)
+        computed, needed = ("computed", value), ("needed", value)
+        network.connect(computed, needed, None if size is None else byte_weight * size)
+        network.connect(SOURCE, computed, None if cost is None else cost_weight * cost)
+        for source in inputs:
+            network.connect(("needed", source), computed)
+    for value in candidates.wanted:
+        network.connect(("needed", value), SINK)
+    side = network.source_side()
+    needed_values = [value for value in candidates.inputs if ("needed", value) not in side]
+    recomputed = frozenset(value for value in needed_values if ("computed", value) not in side)
+    kept = frozenset(needed_values) - recomputed
+    return SavedValues(
+        kept,
+        recomputed,
+        sum(candidates.bytes[value] for value in kept),
+        sum(candidates.cost[value] for value in recomputed),
+    )
+
+
+def _with_costs(saved: SavedValues, candidates: Candidates) -> SavedValues:
+    return replace(saved, cost=sum(candidates.cost[value] for value in saved.recomputed))
