@@ -18,6 +18,7 @@ ACTIVATION = "activation"  # from F of the stage before
 GRADIENT = "gradient"  # from B of the stage behind
 SAVED = "saved"  # from an earlier pass of this stage
 PART = "part"  # from any stage: part of a gradient that is added at the end of the step
+ACCUMULATOR = "accumulator"  # a gradient buffer, which the pass adds to
 # Roles of results.
 WEIGHT_GRADIENT, BUFFER_UPDATE = "weight_gradient", "buffer_update"
 LOSS, OUTPUT = "loss", "output"
