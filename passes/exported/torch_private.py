@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
 from torch.export._trace import _export  # torch.export.export keeps composite operations whole
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import (
     _reparametrize_module as reparametrize_module,  # functional_call ends before the backward
@@ -77,6 +78,7 @@ def export_below_autograd(
         meta_tensors_on(device),
         _no_garbage_collection(),
         _no_stack_traces(),
+        _use_lazy_graph_module(True),  # code that nobody runs is not generated
     ):
         return _export(module, example, strict=False, pre_dispatch=False)
 

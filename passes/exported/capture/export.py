@@ -119,7 +119,15 @@ def export_training_step(
 
 def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
     with local_tensors(step), functional_collectives():
-        return export_below_autograd(step, example, device)
+        try:
+            program = export_below_autograd(step, example, device)
+        except Exception:
+            if not step.prediction.wrong:
+                raise
+        if step.prediction.wrong:
+            step.prediction.enabled = False
+            program = export_below_autograd(step, example, device)
+    return program
 
 
 def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...]) -> StepGraph:

@@ -2,7 +2,7 @@
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,10 @@ from torch import Tensor, nn
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.autocast_casts import AutocastRegions
-from zbcompile.passes.exported.capture.backward_marks import mark_backward_nodes
+from zbcompile.passes.exported.capture.backward_marks import (
+    grad_fns_below,
+    mark_backward_nodes,
+)
 from zbcompile.passes.exported.capture.checkpoint_hints import checkpoint_hints
 from zbcompile.passes.exported.capture.dtensor_parameters import (
     Sharding,
@@ -68,6 +71,7 @@ class TrainingStep(nn.Module):
         self.changed_state = ModuleState()
         self.rebuild_outputs: Rebuild | None = None
         self.inexact_calls: list[str] = []
+        self.prediction = GradientPrediction(enabled=not self.shardings)
         self._originals = {name: self._tensor(name) for name in self.trained}
 
     def forward(
@@ -108,6 +112,8 @@ class TrainingStep(nn.Module):
 
     def _gradients(self, loss: Tensor, tangent: Tensor) -> list[Tensor | None]:
         params = {name: self._tensor(name) for name in self.trained}
+        if self.prediction.enabled and self.prediction.exists is None:
+            return self.prediction.empty_gradients(loss, list(params.values()))
         writes = GradWrites(params)
         mark_backward_nodes(loss)
         with (
@@ -118,6 +124,7 @@ class TrainingStep(nn.Module):
                 loss, list(params.values()), tangent_like(loss, tangent), allow_unused=True
             )
         writes.check()
+        self.prediction.compare(grads)
         return [self._local_gradient(name, grad) for name, grad in zip(params, grads, strict=True)]
 
     def _local_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
@@ -173,6 +180,35 @@ class TrainingStep(nn.Module):
         for name, first in self.tied.items():
             tensors[name] = tensors[first] if first in tensors else self._tensor(first)
         return reparametrize_module(self, tensors)
+
+
+class GradientPrediction:
+    """Empty gradients for the first run of a step, which saves its backward.
+
+    torch.export runs a module twice: once to see which outputs there are, and once to trace it. It
+    restores the module's attributes in between, so what the first run finds is kept here.
+
+    Attributes:
+        exists: Whether the first run returned a gradient for each parameter; None before it.
+        wrong: True if the trace returned other gradients than the first run.
+    """
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.exists: list[bool] | None = None
+        self.wrong = False
+
+    def empty_gradients(self, loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
+        """Returns an empty gradient for each parameter that the loss depends on, else None."""
+        edges = {edge for grad_fn in grad_fns_below(loss) for edge in grad_fn.next_functions}
+        edge_of = torch.autograd.graph.get_gradient_edge
+        self.exists = [tuple(edge_of(param)[:2]) in edges for param in params]
+        pairs = zip(params, self.exists, strict=True)
+        return [torch.empty_like(param) if exists else None for param, exists in pairs]
+
+    def compare(self, grads: Sequence[Tensor | None]) -> None:
+        """Compares the gradients of the trace with those of the first run."""
+        self.wrong = self.enabled and self.exists != [grad is not None for grad in grads]
 
 
 def public_name(name: str) -> str:

@@ -253,6 +253,30 @@ def test_compiled_submodules_run_as_they_are() -> None:
     assert_equals_eager(model, torch.randn(4, WIDTH))
 
 
+def test_a_function_without_a_gradient_for_a_parameter() -> None:
+    class Unmoved(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+            ctx.save_for_backward(weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Any:
+            (weight,) = ctx.saved_tensors
+            return grad @ weight.t(), None
+
+    class Model(Repeated):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Unmoved.apply(super().forward(x), self.weight)
+
+    step = assert_equals_eager(Model(), torch.randn(4, WIDTH))
+    assert step.gradients["weight"] is None
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_checkpointed_regions_are_annotated(reentrant: bool) -> None:
     from torch.utils.checkpoint import checkpoint
