@@ -69,10 +69,6 @@ def architecture(device: torch.device) -> str:
     return f"{torch.version.cuda} {found.name} {found.major}.{found.minor}"
 
 
-def total_memory(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).total_memory)
-
-
 def current_stream(device: torch.device) -> Any:
     """A stream also of the CPU, where streams order nothing: code for two of them runs on both."""
     return torch.get_device_module(device).current_stream(device)

@@ -1,15 +1,11 @@
-"""Files that are on disk completely or not at all, and that are read only if they are regular files of a known size."""
+"""Files that are on disk completely or not at all, and their contents."""
 
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO
 
 from zbcompile.errors import PipelineError
-from zbcompile.untrusted_text import opened_regular
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -44,41 +40,18 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
-DESCRIPTION = 1 << 28  # bytes: no JSON description of a program or a checkpoint is larger
-_BLOCK = 1 << 20
-
-
-@contextmanager
-def regular_file(path: Path, size: int | None = None, most: int = DESCRIPTION) -> Iterator[BinaryIO]:
-    """Open a file of exactly `size` bytes, or of at most `most` if its size is not known.
-
-    Raises PipelineError for a pipe, a device or a directory, before opening it, for another size, and if reading fails.
-    """
+def read_bytes(path: Path) -> bytes:
+    """Returns the content of a file. Raises PipelineError if it cannot be read."""
     try:
-        with opened_regular(path, PipelineError) as file:
-            _require_size(path, os.fstat(file.fileno()).st_size, size, most)
-            yield file
+        return path.read_bytes()
     except OSError as error:
         raise PipelineError(f"{path} cannot be read ({error.strerror}). Copy all of the directory again.") from None
 
 
-def read_regular(path: Path, size: int | None = None, most: int = DESCRIPTION) -> bytes:
-    """The content of a regular file; see `regular_file`."""
-    with regular_file(path, size, most) as file:
-        return file.read((most if size is None else size) + 1)
-
-
-def sha256_of(path: Path, size: int) -> str:
-    """The SHA-256 of a regular file of `size` bytes, read in blocks."""
-    found = hashlib.sha256()
-    with regular_file(path, size) as file:
-        while block := file.read(_BLOCK):
-            found.update(block)
-    return found.hexdigest()
-
-
-def _require_size(path: Path, found: int, size: int | None, most: int) -> None:
-    if size is not None and found != size:
-        raise PipelineError(f"{path} has {found} bytes; expected the {size} that were saved. Copy it again.")
-    if found > most and size is None:
-        raise PipelineError(f"{path} has {found} bytes; expected a description of at most {most}.")
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file. Raises PipelineError if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise PipelineError(f"{path} cannot be read ({error.strerror}). Copy all of the directory again.") from None

@@ -16,7 +16,6 @@ from zbcompile.passes.errors import CompileError
 from zbcompile.passes.machine import figures
 from zbcompile.untrusted_text import read_text
 
-LARGEST = 1 << 18  # bytes of a file of figures
 DOTS = 50  # in a dotted name, for whose parts tomllib takes quadratic time
 
 
@@ -104,7 +103,7 @@ class Hardware:
     def read(cls, file: Path) -> "Hardware":
         """The figures in a file. Raises CompileError for a file that does not hold them."""
         try:
-            text = read_text(file, CompileError, LARGEST)
+            text = read_text(file, CompileError)
         except OSError as error:
             raise CompileError(f"{file}: {error.strerror or error}.") from error
         names = re.split(r"[\n,=\[\]{}]", re.sub(r"[ \t]", "", text))

@@ -51,27 +51,9 @@ class ValueWriter:
         return self.numbers[key]
 
 
-LISTED = 1 << 14  # parts of a tensor that are listed, at most
-REPEATS = 64  # the order of a difference, or the size of a combination, at most
-WORK = 1 << 15  # operations on shapes to read a graph, besides WORK_PER_NODE; an LSTM takes a dozen per layer and step
-WORK_PER_NODE = 64
-
-
-class BoundedShapes(FakeTensorMode):
-    """Runs operations on shapes alone: never a kernel (torch runs those of operators without a shape function), and no
-    more operations than `left`, into which others fall apart (a recurrent layer into those of its steps)."""
-
-    left = WORK
-
-    def __init__(self) -> None:
-        super().__init__(allow_fallback_kernels=False, allow_non_fake_inputs=True)
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            raise ValueError("the graph takes more operations than its size allows")
-        require_listed(func, args, kwargs or {}, LISTED)
-        return super().__torch_dispatch__(func, types, args, kwargs or {})
+def _shapes_alone() -> FakeTensorMode:
+    """Returns a mode that runs operations on shapes alone, and never a kernel."""
+    return FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
 
 
 @dataclass
@@ -80,7 +62,7 @@ class ValueReader:
 
     bytes: list[int]
     device: torch.device
-    mode: BoundedShapes = field(default_factory=BoundedShapes)
+    mode: FakeTensorMode = field(default_factory=_shapes_alone)
     storages: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def read(self, data: Any) -> Any:
@@ -101,7 +83,7 @@ class ValueReader:
         return self.storages[number]
 
 
-def require_true_values(module: GraphModule, mode: BoundedShapes) -> None:
+def require_true_values(module: GraphModule, mode: FakeTensorMode) -> None:
     """Run a graph on its fake inputs. Raises CompileError for an operation that makes a different dtype, shape or size
     from what is written, or whose size depends on data."""
     found: dict[Node, Any] = {}
@@ -113,7 +95,6 @@ def require_true_values(module: GraphModule, mode: BoundedShapes) -> None:
                 found[node] = value if isinstance(value, torch.nn.Module) else written
                 _require_same(node, value, written)
             elif node.op == "call_function":
-                mode.left += WORK_PER_NODE
                 found[node] = _made(node, found)
                 if not _is_plain(found[node]):
                     raise CompileError(f"{node.name} ({node.target}) makes something else than dense tensors.")
@@ -131,7 +112,6 @@ def _made(node: Node, found: dict[Node, Any]) -> Any:
             return node.meta.get("val")
         if is_getitem(node):
             return _item(*args)
-        require_listed(node.target, args, kwargs, max(LISTED, len(tensors_of(node.meta.get("val")))))
         made = node.target(*args, **kwargs)  # type: ignore[operator]
         _require_inside(made, pytree.tree_leaves((args, kwargs)))
         return made
@@ -154,35 +134,6 @@ def _require_branches(node: Node, question: Any, one: Any, other: Any, operands:
         makes = [each.meta["val"] for each in output_values(branch.graph) if isinstance(each, Node)]
         if [list(map(_form, takes)), list(map(_form, makes))] != [list(map(_form, operands)), results]:
             raise TypeError("a branch takes or makes other tensors")
-
-
-_SPLITS = ("split", "unsafe_split", "split_copy")
-_CHUNKS = ("chunk", "unsafe_chunk", "tensor_split", "hsplit", "vsplit", "dsplit")
-_REPEATED = ("diff", "combinations")
-_RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu", "quantized_lstm", "quantized_gru")
-
-
-def require_listed(operation: Any, args: Any, kwargs: Any, listed: int) -> None:
-    """Refuse, before anything is computed: cutting a tensor into more parts than are listed, recurrent layers without
-    parameters, and differences of a high order."""
-    tensor, given, dim = args[0] if args else None, [*args[1:], *kwargs.values()], kwargs.get("dim", 0)
-    name = str(operation).partition(".")[2].partition(".")[0]
-    if name in _RECURRENT:
-        parameters = max((len(each) for each in given if isinstance(each, tuple | list)), default=0)
-        if any(each > parameters for each in given if type(each) is int):
-            raise ValueError(f"it has more layers than its {parameters} parameters")
-    if name in _REPEATED and any(type(each) is int and each > REPEATS for each in given):
-        raise ValueError(f"it goes through its tensor more than {REPEATS} times")
-    if not isinstance(tensor, torch.Tensor) or not all(isinstance(each, int) for each in given):
-        return
-    if name in _CHUNKS:
-        parts = given[0]
-    elif name in _SPLITS:
-        parts = tensor.shape[given[1] if len(given) > 1 else dim] // max(given[0], 1)
-    else:
-        parts = tensor.shape[given[0] if given else dim] if name in ("unbind", "unbind_copy") else 0
-    if parts > listed:
-        raise ValueError(f"it makes {parts} tensors, more than are listed")
 
 
 def _require_inside(made: Any, given: list[Any]) -> None:

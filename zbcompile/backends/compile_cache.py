@@ -24,7 +24,7 @@ from filelock import FileLock, Timeout
 
 from zbcompile.env import CACHE
 from zbcompile.errors import PipelineError
-from zbcompile.safe_files import cannot_write, read_regular, sha256_of, sync, write_whole
+from zbcompile.safe_files import cannot_write, read_bytes, sha256_of, sync, write_whole
 
 Loaded = TypeVar("Loaded")
 How = Literal["compiled", "loaded"]
@@ -141,8 +141,8 @@ class CompileCache:
 
     def _require_same_files(self, key: str) -> None:
         entry = self._at(key)
-        for name, (size, sha256) in json.loads(read_regular(self._at(key, ".sums"))).items():
-            if sha256_of(entry / name, size) != sha256:
+        for name, sha256 in json.loads(read_bytes(self._at(key, ".sums"))).items():
+            if sha256_of(entry / name) != sha256:
                 raise PipelineError(f"the checksum of {name} differs")
 
     @contextlib.contextmanager
@@ -163,14 +163,13 @@ class CompileCache:
         return self.folder / f"{key}{ending}"
 
 
-def _checksums(folder: Path) -> dict[str, tuple[int, str]]:
-    """Bytes and SHA-256 of every file; all of them, and the folders, are on the disk afterwards."""
+def _checksums(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file; all of them, and the folders, are on the disk afterwards."""
     found = {}
     for path in sorted(folder.rglob("*")):
         sync(path)
         if path.is_file():
-            size = path.stat().st_size
-            found[str(path.relative_to(folder))] = size, sha256_of(path, size)
+            found[str(path.relative_to(folder))] = sha256_of(path)
     sync(folder)
     return found
 

@@ -1,7 +1,6 @@
 """Compile an example to look at it: no rank, no process group and no step is needed."""
 
 import dataclasses
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -87,7 +86,7 @@ def read_saved(folder: Path) -> CompiledExample:
     """The program in a directory, all ranks of it, on whatever machine. Its example has the model's names and shapes
     but no inputs. The operators of other libraries must be defined, but they only run in a step."""
     data = read_manifest(folder)
-    program = read_program(folder, data, range(data["ranks"]), torch.device("cpu"), data["operators"], sys.maxsize)
+    program = read_program(folder, data, range(data["ranks"]), torch.device("cpu"), data["operators"])
     return CompiledExample(Example(module_of(program.model)), program)
 
 

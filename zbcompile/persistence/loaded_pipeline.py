@@ -44,7 +44,6 @@ def load(
     debug_nan: bool = False,
     backend: str | GraphCompiler | None = None,
     cuda_graphs: bool | None = None,
-    max_bytes: int | None = None,
 ) -> Pipeline:
     """The pipeline that `pipe.program.save(directory)` saved, without the model's source; it runs the same bits.
 
@@ -63,8 +62,6 @@ def load(
         backend, cuda_graphs: as for `zbcompile.pipeline`; default: as the program was saved. The directory holds
             graphs, never compiled code: inductor compiles them here, or finds them in its cache (docs/backends.md).
 
-        max_bytes: the most that this process may allocate for the program; default: the memory of its device. A
-            rank's part that states more, or whose graphs make more than it states, is refused before it runs.
 
     Nothing in the directory is executed: graphs are data that name operators of torch, and of `operators`.
 
@@ -93,9 +90,7 @@ def load(
         ranks = found.require()["ranks"]
     here = find_ranks(lambda: found.device, ranks, mesh, timeout)
     with here.watch.region(f"loading {folder}"):
-        program = together(
-            here, f"loading {folder}", lambda: _read_all(folder, found, here, operators, init, max_bytes)
-        )
+        program = together(here, f"loading {folder}", lambda: _read_all(folder, found, here, operators, init))
         same = {"torch": torch.__version__, "threads": torch.get_num_threads(), "digest": program.digests}
         same["debug_nan"] = debug_nan or DEBUG_NAN.read()
         agree(here, same, "loaded different programs", SAME)
@@ -175,7 +170,6 @@ def _read_for(
     ranks: Ranks,
     operators: Collection[str],
     init: Init | None,
-    max_bytes: int | None,
 ) -> SavedProgram:
     """This process's part of the program, which must be one for its device and number of ranks."""
     data = manifest.require()
@@ -189,7 +183,7 @@ def _read_for(
         raise PipelineError(
             f"{folder} was compiled for {data['device']}, but this process's device is {ranks.device}. {AGAIN} there."
         )
-    program = read_program(folder, data, ranks.local, ranks.device, operators, max_bytes)
+    program = read_program(folder, data, ranks.local, ranks.device, operators)
     unfilled = [name for name, tensor in program.model.unsaved.items() if not has_values(tensor)]
     if unfilled and init is None:
         raise PipelineError(

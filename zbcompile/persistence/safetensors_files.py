@@ -1,9 +1,7 @@
-"""Files in the safetensors format: written in one go from the memory of the tensors, and opened only if they are
-regular files."""
+"""Files in the safetensors format: written in one go from the memory of the tensors, and opened."""
 
 import json
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +9,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from safetensors.torch import save
-
-from zbcompile.safe_files import regular_file
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -52,6 +48,5 @@ def safetensors_dtype(dtype: torch.dtype) -> str | None:
 
 
 def open_safetensors(path: Path) -> Any:
-    """A file, whose tensors are read as they are asked for. Raises PipelineError, OSError or SafetensorError."""
-    with regular_file(path, most=sys.maxsize):
-        return safe_open(path, "pt")
+    """A file, whose tensors are read as they are asked for. Raises OSError or SafetensorError."""
+    return safe_open(path, "pt")

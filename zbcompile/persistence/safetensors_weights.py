@@ -1,8 +1,7 @@
 """Weights as safetensors: one file, or several with an index, as model hubs store them."""
 
 import json
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -21,8 +20,8 @@ from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.persistence.hub_layout import Stored, TensorStandIn, as_stored, stored_tensors, write_config
 from zbcompile.persistence.local_tensors import Holding, holding_of, local_part, require_names
 from zbcompile.persistence.safetensors_files import open_safetensors, safetensors_dtype
-from zbcompile.safe_files import regular_file, write_whole
-from zbcompile.untrusted_text import LONG_TEXT, MORE_VALUES, parse_json, read_json
+from zbcompile.safe_files import write_whole
+from zbcompile.untrusted_text import read_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
@@ -170,8 +169,8 @@ def _files_of(path: Path) -> dict[str, Path]:
     if path.is_dir():
         path = _in_folder(path)
     try:
-        return _listed(path) if path.suffix == ".json" else dict.fromkeys(_names_in(path), path)
-    except (PipelineError, OSError, ValueError) as error:
+        return _listed(path) if path.suffix == ".json" else dict.fromkeys(open_safetensors(path).keys(), path)
+    except (OSError, ValueError, SafetensorError) as error:
         why = f"{error}".removesuffix(".")
         raise PipelineError(f"{path} is neither a safetensors file nor an index of such files: {why}.") from None
 
@@ -189,7 +188,7 @@ def _in_folder(folder: Path) -> Path:
 
 def _listed(index: Path) -> dict[str, Path]:
     """The files in an index by the tensors that they hold, all in its folder. Raises ValueError for another index."""
-    data = read_json(index, ValueError, LONG_TEXT, MORE_VALUES)
+    data = read_json(index, ValueError)
     found = data.get("weight_map") if isinstance(data, dict) else None
     if not isinstance(found, dict):
         raise ValueError('expected {"weight_map": {name of a tensor: name of a file}}')
@@ -197,19 +196,6 @@ def _listed(index: Path) -> dict[str, Path]:
         if not isinstance(file, str) or Path(file).name != file or len(file) > 255:
             raise ValueError(f"{name:.200} is in {file!r:.200}; expected the name of a file in the same folder")
     return {name: index.parent / file for name, file in found.items()}
-
-
-def _names_in(path: Path) -> Iterator[str]:
-    """The names in a file, from its header alone. Raises ValueError if that is none."""
-    with regular_file(path, most=sys.maxsize) as file:
-        start = file.read(8)
-        length = int.from_bytes(start, "little")
-        if len(start) < 8 or length > LONG_TEXT:
-            raise ValueError(f"a header of {length} bytes" if len(start) == 8 else f"it has {len(start)} bytes")
-        header = parse_json(file.read(length).decode(), ValueError, "its header: ", MORE_VALUES)
-        if not isinstance(header, dict):
-            raise ValueError("its header is no table")
-        yield from (name for name in header if name != "__metadata__")
 
 
 def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[str, Stored]:

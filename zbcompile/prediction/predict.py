@@ -21,7 +21,7 @@ from zbcompile.schedules.ir.costs import Link
 from zbcompile.schedules.ir.kinds import KINDS
 from zbcompile.schedules.visualization.svg import to_svg
 from zbcompile.schedules.visualization.units import in_units
-from zbcompile.untrusted_text import VALUES, read_json
+from zbcompile.untrusted_text import read_json
 
 NAMED_COSTS = ("flops", "uniform", "measured")
 
@@ -140,7 +140,7 @@ def require_costs(source: str) -> None:
 
 def _from_file(path: str, program: Program) -> Basis:
     require_costs(path)
-    data, stages = read_json(path, PipelineError, values=2 * VALUES), len(program.stages)
+    data, stages = read_json(path, PipelineError), len(program.stages)
     if is_record(data):
         record = record_from(data, path)
         costs = split_fused(record.costs.resized(stages), program)

@@ -41,21 +41,18 @@ from zbcompile.program.rank_files import (
     RankPart,
     files_of,
     graph_files,
-    memory_of,
     operators_of,
     part_from_data,
     pieces_from_data,
-    rank_bytes,
     rank_file,
     tensors_from_file,
 )
-from zbcompile.safe_files import read_regular, sync, write_whole
+from zbcompile.safe_files import read_bytes, sync, write_whole
 from zbcompile.schedules import Schedule, check, from_json
 from zbcompile.schedules.ir.files import to_json
-from zbcompile.untrusted_text import LONG_TEXT, MORE_VALUES, parse_json
+from zbcompile.untrusted_text import parse_json
 
 Hashes = dict[str, tuple[int, str]]  # bytes and SHA-256 of files
-VALUES = 8 * MORE_VALUES  # of the JSON of a file of graphs; an operation has some sixty
 
 
 def save_program(program: Program, directory: Path, ranks: Ranks) -> None:
@@ -157,7 +154,6 @@ def _write(directory: Path, files: dict[str, bytes], writes: bool = True) -> Has
 def _finish(program: Program, directory: Path, hashes: Hashes, sizes: dict[str, int]) -> None:
     shared = _write(directory, {SCHEDULE: to_json(program.lowered).encode()})
     text = manifest_to_text(program, {**hashes, **shared}, operators_of(program), sizes)
-    parse_json(text, PipelineError, f"{directory / MANIFEST} could not be read again: ", MORE_VALUES)
     _write(directory, {MANIFEST: text.encode()})
 
 
@@ -169,7 +165,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{folder} has no {MANIFEST}: it is not a program, or saving it was interrupted. {AGAIN}: "
             "pipe.program.save(directory)."
         )
-    return manifest_from_text(read_regular(path, most=LONG_TEXT).decode(errors="replace"), str(path))
+    return manifest_from_text(read_bytes(path).decode(errors="replace"), str(path))
 
 
 def read_program(
@@ -178,10 +174,9 @@ def read_program(
     own: Sequence[int],
     device: torch.device,
     operators: Collection[str] = (),
-    max_bytes: int | None = None,
 ) -> SavedProgram:
     """The program with the graphs of the ranks `own`, its tensors on `device`. Raises as `load` does."""
-    reader = _Reader(folder, manifest["files"], memory_of(device) if max_bytes is None else max_bytes)
+    reader = _Reader(folder, manifest["files"])
     with reader.understanding(SCHEDULE):
         lowered = _lowered(reader.bytes(SCHEDULE).decode(), manifest)
     with reader.understanding(MANIFEST):
@@ -192,7 +187,6 @@ def read_program(
             part = _read_part(program, rank, reader, device, operators)
             program = _with_part(program, rank, part)
             require_consistent(program, rank)
-            reader.require_allowed(rank, rank_bytes(program, rank), part.bytes)
     return program
 
 
@@ -239,16 +233,14 @@ def _with_part(program: SavedProgram, rank: int, part: RankPart) -> SavedProgram
 class _Reader:
     """Reads files of a program directory and compares each with its hash."""
 
-    def __init__(self, folder: Path, files: Mapping[str, tuple[int, str]], max_bytes: int) -> None:
+    def __init__(self, folder: Path, files: Mapping[str, tuple[int, str]]) -> None:
         self.folder = folder
         self.files = files
-        self.max_bytes = max_bytes
 
     def bytes(self, name: str) -> bytes:
         """The content of a file. Raises PipelineError if it is missing or was changed."""
-        path, (size, sha256) = self.folder / name, self.files[name]
-        self._require_limit(f"{path} has {size} bytes", size)
-        content = read_regular(path, size)
+        path, (_, sha256) = self.folder / name, self.files[name]
+        content = read_bytes(path)
         if hashlib.sha256(content).hexdigest() != sha256:
             raise PipelineError(
                 f"{path} is not what was saved: its hash differs from the manifest's (truncated, edited, or from "
@@ -257,7 +249,7 @@ class _Reader:
         return content
 
     def json(self, name: str) -> Any:
-        return parse_json(self.bytes(name).decode(), ValueError, values=VALUES)
+        return parse_json(self.bytes(name).decode(), ValueError)
 
     @contextmanager
     def understanding(self, name: str) -> Iterator[None]:
@@ -271,16 +263,3 @@ class _Reader:
             raise kind(text if str(self.folder) in text else f"{path}: {text}") from error
         except Exception as error:
             raise PipelineError(f"{path} holds data that no release writes ({problem_of(error)}). {AGAIN}.") from error
-
-    def require_allowed(self, rank: int, counted: int, stated: int) -> None:
-        """Require that a rank's part allocates no more than it says, and than is allowed."""
-        if counted > stated:
-            raise PipelineError(f"rank {rank} of {self.folder} allocates {counted} bytes, and says {stated}. {AGAIN}.")
-        self._require_limit(f"rank {rank} of {self.folder} allocates {counted} bytes", counted)
-
-    def _require_limit(self, what: str, size: int) -> None:
-        if size > self.max_bytes:
-            raise PipelineError(
-                f"{what}, more than max_bytes={self.max_bytes} allows (default: the memory of the device). If you "
-                "trust the program, pass a higher max_bytes= to load."
-            )

@@ -29,7 +29,7 @@ from zbcompile.passes.vocabulary.shard_program import InputLayer, Tiling, Vocabu
 from zbcompile.program.output import output_from_data, output_to_data, sizes_from_data, spec_from_data, spec_to_data
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.untrusted_text import MORE_VALUES, parse_json
+from zbcompile.untrusted_text import parse_json
 
 FORMAT, VERSION = "zbcompile program", 5
 LONGEST = 600  # characters of a message
@@ -94,7 +94,7 @@ def manifest_to_text(
 def manifest_from_text(text: str, where: str) -> dict[str, Any]:
     """The parsed manifest. Raises PipelineError if it is damaged, or if this release or this torch cannot run it."""
     try:
-        data = parse_json(text, ValueError, values=MORE_VALUES)
+        data = parse_json(text, ValueError)
         if data["format"] != FORMAT:
             raise PipelineError(f"{where} says that it is {data['format']!r}; expected {FORMAT!r}.")
         if data["version"] != VERSION:

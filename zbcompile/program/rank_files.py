@@ -1,6 +1,5 @@
 """The files of a program directory: their names, and one rank's part of them. docs/programs.md describes the format."""
 
-import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,6 @@ from safetensors.torch import load, save
 
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import Member, has_values
-from zbcompile.passes import gpu
-from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.serialization.graph_modules import (
     GraphReading,
     foreign_operators,
@@ -22,37 +19,11 @@ from zbcompile.passes.serialization.graph_modules import (
 )
 from zbcompile.passes.serialization.guard_data import guards_piece
 from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.passes.stage.peak_memory import peak_bytes, transient_bytes
 from zbcompile.program.program import Program
-
-
-def rank_bytes(program: Program, rank: int) -> int:
-    """An upper bound of the bytes that `rank` allocates: parameters with their gradients, buffers, constants, messages
-    of all microbatches, and what the largest of its passes makes."""
-    stages = [program.stages[stage] for stage in program.stages_of(rank)]
-    names = {name for name, homes in program.homes.items() if {*homes} & {*program.stages_of(rank)}}
-    held = [(member, TensorSpec(*member[2:5], "")) for member in program.model.members if member.first in names]
-    resident = sum(spec.bytes * (1 + (program.trains and member.trainable)) for member, spec in held)
-    constants = sum(tensor.nbytes for tensor in program.model.constants.values())
-    specs = [spec for stage in stages for each in (stage.receives, stage.gradients_in) for spec in each.values()]
-    messages = program.schedule.microbatches * sum(spec.bytes for spec in specs)
-    passes = [transient_bytes(stage, name, views=True) for stage in stages for name in stage.pieces]
-    if program.vocabulary is not None:
-        passes += [peak_bytes(piece) for piece in program.vocabulary.pieces[rank].values()]
-    return resident + constants + messages + max(passes, default=0)
-
-
-def memory_of(device: torch.device) -> int:
-    """The bytes of memory that a device has."""
-    if gpu.is_gpu(device):
-        return gpu.total_memory(device)
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
 RANK, TENSORS = "rank.json", "constants.safetensors"
 VOCABULARY = "vocabulary"
-SPREAD = 1024  # times the memory of its elements that a constant with gaps between them may take
 Pieces = dict[str, Piece]
 
 
@@ -87,7 +58,6 @@ def files_of(program: Program, rank: int) -> dict[str, bytes]:
         "buffers": {m.name: [m.dtype, list(m.shape)] for m in members if m.kind == "buffer"},
         "unfilled": sorted(name for name in _unsaved(program, members) if not has_values(program.model.unsaved[name])),
         "strides": {name: list(tensor.stride()) for name, tensor in tensors.items()},
-        "bytes": rank_bytes(program, rank),
     }
     files = {rank_file(rank, RANK): to_text(index, 2).encode(), rank_file(rank, TENSORS): save(dense)}
     for stem, pieces in graphs.items():
@@ -129,12 +99,11 @@ def _prefix(stem: str, piece: str) -> str:
 @dataclass(frozen=True)
 class RankPart:
     """One rank's part, read back: the graphs by the stem of their file, tensors by the names that `files_of` gave them,
-    the names of buffers that were saved without values, and the bytes that it says it allocates."""
+    and the names of buffers that were saved without values."""
 
     pieces: dict[str, Pieces]
     tensors: dict[str, torch.Tensor]
     unfilled: tuple[str, ...]
-    bytes: int
 
     def named(self, kind: str) -> dict[str, torch.Tensor]:
         """The tensors of one kind ("constant", "buffer") by name."""
@@ -158,15 +127,13 @@ def pieces_from_data(stem: str, number: int, data: dict[str, Any], reading: Grap
 
 def part_from_data(index: dict[str, Any], pieces: dict[str, Pieces], tensors: dict[str, torch.Tensor]) -> RankPart:
     """The part that `files_of` wrote, from its parsed index, its graphs and its tensors."""
-    return RankPart(pieces, tensors, tuple(index["unfilled"]), int(index["bytes"]))
+    return RankPart(pieces, tensors, tuple(index["unfilled"]))
 
 
 def _laid_out(tensor: torch.Tensor, stride: list[int]) -> torch.Tensor:
     """`tensor` with other strides; along a stride of 0 one entry represents all."""
     if list(tensor.stride()) == stride:
         return tensor
-    if sum((size - 1) * step for size, step in zip(tensor.shape, stride, strict=True)) >= SPREAD * tensor.numel():
-        raise ValueError(f"strides {stride} spread a tensor of {tensor.numel()} elements too far")
     core = tensor[tuple(slice(0, 1) if step == 0 else slice(None) for step in stride)]
     made = torch.empty_strided(core.shape, stride, dtype=tensor.dtype, device=tensor.device)
     return made.copy_(core).expand(tensor.shape)

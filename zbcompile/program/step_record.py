@@ -29,7 +29,7 @@ from zbcompile.schedules.visualization.step_tables import idle_share, rank_table
 from zbcompile.schedules.visualization.svg import to_svg
 from zbcompile.schedules.visualization.units import for_trace, in_units
 from zbcompile.tables import Figure, grid
-from zbcompile.untrusted_text import VALUES, parse_json, read_text
+from zbcompile.untrusted_text import parse_json, read_text
 
 
 class RecordedSpan(NamedTuple):
@@ -215,7 +215,7 @@ def is_record(data: Any) -> bool:
 def read_record(path: str | Path) -> StepRecord:
     """Read what `StepRecord.save` wrote. Raises PipelineError for anything else, OSError if there is no file."""
     text = read_text(path, PipelineError)
-    return record_from(parse_json(text, PipelineError, f"{path} is not a step record: ", values=2 * VALUES), path)
+    return record_from(parse_json(text, PipelineError, f"{path} is not a step record: "), path)
 
 
 def record_from(data: Any, path: str | Path) -> StepRecord:

@@ -1,6 +1,5 @@
 """Profiles of hardware: what cannot be is refused when one is made, whole files are read back."""
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +81,3 @@ def test_a_name_that_is_part_of_one_suggests_it() -> None:
 def test_a_figure_with_which_times_overflow_is_refused(bandwidth: float) -> None:
     with pytest.raises(CompileError, match="expected a number above 0, from 1e-15 to 1e"):
         Hardware("m", {"float32": 1e12}, bandwidth)
-
-
-@pytest.mark.timeout(10)
-def test_a_pipe_is_not_waited_for(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "m.toml")
-    with pytest.raises(CompileError, match="is not a regular file, but a pipe"):
-        Hardware.read(tmp_path / "m.toml")

@@ -138,21 +138,6 @@ def expanded(*shape: int) -> list[dict[str, Any]]:
 
 
 LAST = {"node": "made_1"}
-STEPS, LAYERS = (10**9, 2, 4), (1, 2, 4)
-ENDLESS = [
-    (STEPS, "aten.rnn_tanh.input", [LAST, LAST, [LAST, LAST], False, 1, 0.0, False, False, False]),
-    (LAYERS, "aten.lstm.input", [LAST, [LAST, LAST], [LAST, LAST], False, 10**9, 0.0, False, False, False]),
-    ((8,), "aten.combinations.default", [LAST, 10**6]),
-    ((10**9,), "aten.diff.default", [LAST, 10**8]),
-]
-
-
-@pytest.mark.parametrize(("shape", "target", "args"), ENDLESS, ids=[target for _, target, _ in ENDLESS])
-def test_an_operation_takes_no_more_others_than_its_graph_has_room_for(
-    shape: tuple[int, ...], target: str, args: list[Any]
-) -> None:
-    with pytest.raises(CompileError, match="cannot run on what is written"):
-        read_with(*expanded(*shape), {"target": target, "args": args})
 
 
 def test_no_kernel_runs_while_a_graph_is_read() -> None:

@@ -1,4 +1,4 @@
-"""A sample of what the script `tests/support/hostile_files.py` counts in full, and what it does not reach."""
+"""Records of checkpoints that were edited by someone who knows the format, with the digest computed again."""
 
 import json
 import random
@@ -11,19 +11,12 @@ import torch
 from torch import nn
 
 import zbcompile
-from tests.support.hostile_files import count
 from zbcompile.json_text import to_text
 from zbcompile.persistence.checkpoint_directory import INDEX
 from zbcompile.persistence.saved_state import StoredChunk, covers
 from zbcompile.program.manifest import digest_of
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-@pytest.mark.slow
-def test_every_file_of_others_is_refused_in_one_line_or_read_at_once(tmp_path: Path) -> None:
-    counts = count(tmp_path, 3, seed=1, sample=3, show=True)
-    assert counts.keys() == {"refused", "read"}
 
 
 def resaved(folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:

@@ -89,8 +89,8 @@ BROKEN: list[tuple[dict[str, bytes], str]] = [
     ({INDEX: b"[]"}, 'expected {"weight_map"'),
     ({INDEX: b'{"weight_map": {"weight": 3}}'}, "weight is in 3; expected the name of a file in the same folder"),
     ({INDEX: b'{"weight_map": {"weight": "../good/model.safetensors"}}'}, "weight is in '../good/model.safetensors'"),
-    ({SINGLE: b""}, "neither a safetensors file nor an index of such files: it has 0 bytes"),
-    ({SINGLE: (2).to_bytes(8, "little") + b"[]"}, "its header is no table"),
+    ({SINGLE: b""}, "neither a safetensors file nor an index of such files: .*header too small"),
+    ({SINGLE: (2).to_bytes(8, "little") + b"[]"}, "invalid JSON in header"),
 ]
 
 
@@ -135,7 +135,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(zbcompile.PipelineError, match=r"missing nothing, unexpected \['bias'\]"):
         zbcompile.load_weights(path, nn.Linear(2, 2, bias=False))
     path.write_bytes(path.read_bytes()[:-3])
-    with pytest.raises(zbcompile.PipelineError, match="cannot be read"):
+    with pytest.raises(zbcompile.PipelineError, match="file not fully covered"):
         zbcompile.load_weights(path, model)
     path.write_bytes(b"nothing")
     with pytest.raises(zbcompile.PipelineError, match="is neither a safetensors file"):
