@@ -89,9 +89,6 @@ class Ranks:
     def add_up(self, tensor: torch.Tensor) -> None:
         """Overwrite `tensor` with its sum over the processes that train on this batch: of all dimensions but "dp"."""
 
-    def largest(self, tensor: torch.Tensor) -> None:
-        """Overwrite `tensor` with its elementwise maximum over the processes of the mesh."""
-
     def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work | None]:
         """Begin to form the elementwise maximum over the processes of the mesh: where it will be, and what to wait for,
         None in one process."""
@@ -151,9 +148,6 @@ class GroupRanks(Ranks):
 
     def add_up(self, tensor: torch.Tensor) -> None:
         dist.all_reduce(tensor, group=self.mesh.group(*self.mesh.beside("dp")) or self.group)
-
-    def largest(self, tensor: torch.Tensor) -> None:
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.everyone)
 
     def begin_largest(self, numbers: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
         if self.hosts is None:  # in every step of replicas a device would first have to end the step before
