@@ -31,8 +31,8 @@ def require_fit(fits: torch.Tensor) -> None:
         handle_torch_function(require_fit, (fits,), fits)
     elif not fits:
         raise RuntimeError(
-            "more tokens chose the experts of one rank than its capacity; a pipeline would do the step again with a "
-            "larger one. Pass a larger factor= to ExpertExchange: its number of ranks is enough for any routing."
+            "more tokens chose the experts of one rank than its capacity. Pass a larger factor= to ExpertExchange: its "
+            "number of ranks is enough for any routing."
         )
 
 

@@ -142,11 +142,3 @@ class LayerOfCounts(Layer):
         lengths = counts.t().reshape(-1)
         group = torch.arange(lengths.shape[0]).repeat_interleave(lengths, output_size=total)
         return begins[group] + torch.arange(group.shape[0]) - (lengths.cumsum(0) - lengths)[group]
-
-
-class CountingLayer(Layer):
-    """Only the rows that there are travel."""
-
-    def __init__(self, group: Any, factor: float, norm: bool) -> None:
-        super().__init__(group, factor, norm)
-        self.exchange.by_counts = True

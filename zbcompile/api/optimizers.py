@@ -98,11 +98,6 @@ class Optimizers:
         for each in self.made:
             each.take()
 
-    def withdraw(self) -> None:
-        """Undo the updates that a step has made within it: it is done again."""
-        for each in self.made:
-            each.withdraw()
-
     def _trained(self) -> TrainedParameters:
         program, rows = self.bound.program, self.bound.shards
         assert program is not None

@@ -9,7 +9,6 @@ import torch
 
 from zbcompile.api.optimizers import Optimizers
 from zbcompile.api.partial_norms import PartialNorms
-from zbcompile.api.repeated_steps import StateBefore, grow, require_repeatable
 from zbcompile.batches.batch import Batch, Given, Microbatches, flatten_batch, refuse_input_gradients, split_batches
 from zbcompile.batches.losses import Losses
 from zbcompile.distributed.agreement import agree
@@ -22,7 +21,7 @@ from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.profiling.observation import Observation
 from zbcompile.program_cache.programs import Programs
 from zbcompile.program_cache.step_outputs import joined_outputs, joined_rows, keyword
-from zbcompile.runtime.executable import BoundGraphs, Executable, StepInput, StepResult
+from zbcompile.runtime.executable import BoundGraphs, Executable, StepInput
 from zbcompile.runtime.step_run import Engine
 
 OUTPUTS = ("all", "last")
@@ -99,8 +98,6 @@ class Runs:
         """Run step number `index`: the losses of all microbatches, and what else it returns."""
         compiled = self.compiled
         executable = self.program_for(step, runs=True)
-        if executable.may_overflow:
-            require_repeatable(self.optimizers.made)
         compiled.bound.require_values()
         compiled.bound.withhold(executable.program)
         given = StepInput(
@@ -117,8 +114,10 @@ class Runs:
         )
         with self._named(step, executable, outputs, index):
             try:
-                with compiled.void_if_it_fails(), self.optimizers.step():
-                    executable, (losses, made, _) = self._run_until_it_fits(step, executable, given)
+                # without autocast: its casts are in the graphs, and it would add casts that the model does not make
+                no_autocast = torch.autocast(self.engine.ranks.device.type, enabled=False)
+                with compiled.void_if_it_fails(), self.optimizers.step(), no_autocast:
+                    losses, made = self.engine.run(executable, given, compiled.bound.parameters)
             finally:
                 self.parts.give_gradients()
             compiled.agreement.finish()
@@ -127,25 +126,6 @@ class Runs:
             if outputs == "last" and not executable.ends_on(self.engine.ranks.local):
                 return losses, None
             return losses, joined_outputs(made, executable, step.rows, self.options.loss_reduction)
-
-    def _run_until_it_fits(
-        self, step: Microbatches, executable: Executable, given: StepInput
-    ) -> tuple[Executable, StepResult]:
-        """Run a step; again, with more room in all exchanges between experts, if one had too little."""
-        ranks, parameters = self.engine.ranks, self.compiled.bound.parameters
-        while True:
-            repeatable = executable.may_overflow
-            before = StateBefore.of(executable, parameters, given.slices, ranks) if repeatable else None
-            # without autocast: its casts are in the graphs, and it would add casts that the model does not make
-            with torch.autocast(ranks.device.type, enabled=False):
-                result = self.engine.run(executable, given, parameters)
-            if result.fits or before is None:
-                return executable, result
-            self.optimizers.withdraw()
-            before.restore()
-            self.compiled.agreement.finish()
-            grow(self.optimizers.model, ranks)
-            executable = self.program_for(step, runs=True)
 
     def evaluate(
         self,

@@ -2,10 +2,8 @@
 `combine` brings results back.
 
 How many tokens a rank gets is decided by the router, and shapes of a compiled graph are fixed: an exchange has room for
-a number of rows from each rank to each other, the capacity. Counts travel with the rows, so the host waits for
-nothing; or the host reads them, and only the rows that there are travel (`by_counts`). If more tokens choose one rank
-than there is room for, the step notices it together with its losses and is done again with a larger capacity
-(`zbcompile/api/repeated_steps.py`), before anything has changed.
+a number of rows from each rank to each other, the capacity. Counts are sent with the rows, so the host does not wait.
+If more tokens choose one rank than there is room for, the step raises an error together with its losses.
 
 Both methods only move rows: no number is added, so every bit is the model's own. Rows arrive sorted by expert, those of
 one expert by the rank that sent them, and those of one rank in the order that they had there.
@@ -20,18 +18,15 @@ from torch import Tensor, nn
 
 from zbcompile.errors import PipelineError
 from zbcompile.passes.capture.deferred_checks import require_fit
-from zbcompile.passes.graph.row_exchanges import exchange_rows
 from zbcompile.torch_private import exchanged
 
 
 class TokenRoute(NamedTuple):
     """Where rows went: `sent` has the place of each row in what this rank sends (behind its end: it did not fit),
-    `arrived` the place, among what has arrived, of each row that the experts get (behind its end: a row of padding).
-    `counts` are the rows that went to each rank and those that came from it, if they travel by counts."""
+    `arrived` the place, among what has arrived, of each row that the experts get (behind its end: a row of padding)."""
 
     sent: Tensor
     arrived: Tensor
-    counts: tuple[Tensor, Tensor] | None = None
 
 
 class DispatchedRows(NamedTuple):
@@ -51,11 +46,8 @@ class ExpertExchange(nn.Module):
         experts: how many experts the layer has over all ranks; rank r of the group has those from r x experts / ranks
             on.
         group: the process group of the "ep" dimension of the mesh; None: all experts are on this rank.
-        factor: the capacity, as a multiple of what every rank would get if tokens chose them evenly. It is doubled,
-            at most to the number of ranks, if a step needs more, and stays so. Nothing can overflow in evaluation.
-        by_counts: False: each rank sends as many rows to each other as there is room for, and waits for nothing. True:
-            it sends those that there are; its host waits for the counts, and the exchange hides behind nothing. Less
-            travels with any factor above 1, and the capacity is that of a rank, from whichever ranks rows come.
+        factor: the capacity, as a multiple of what every rank would get if tokens chose them evenly. A step that needs
+            more raises PipelineError; the number of ranks is enough for any routing. Evaluations have room for all.
 
     >>> exchange = ExpertExchange(experts=4)
     >>> rows, ends, route = exchange.dispatch(torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([2, 0, 2]))
@@ -65,13 +57,11 @@ class ExpertExchange(nn.Module):
     [10.0, 20.0, 30.0]
     """
 
-    def __init__(
-        self, experts: int, group: dist.ProcessGroup | None = None, factor: float = 1.25, by_counts: bool = False
-    ) -> None:
+    def __init__(self, experts: int, group: dist.ProcessGroup | None = None, factor: float = 1.25) -> None:
         super().__init__()
         self.experts, self.ranks = experts, 1 if group is None else group.size()
         self.group = "" if group is None else group.group_name  # a module that holds a name can be copied
-        self.factor, self.by_counts = float(factor), by_counts
+        self.factor = float(factor)
         if experts % self.ranks:
             raise PipelineError(
                 f"ExpertExchange got experts={experts} and a group of {self.ranks} ranks, which must hold equally "
@@ -83,17 +73,11 @@ class ExpertExchange(nn.Module):
     def extra_repr(self) -> str:
         return f"experts={self.experts}, ranks={self.ranks}, factor={self.factor}"
 
-    @property
-    def may_overflow(self) -> bool:
-        """Whether more tokens may arrive than there is room for."""
-        return self.factor < self.ranks
-
     def capacity(self, rows: int) -> int:
-        """The number of rows with room from one rank to another, or by counts on a rank, if each rank sends `rows`."""
-        if self.ranks == 1:
+        """The number of rows with room from one rank to another if each rank sends `rows`."""
+        if self.ranks == 1 or not torch.is_grad_enabled():
             return rows
-        most = rows * self.ranks if self.by_counts else rows
-        return min(most, math.ceil(self.factor * most / self.ranks)) if torch.is_grad_enabled() else most
+        return min(rows, math.ceil(self.factor * rows / self.ranks))
 
     def dispatch(self, rows: Tensor, experts: Tensor) -> DispatchedRows:
         """Send each row of `rows` [n, width] to the rank of its expert, `experts` [n], whole numbers. A token that
@@ -101,11 +85,6 @@ class ExpertExchange(nn.Module):
         order = experts.argsort(stable=True)
         chosen = torch.zeros(self.experts, dtype=torch.int64, device=rows.device)
         chosen = chosen.scatter_add(0, experts, torch.ones_like(experts)).view(self.ranks, -1)
-        return (self._send_counted if self.by_counts and self.ranks > 1 else self._send)(rows, order, chosen)
-
-    def _send(self, rows: Tensor, order: Tensor, chosen: Tensor) -> DispatchedRows:
-        """Send rows with a capacity from each rank to each other; `order` sorts rows by expert, `chosen` says how many
-        of this rank are for each expert of each rank."""
         count, per_rank = rows.shape[0], chosen.sum(1)
         room = self.capacity(count)
         places = _places(per_rank, count)  # of the sorted rows: their rank, and how many come before them there
@@ -120,26 +99,11 @@ class ExpertExchange(nn.Module):
         begins = room * torch.arange(self.ranks, device=rows.device)
         return _by_expert(came, counts.view_as(ends), begins, TokenRoute(sent, sent))
 
-    def _send_counted(self, rows: Tensor, order: Tensor, chosen: Tensor) -> DispatchedRows:
-        """Send as many rows as there are, with a capacity for what arrives on a rank."""
-        count, per_rank = rows.shape[0], chosen.sum(1)
-        room = self.capacity(count)
-        counts = self._exchange(chosen.flatten()).view_as(chosen)
-        come = counts.sum(1)
-        if room < count * self.ranks:
-            require_fit(come.sum() <= room)
-        came = exchange_rows(rows.index_select(0, order), per_rank, come, room, self.group)
-        sent = _inverse(order, count)
-        return _by_expert(came, counts, come.cumsum(0) - come, TokenRoute(sent, sent, (per_rank, come)))
-
     def combine(self, rows: Tensor, route: TokenRoute) -> Tensor:
         """Return the experts' results for the dispatched rows to the ranks that sent these, in their order, [n, width].
         Padding is not read."""
         made = _moved(rows, route.arrived, rows.shape[0])
-        if route.counts is None:
-            return self._exchange(made).index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
-        per_rank, come = route.counts
-        return exchange_rows(made, come, per_rank, route.sent.shape[0], self.group).index_select(0, route.sent)
+        return self._exchange(made).index_select(0, route.sent.clamp(max=rows.shape[0] - 1))
 
     def _exchange(self, rows: Tensor) -> Tensor:
         """Exchange parts: part i goes to rank i, and part i of the result comes from there."""

@@ -210,18 +210,6 @@ class ParameterUpdates(Optimizer):
         if self._made_early is not None:
             self._made_early = self._as_made()
 
-    def withdraw(self) -> None:
-        """Undo what stages have updated in a step that is not over and is done again."""
-        found, self._unsettled, self._begun = self._unsettled, None, False
-        if found is None:
-            return
-        with torch.no_grad():
-            found.settle()
-            self.slices.recall()
-            found.undo(self.state)
-            self.slices.end_update()  # other replicas have got what is undone
-            self.slices.arrive()
-
     def _as_made(self) -> EarlyUpdate:
         slices = self.slices  # what is divided notices writes when its values arrive
         own = {} if slices.divided else {each.name: each.parameter for each in slices.slices}

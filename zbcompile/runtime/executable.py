@@ -115,12 +115,10 @@ Made = dict[str, dict[int, torch.Tensor]]  # by leaf of the output, then by micr
 
 class StepResult(NamedTuple):
     """The losses of the microbatches of all replicas, and the leaves of the model's output that this process's stages
-    have made, if the program returns them. `fits` says whether all exchanges between experts had room for their tokens,
-    on all ranks; otherwise the step has computed without some of them."""
+    have made, if the program returns them."""
 
     losses: Losses
     made: Made
-    fits: bool = True
 
 
 def plan_step(

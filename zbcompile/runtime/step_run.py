@@ -84,7 +84,7 @@ class Engine:
         if given.recorder is not None:
             with ranks.watch.position.waiting("the end"):
                 given.recorder.end()
-        return StepResult(step.losses, step.made, step.fits)
+        return StepResult(step.losses, step.made)
 
     def _reduction(
         self, plan: RankPlan, executable: Executable, given: StepInput, parameters: Mapping[str, nn.Parameter]
@@ -115,12 +115,18 @@ def interleave(ranks: Sequence[RankRun]) -> None:
         before, running = waiting, still
 
 
+OVERFLOW = (
+    "more tokens chose the experts of one rank than an exchange has room for, so that the step would leave some out. "
+    "Pass a larger factor= to ExpertExchange: the number of its ranks is enough for any routing."
+)
+
+
 @dataclass
 class StepRun:
     """`runs` are those of this process's ranks, `reductions` the sums of their gradients, by rank. `check` compares
     what other ranks compute as well, None if none does; `collectives` are those of a sharded output layer. `come` are
-    the ranks that have come to each exchange, `done` the exchanges that have begun. `losses` are there after LOSS, and
-    `fits`, whether all tokens had room where they went; `made`, the leaves of the model's output by microbatch, after
+    the ranks that have come to each exchange, `done` the exchanges that have begun. `losses` are there after LOSS,
+    `made`, the leaves of the model's output by microbatch, after
     OUTPUT, on ranks that were to have them.
 
     Microbatches are numbered over all replicas: together they train as one pipeline on the concatenated batch.
@@ -135,7 +141,6 @@ class StepRun:
     collectives: Collectives | None = None
     losses: Losses = field(default_factory=lambda: Losses(()))
     made: Made = field(default_factory=dict)
-    fits: bool = True
     come: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     done: set[str] = field(default_factory=set)
 
@@ -283,9 +288,9 @@ class StepRun:
             self.losses.read()
         else:
             outlives_its_step(work)
-        if self.executable.may_overflow:
-            self.fits = not left_out
-        if check is not None and self.fits:
+        if self.executable.may_overflow and left_out:
+            raise self.ranks.refusal(OVERFLOW)
+        if check is not None:
             check.compare(self.executable, self.reductions[self.ranks.local[0]].results(), shared)
 
     def _missing(self) -> torch.Tensor | int:

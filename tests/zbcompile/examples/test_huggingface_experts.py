@@ -27,8 +27,8 @@ def batch_of(rank: int) -> Tensor:
     return torch.randint(0, 96, (MICROBATCHES * 2, 12))
 
 
-def trained(name: str, schedule: str, factor: float) -> tuple[int, Tensor, dict[str, Tensor], float]:
-    """Of a rank along "ep": the loss of a step, its gradients, and the capacity that it ended with."""
+def trained(name: str, schedule: str, factor: float) -> tuple[int, Tensor, dict[str, Tensor]]:
+    """Of a rank along "ep": the loss of a step and its gradients."""
     mesh = mesh_of(ep=RANKS, pp=dist.get_world_size() // RANKS)
     model, placements = divide_experts(transformers_model(name), mesh["ep"], factor)
     pipe = zbcompile.pipeline(
@@ -38,7 +38,7 @@ def trained(name: str, schedule: str, factor: float) -> tuple[int, Tensor, dict[
     loss = pipe.step(input_ids=batch_of(rank), labels=batch_of(rank))
     found = gradients_of(pipe)
     pipe.close()
-    return rank, loss, found, max(m.factor for m in model.modules() if isinstance(m, zbcompile.ExpertExchange))
+    return rank, loss, found
 
 
 def dropless(module: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -117,9 +117,9 @@ def oracle(name: str) -> tuple[Tensor, dict[str, Tensor]]:
 @pytest.mark.parametrize(
     ("name", "schedule", "factor"),
     [
-        pytest.param("Qwen3Moe", "zb-h1", 1.0, marks=pytest.mark.beyond_sample),
+        pytest.param("Qwen3Moe", "zb-h1", 2.0, marks=pytest.mark.beyond_sample),
         ("DeepseekV3", "1f1b", 2.0),
-        pytest.param("DeepseekV3", "zb-v", 1.0, marks=pytest.mark.beyond_sample),
+        pytest.param("DeepseekV3", "zb-v", 2.0, marks=pytest.mark.beyond_sample),
     ],
 )
 def test_transformers_experts_on_two_ranks_beside_two_of_a_pipeline(
@@ -127,7 +127,7 @@ def test_transformers_experts_on_two_ranks_beside_two_of_a_pipeline(
 ) -> None:
     """Bit for bit those of one process, which adds what the experts compute in the order of the ranks."""
     loss, expected = oracle(name)
-    for rank, ours, gradients, _ in pool.run(trained, name, schedule, factor, ranks=4):
+    for rank, ours, gradients in pool.run(trained, name, schedule, factor, ranks=4):
         assert torch.equal(ours, loss)
         for each, gradient in gradients.items():
             own = expected[each].chunk(RANKS)[rank] if gradient.shape != expected[each].shape else expected[each]
