@@ -164,7 +164,7 @@ def compare_step(
         raise PipelineError("--measured compares seconds; --costs uniform has none. Use flops, or a file of costs.")
     updates = record.schedule.ops & ONCE  # the optimizer's actions, which the record alone has
     if updates:
-        predicted = simulate(with_updates(predicted.program, updates), predicted.costs)
+        predicted = simulate(with_updates(predicted.schedule, updates), predicted.costs)
     _require_same_schedule(record.schedule, predicted.schedule)
     text = basis.text
     if rescale:

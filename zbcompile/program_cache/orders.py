@@ -20,7 +20,7 @@ def _require_order(program: Program, count: int) -> None:
     own = program.schedule
     problem = f"the step has {count} microbatches, and the schedule {own.name}"
     rule = own.name in names() and find(own.name).generate is not None
-    if not rule or _built(program, own.microbatches).schedule != own:
+    if not rule or _built(program, own.microbatches).compute_only() != own:
         raise PipelineError(
             f"{problem} is an order for {own.microbatches} alone. Pass as many, a batch that divides into as many, or "
             "a schedule by its name."
