@@ -61,7 +61,8 @@ def split_backward(step: StepGraph, stages: Stages) -> Labels:
     read = _storages_read(weight, stages)
     for node in backward:
         shared = read.get(stages[node], set()) & set(map(storage_key, _operands(node)))
-        if operator_name(node) == "sum" and ends[node] and shared:
+        weight_only = all(user in weight and stages[user] == stages[node] for user in node.users)
+        if operator_name(node) == "sum" and (ends[node] or weight_only) and shared:
             weight.add(node)
     _add_followers(weight, backward)
     labels: Labels = {}

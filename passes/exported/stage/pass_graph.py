@@ -22,6 +22,13 @@ ACCUMULATOR = "accumulator"  # a gradient buffer, which the pass adds to
 # Roles of results.
 WEIGHT_GRADIENT, BUFFER_UPDATE = "weight_gradient", "buffer_update"
 LOSS, OUTPUT = "loss", "output"
+ROLES = frozenset(
+    {
+        *(PARAMETER, BUFFER, CONSTANT, BATCH, TANGENT, ACTIVATION, GRADIENT, SAVED, PART),
+        *(ACCUMULATOR, WEIGHT_GRADIENT, BUFFER_UPDATE, LOSS, OUTPUT),
+    }
+)
+KINDS = ("F", "B", "W", "BW", "E")
 
 
 class Slot(NamedTuple):

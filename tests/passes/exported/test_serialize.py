@@ -1,0 +1,207 @@
+"""Pass graphs as JSON: the same graphs come back, and edited files are refused."""
+
+import copy
+import json
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from gpt import GPT, next_byte_loss
+from tests.passes.exported.test_bits import text
+from tests.support.zoo import ZOO
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.exported.compile_step import CompiledStep, compile_step
+from zbcompile.passes.exported.serialize import pass_from_data, pass_to_data
+from zbcompile.passes.exported.stage.accumulate import accumulate
+from zbcompile.passes.exported.stage.pass_graph import SAVED, PassGraph
+from zbcompile.passes.exported.step_graph import Label, tensors_of
+
+CPU = torch.device("cpu")
+
+
+def compiled_zoo(name: str) -> tuple[CompiledStep, nn.Module]:
+    problem = ZOO[name]
+    part = next(iter(problem.batches(1, 8)[0].parts(4)))
+    batch = part.args, dict(part.kwargs), part.target
+    model = problem.model().train()
+    return compile_step(model, *batch, problem.loss, ranks_of=[0, 1], recompute="selective"), model
+
+
+@cache
+def compiled_gpt() -> tuple[CompiledStep, nn.Module]:
+    torch.manual_seed(0)
+    model = GPT(layers=2, width=32, length=16, dropout=0.1, tied=True)
+    return compile_step(model, *text(), next_byte_loss, ranks_of=[0, 1], exact=True), model
+
+
+def specs(graph: PassGraph) -> list[Any]:
+    return [
+        [(t.dtype, tuple(t.shape), t.stride()) for t in tensors_of(node)]
+        for node in graph.module.graph.nodes
+    ]
+
+
+def assert_round_trip(graph: PassGraph) -> None:
+    written = json.dumps(pass_to_data(graph))
+    read = pass_from_data(json.loads(written), CPU)
+    assert read.fingerprint == graph.fingerprint
+    assert specs(read) == specs(graph)
+    assert (read.name, read.inputs, read.outputs) == (graph.name, graph.inputs, graph.outputs)
+    assert {k: v for k, v in read.readers.items() if v} == {
+        slot: kinds for slot, kinds in graph.readers.items() if kinds and slot in graph.outputs
+    }
+    assert json.dumps(pass_to_data(read)) == written
+    for role in (SAVED,):
+        assert read.input_bytes(role) == graph.input_bytes(role)
+        assert read.output_bytes(role) == graph.output_bytes(role)
+    assert read.flops == graph.flops
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        compiled_gpt,
+        *(
+            pytest.param(lambda name=name: compiled_zoo(name), id=name)
+            for name in ("llama-unpadded", "t5", "unet")
+        ),
+    ],
+)
+def test_graphs_come_back(make: Callable[[], tuple[CompiledStep, nn.Module]]) -> None:
+    compiled, model = make()
+    buffers = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
+    for graph in (*compiled.passes.values(), *compiled.fused.values()):
+        assert_round_trip(graph)
+        assert_round_trip(accumulate(graph, buffers))
+
+
+def test_a_graph_that_was_read_computes_the_same() -> None:
+    compiled, _ = compiled_gpt()
+    graph = compiled.passes[Label(1, "B")]
+    read = pass_from_data(json.loads(json.dumps(pass_to_data(graph))), CPU)
+    inputs = [like(node.meta["val"]) for node in graph.placeholders]
+    with torch.no_grad():
+        assert all(map(torch.equal, read.module(*inputs), graph.module(*inputs)))
+
+
+def like(value: Tensor) -> Tensor:
+    if value.is_floating_point():
+        whole = torch.randn(value.untyped_storage().nbytes() // value.element_size())
+        return whole.as_strided(value.shape, value.stride())
+    return torch.randint(2, value.shape).to(value.dtype)
+
+
+@torch.library.custom_op("exported_serialize::twice", mutates_args=())
+def twice(x: Tensor) -> Tensor:
+    return 2 * x
+
+
+twice.register_fake(lambda x: torch.empty_like(x))
+twice.register_autograd(lambda ctx, gradient: twice(gradient))
+
+
+class Custom(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers[1](twice(self.layers[0](x)))
+
+
+def test_operators_of_other_libraries_are_named_by_the_user() -> None:
+    batch = (torch.randn(2, 4),), {}, torch.randn(2, 4)
+    compiled = compile_step(Custom(), *batch, nn.functional.mse_loss, ranks_of=[0, 1])
+    data = [json.loads(json.dumps(pass_to_data(graph))) for graph in compiled.passes.values()]
+    calling = next(one for one in data if "exported_serialize" in json.dumps(one))
+    with pytest.raises(CompileError, match=r'pass operators=\["exported_serialize::twice"\]'):
+        pass_from_data(calling, CPU)
+    for one in data:
+        assert pass_from_data(one, CPU, operators=["exported_serialize::twice"]).calls
+
+
+def first(data: Any, name: str) -> Any:
+    """Returns the first node that calls an operator of this name."""
+    return next(node for node in data["nodes"] if node["call"].split(".")[-2:-1] == [name])
+
+
+def edits() -> Iterator[tuple[str, Callable[[Any], Any]]]:
+    """Yields hostile edits of a written forward: a title and a function that changes the data."""
+
+    def call(name: Any) -> Callable[[Any], Any]:
+        return lambda d: d["nodes"][3].update(call=name)
+
+    def argument(value: Any, position: int = 0) -> Callable[[Any], Any]:
+        return lambda d: d["nodes"][-1]["args"].__setitem__(position, value)
+
+    def entry(part: str, key: str, value: Any) -> Callable[[Any], Any]:
+        return lambda d: d[part][0].update({key: value})
+
+    for name in (
+        *("os.system", "builtins.eval.default", "aten.mm.default\n", "torch.load.default"),
+        *("aten.from_file.default", "aten.set_.source_Tensor", "aten.resize_.default"),
+        *("aten.copy_.default", "aten.item.default", "aten.__class__.default", "aten.mm.nothing"),
+        *("c10d.send.default", "c10d.allreduce_.default", "prim.Print.default", "profiler._x.y"),
+        *(None, 7, ["aten.mm.default"]),
+    ):
+        yield f"calls {name!r}", call(name)
+    yield "a node reads a later one", argument({"node": 10**6})
+    yield "a node reads itself by a negative number", argument({"node": -1})
+    yield "a node by name", argument({"node": "self"})
+    yield "an unknown tag", argument({"eval": "1"})
+    yield "two tags", argument({"node": 0, "float": "nan"})
+    yield "a float that is code", argument({"float": "__import__('os')"})
+    yield "a string that ends a literal", argument('"); import os; ("')
+    yield "an unknown dtype", argument({"dtype": "save"})
+    yield "an unknown device", argument({"device": "meta:0"})
+    yield "an unknown keyword", lambda d: d["nodes"][-1].update(kwargs={"out": {"node": 0}})
+    yield "keywords that are code", lambda d: d["nodes"][-1].update(kwargs={"x=1); f(": 0})
+    yield "a shape of other arguments", lambda d: first(d, "view")["args"].__setitem__(1, [3, 3, 3])
+    yield "an input of another shape", entry("inputs", "shape", [5])
+    yield "a negative size", entry("inputs", "shape", [-1])
+    yield "a stride beyond the storage", entry("inputs", "stride", [10**9, 1])
+    yield "an offset beyond the storage", entry("inputs", "offset", 10**9)
+    yield "a storage that is not there", entry("inputs", "storage", 10**6)
+    yield "an input of an unknown role", entry("inputs", "slot", ["file", "/etc/passwd"])
+    yield "an input without a name", entry("inputs", "slot", ["parameter"])
+    yield "two equal inputs", lambda d: d["inputs"][1].update(slot=d["inputs"][0]["slot"])
+    yield "an unknown pass", lambda d: d.update(kind="X")
+    yield "a stage that is no number", lambda d: d.update(stage="0")
+    yield "an output that is not there", entry("outputs", "node", 10**6)
+    yield "an output read by an unknown pass", entry("outputs", "readers", ["X"])
+    yield "no nodes", lambda d: d.pop("nodes")
+    yield "nodes that are text", lambda d: d.update(nodes="import os")
+    yield (
+        "a view beyond its memory",
+        lambda d: d["nodes"][-1].update(
+            call="aten.as_strided.default", args=[{"node": 0}, [8], [1], 10**6]
+        ),
+    )
+    yield "a size that is a boolean", lambda d: d["storages"].__setitem__(0, True)
+
+
+EDITS = dict(edits())
+
+
+def test_there_are_many_edits() -> None:
+    assert len(EDITS) >= 30
+
+
+@pytest.mark.parametrize("title", EDITS)
+def test_edited_files_are_refused(title: str) -> None:
+    compiled, _ = compiled_gpt()
+    data = copy.deepcopy(written_forward())
+    EDITS[title](data)
+    assert data != written_forward()
+    with pytest.raises(CompileError):
+        pass_from_data(data, CPU)
+    assert compiled
+
+
+@cache
+def written_forward() -> Any:
+    return json.loads(json.dumps(pass_to_data(compiled_gpt()[0].passes[Label(0, "F")])))
