@@ -73,21 +73,22 @@ def _candidates(
     compile_: Compile, choices: Choices, names_: list[str], build_: Callable[..., Schedule]
 ) -> list[NamedStep]:
     """Returns the names of one placement that fit. Raises PartitionError if none does."""
+    found, needed = list[NamedStep](), dict[int, Program]()
     for policy in policies_of(choices):
         program = compile_(build_(names_[0]), replace(choices, recompute=policy))
         prices = prices_of(program)
-        costs, found, peaks = predicted_costs(program, prices), list[NamedStep](), list[int]()
+        costs = predicted_costs(program, prices)
         for name in names_:
             ordered = in_order(program, build_(name, costs=costs))
-            if choices.memory is not None:
-                peaks.append(peak_bytes(ordered, prices))
-            if choices.memory is None or peaks[-1] <= choices.memory:
-                timeline = simulate(ordered.schedule, costs)
-                found.append(NamedStep(name, float(timeline.makespan), max(timeline.peak_memory), ordered))
+            if choices.memory is not None and (peak := peak_bytes(ordered, prices)) > choices.memory:
+                needed[peak] = ordered
+                continue
+            timeline = simulate(ordered.schedule, costs)
+            found.append(NamedStep(name, float(timeline.makespan), max(timeline.peak_memory), ordered))
         if found:
             return found
     assert choices.memory is not None
-    raise too_little_memory(choices.memory, min(peaks), program)
+    raise too_little_memory(choices.memory, needed)
 
 
 def _summary(best: NamedStep, others: list[NamedStep]) -> str:

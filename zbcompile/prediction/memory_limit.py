@@ -1,6 +1,6 @@
 """`memory=`: the first way to recompute with which every rank holds less than the limit."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from zbcompile.compiler.stage_price import StagePrice, running_of
@@ -32,20 +32,23 @@ def peak_bytes(program: Program, prices: Sequence[StagePrice] = ()) -> int:
 def compile_within_memory(compile_: Callable[[Choices], Program], choices: Choices) -> Program:
     """Returns the program of the first of `policies_of(choices)` whose ranks hold at most `memory=` bytes.
 
-    Raises PartitionError if none does, with the bytes that the last one needs.
+    Raises PartitionError if none does, with the bytes of the one that needs least.
     """
     if choices.memory is None:
         return compile_(choices)
+    needed: dict[int, Program] = {}
     for policy in policies_of(choices):
         program = compile_(replace(choices, recompute=policy))
         if (peak := peak_bytes(program)) <= choices.memory:
             return program
-    raise too_little_memory(choices.memory, peak, program)
+        needed[peak] = program
+    raise too_little_memory(choices.memory, needed)
 
 
-def too_little_memory(limit: float, peak: float, program: Program) -> PartitionError:
-    """Returns the error for a program whose fullest rank holds `peak` bytes."""
-    policy = program.choices.recompute
+def too_little_memory(limit: float, needed: Mapping[int, Program]) -> PartitionError:
+    """Returns the error for programs that do not fit, by the bytes of their fullest ranks."""
+    peak = min(needed)
+    program, policy = needed[peak], needed[peak].choices.recompute
     return PartitionError(
         f"memory={limit:,.0f} bytes per rank is too small: under {program.schedule.name} with recompute={policy!r} the "
         f"fullest rank holds {peak:,.0f} bytes (parameters, gradients, optimizer state, activations and messages). Use "

@@ -128,7 +128,7 @@ def test_no_bytes(text: Any) -> None:
         ("timeout", 0, "timeout=0; expected a positive number of seconds."),
         ("exact", "yes", "exact='yes'; expected True or False."),
         ("vocab", True, 'vocab=True; expected "off", "auto", 1 or 2 (barriers).'),
-        ("recompute", "selectiv", 'recompute=\'selectiv\'; expected "off", "hints", "selective", "full", a price'),
+        ("recompute", "selectiv", 'recompute=\'selectiv\'; expected "off", "hints", "selective", "full", a share of'),
         ("accumulate_dtype", torch.int32, "accumulate_dtype=torch.int32; expected a floating-point dtype"),
         ("backend", "tpu", 'backend=\'tpu\'; expected "fx", "inductor", or a function'),
         ("schedule", nn.Linear(2, 2), "schedule=Linear(in_features=2, out_features=2, bias=True); expected a name"),
