@@ -69,11 +69,6 @@ class SearchResult:
         """Whether nothing can be shorter."""
         return self.objective <= self.bound * ROUNDING
 
-    @property
-    def best_name(self) -> tuple[str, float] | None:
-        """The named schedule that comes nearest, with its objective; None if none fits."""
-        return min(((name, takes) for (name, _), takes in self.names.items()), key=lambda each: each[1], default=None)
-
     def __str__(self) -> str:
         left = "proven optimal" if self.proven else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
         how = f"from {self.origin} by {self.moves} moves in {self.seconds:.1f} s"
