@@ -19,13 +19,17 @@ from torch._ops import OpOverload as OpOverload  # the class of torch.ops.aten.a
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
     FakeTensor as FakeTensor,
     FakeTensorMode as FakeTensorMode,
 )
 from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.export import ExportedProgram
 from torch.export._trace import _export  # torch.export.export keeps composite operations whole
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx._lazy_graph_module import (
+    _LazyGraphModule as LazyGraphModule,  # generates its code when it is first run
+    _use_lazy_graph_module,
+)
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import (
     _reparametrize_module as reparametrize_module,  # functional_call ends before the backward
@@ -36,10 +40,15 @@ from torch.utils._python_dispatch import (
 )
 
 reparametrize_module = reparametrize_module
+LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
 
-# Raised if Python reads a value that depends on the inputs.
-DATA_DEPENDENT_ERRORS = (GuardOnDataDependentSymNode, DataDependentOutputException)
+# Raised if Python reads a value, or a shape, that depends on the inputs.
+DATA_DEPENDENT_ERRORS = (
+    GuardOnDataDependentSymNode,
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+)
 
 # Shapes are static: these nodes compute nothing.
 ASSERTIONS = frozenset(

@@ -29,6 +29,10 @@ from zbcompile.passes.exported.capture.training_step import (
     leaves_with_paths,
     public_name,
 )
+from zbcompile.passes.exported.capture.unsupported import (
+    data_dependent_error,
+    refuse_dynamic_shapes,
+)
 from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.exported.torch_collectives import functional_collectives
 from zbcompile.passes.exported.torch_private import (
@@ -102,7 +106,7 @@ def export_training_step(
         try:
             program = _export(step, example, device)
         except DATA_DEPENDENT_ERRORS as compiler_error:
-            raise compiler_error from eager_error
+            raise data_dependent_error(compiler_error) from eager_error
         warnings.warn(
             "the model reads values of its inputs in Python, so it was captured on the path that "
             "it has for compilers: results may differ from eager mode in the last bits. The first "
@@ -184,6 +188,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
             public_name(name): placements for name, placements in step.gradient_placements.items()
         },
     )
+    refuse_dynamic_shapes(described.graph.nodes)
     _clean(described)
     return described
 

@@ -1,16 +1,17 @@
-"""What an exported step cannot reproduce: operations whose bits differ from eager mode.
+"""What an exported step cannot contain or reproduce, and the sentences that say so."""
 
-Refusals of models that cannot be exported at all are raised where they are found.
-"""
-
+import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.exported.capture.known_values import users_line
+from zbcompile.passes.exported.capture.known_values import LINE, users_line
+from zbcompile.passes.exported.step_graph import tensors_of
+from zbcompile.passes.exported.torch_private import DynamicOutputShapeException
 
 # Functions of torch whose trace computes other bits than their kernel: composite recurrences, and
 # a draw in place whose numbers depend on the input.
@@ -42,6 +43,46 @@ class InexactCalls(TorchFunctionMode):
         if description is not None:
             self.calls.append(f"{description} ({users_line(sys._getframe(1))})")
         return func(*args, **(kwargs or {}))
+
+
+READS_A_VALUE = (
+    "forward or the loss reads a value that depends on its inputs ({line}). A compiled step runs "
+    "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks), "
+    'or name the input in static_inputs=("...",): then every value of it compiles a program.'
+)
+HAS_A_DYNAMIC_SHAPE = (
+    "the shape of a result depends on values of the inputs ({line}): nonzero, masked_select and "
+    "x[mask] return as many elements as there are. Multiply by the mask, use ignore_index, or name "
+    'the input in static_inputs=("...",): then every value of it compiles a program.'
+)
+
+
+def data_dependent_error(error: Exception) -> CaptureError:
+    """Returns the refusal for an error of torch about values or shapes, with the user's line."""
+    sizes = re.search(r"Size-like symbols: u\d", str(error))
+    dynamic = sizes is not None or isinstance(error, DynamicOutputShapeException)
+    message = HAS_A_DYNAMIC_SHAPE if dynamic else READS_A_VALUE
+    return CaptureError(message.format(line=_line_of(error)))
+
+
+def refuse_dynamic_shapes(nodes: Iterable[Node]) -> None:
+    """Raises CaptureError if a tensor of the graph has a size that is not a number."""
+    for node in nodes:
+        for tensor in tensors_of(node):
+            if any(not isinstance(size, int) for size in tensor.shape):
+                line = (node.meta.get("custom") or {}).get(LINE, "")
+                raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(line=line))
+
+
+def _line_of(error: Exception) -> str:
+    """Returns `file:line` of the innermost frame of the user's code in a traceback."""
+    line, frame = "", error.__traceback__
+    while frame is not None:
+        name = frame.tb_frame.f_globals.get("__name__", "").partition(".")[0]
+        if name not in ("torch", "zbcompile", "contextlib"):
+            line = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
+        frame = frame.tb_next
+    return line
 
 
 def refuse_inexact(calls: Sequence[str]) -> None:

@@ -114,7 +114,7 @@ def merge_convolutions(module: GraphModule) -> None:
         first.meta = {**first.meta, "val": tuple(values)}
         node.replace_all_uses_with(first)
         module.graph.erase_node(node)
-    module.recompile()
+        module.recompile()
 
 
 _MASK = 10  # position of output_mask in convolution_backward: input, weight, bias

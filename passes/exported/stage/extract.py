@@ -8,7 +8,7 @@ and its reader pass it through.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from zbcompile.passes.exported.split.split_backward import merge_convolutions
 from zbcompile.passes.exported.stage.pass_graph import (
@@ -37,6 +37,7 @@ from zbcompile.passes.exported.step_graph import (
     Labels,
     StepGraph,
 )
+from zbcompile.passes.exported.torch_private import LazyGraphModule
 
 Edges = dict[tuple[Label, Label], dict[Node, None]]  # (from, to) -> values
 
@@ -103,7 +104,7 @@ class Extraction:
         return PassGraph(
             stage=group[0].stage,
             kind="".join(label.kind for label in group),
-            module=GraphModule(self.step.module, graph, class_name="Pass"),
+            module=LazyGraphModule(self.step.module, graph, class_name="Pass"),
             inputs=tuple(inputs),
             outputs=tuple(slot for slot, _ in outputs),
             readers=self._readers(group),

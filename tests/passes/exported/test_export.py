@@ -140,8 +140,17 @@ def test_values_of_inputs_must_not_be_read() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x) if x.sum() > 0 else x
 
-    with pytest.raises(Exception, match="data-dependent"):
+    with pytest.raises(CaptureError, match=rf"reads a value.*{__file__}:\d+.*static_inputs"):
         export_training_step(Reads(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
+
+
+def test_shapes_must_not_depend_on_inputs() -> None:
+    class Selects(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)[x[:, 0] > 0]
+
+    with pytest.raises(CaptureError, match=rf"shape of a result.*{__file__}:\d+.*static_inputs"):
+        export_training_step(Selects(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
 
 
 def test_the_compilers_path_is_the_second_attempt() -> None:
