@@ -1,5 +1,4 @@
-"""Bytes of spans of a line: parameters, gradients and optimizer state, divided among replicas or whole, and of anything
-distinct that its operations use."""
+"""Bytes of the gradients of parameters and of their optimizer state, which replicas may divide."""
 
 from dataclasses import dataclass
 
