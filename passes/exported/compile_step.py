@@ -83,12 +83,12 @@ def compile_graph(
     *,
     ranks_of: Sequence[int],
     exact: bool = False,
-    owners: Mapping[str, int] | None = None,
+    owners: Mapping[str, Sequence[int]] | None = None,
     recompute: Policy | Sequence[Policy] = "hints",
 ) -> CompiledStep:
     """Compiles an exported training step. The passes change its graph in place.
 
-    `owners` has the stage of every parameter if another program of the model has placed them.
+    `owners` has the stages of every parameter if another program of the model has placed them.
     """
     if exact:
         refuse_inexact(step.inexact_calls)
@@ -100,7 +100,7 @@ def compile_graph(
     if owners is None:
         cuts = balanced_cuts(step, line, ranks_of)
     else:
-        cuts = cuts_of_owners(step, line, owners)
+        cuts = cuts_of_owners(step, line, owners, len(ranks_of))
     stages = assign_stages(step, line, cuts)
     parameter_stages = parameter_owners(step, line, stages)
     keep_updated_buffers(step, stages)

@@ -64,25 +64,40 @@ def keep_updated_buffers(step: StepGraph, stages: Stages) -> None:
 
 
 def cuts_of_owners(
-    step: StepGraph, line: ForwardLine, owners: Mapping[str, int]
+    step: StepGraph, line: ForwardLine, owners: Mapping[str, Sequence[int]], stages: int
 ) -> tuple[int, ...]:
-    """Returns the cuts that keep every parameter on the stage that `owners` names.
+    """Returns the cuts that keep every parameter on the stages that `owners` lists.
 
     Used for a further program of the same model, such as another batch shape. Between the last
     node that reads a parameter of stage s or below and the first that reads one above s, the
-    cut with the fewest crossing bytes is chosen.
+    cut with the fewest crossing bytes is chosen. Of a parameter on several stages the first and
+    the last reader are known, of one that operations on parameters alone read the first.
 
     Raises:
         PartitionError: The parameters are read in another order than the owners' stages.
     """
-    owner_of = {step.parameters[name]: stage for name, stage in owners.items()}
-    reads: list[tuple[int, int]] = []
+    parameters = set(step.parameters.values())
+    both = {**line.free, **dict.fromkeys(line.homes)}
+    readers: dict[Node, list[int]] = {}
+    home_readers: dict[Node, list[int]] = {}
     for index, node in enumerate(line.nodes):
-        reads += [(index, stage) for stage in _owners_read(node, line, owner_of)]
+        for parameter in _parameters_read(node, line.free, parameters):
+            readers.setdefault(parameter, []).append(index)
+        for parameter in _parameters_read(node, both, parameters):
+            home_readers.setdefault(parameter, []).append(index)
+    reads: list[tuple[int, int]] = []
+    for name, owner in owners.items():
+        indices = readers.get(step.parameters[name], [])
+        if len(owner) == 1 and indices:
+            reads += [(index, owner[0]) for index in indices]
+        elif owner and indices:
+            reads += [(indices[0], owner[0]), (indices[-1], owner[-1])]
+        elif owner and step.parameters[name] in home_readers:
+            reads.append((home_readers[step.parameters[name]][0], owner[0]))
     cuts: list[int] = []
-    for stage in range(max(owners.values(), default=0)):
-        low = max((index for index, owner in reads if owner <= stage), default=-1)
-        high = min((index for index, owner in reads if owner > stage), default=len(line.nodes))
+    for stage in range(stages - 1):
+        low = max((index for index, place in reads if place <= stage), default=-1)
+        high = min((index for index, place in reads if place > stage), default=len(line.nodes))
         places = [cut for cut in line.cuts if max(low, *cuts, 0) < cut <= high]
         if not places:
             raise PartitionError(
@@ -110,14 +125,14 @@ def parameter_owners(step: StepGraph, line: ForwardLine, stages: Stages) -> dict
     return readers
 
 
-def _owners_read(node: Node, line: ForwardLine, owner_of: Mapping[Node, int]) -> list[int]:
-    """Returns the owners of the parameters that a node reads, also through free nodes."""
+def _parameters_read(node: Node, through: Mapping[Node, None], parameters: set[Node]) -> list[Node]:
+    """Returns the parameters that a node reads, also through the nodes of `through`."""
     found, pending = [], list(node.all_input_nodes)
     while pending:
         source = pending.pop()
-        if source in owner_of:
-            found.append(owner_of[source])
-        elif source in line.free:
+        if source in parameters:
+            found.append(source)
+        elif source in through:
             pending.extend(source.all_input_nodes)
     return found
 

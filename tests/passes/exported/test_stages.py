@@ -156,11 +156,10 @@ def test_a_buffer_read_and_written_on_different_stages_is_refused() -> None:
 def test_a_further_program_keeps_the_owners_of_parameters() -> None:
     model = Residual()
     compiled = compiled_on_four(model)
-    owners = {name: stages[0] for name, stages in compiled.owners.items()}
     longer = export_training_step(
         model, (torch.randn(9, WIDTH),), {}, torch.randn(9, WIDTH), F.mse_loss
     )
-    again = compile_graph(longer, ranks_of=range(4), owners=owners)
+    again = compile_graph(longer, ranks_of=range(4), owners=compiled.owners)
     assert again.owners == compiled.owners
 
 
