@@ -41,6 +41,7 @@ def test_exact_gradients_are_eagers_bits(problem: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.mostly_slow(every=2)
 @pytest.mark.parametrize("problem", [name for name in SHARED_PARAMETERS if not name.endswith("bfloat16")])
 def test_default_gradients_are_close(problem: str) -> None:
     for case in cases_of(problem, exact=False):
