@@ -11,7 +11,6 @@ import torch
 
 KIND = "cuda"
 BACKEND = "nccl"  # of torch.distributed, which moves its tensors
-GENERATOR_BYTES = 16  # of a generator's state: a seed and an offset
 # Stands for an accelerator that is not there: torch traces on it as on the CPU, whose own tensors say "cpu".
 ABSENT = torch.device("cpu", 0)
 

@@ -17,12 +17,11 @@ from zbcompile.passes.torch_private import (
     result_types,
 )
 
-OWN = ("begin_apart", "end_apart")  # zbcompile's own operators in graphs (passes/stage/draws.py)
 OWN_LIBRARIES = ("aten", "prims", "zbcompile", *FUNCTIONAL_COLLECTIVES)
 HIGHER_ORDER = {"higher_order.cond": torch.ops.higher_order.cond}
 GETITEM = "getitem"
 CHECKS = ("_assert_async", "_assert_scalar", "_assert_tensor_metadata")  # return nothing, and change nothing
-SILENT = (*(f"aten.{name}" for name in CHECKS), "zbcompile.end_apart")  # return nothing
+SILENT = tuple(f"aten.{name}" for name in CHECKS)
 MESSAGES = ("batch_p2p_ops", "irecv", "isend")  # between two ranks, of which the other need not answer
 _NAME = re.compile(r"([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z]\w*)", re.ASCII)  # library.operator.overload
 
@@ -89,6 +88,6 @@ def _is_pure(library: str, function: str, found: OpOverload) -> bool:
         any("Tensor" in kind for kind in result_types(found))
         and all(argument.name != "filename" for argument in arguments_of(found))
         and torch.Tag.inplace_view not in found.tags
-        and (library != "zbcompile" or function in OWN)
+        and library != "zbcompile"
         and function not in MESSAGES
     )

@@ -45,7 +45,6 @@ from zbcompile.passes.split.saved_bytes import Crossing
 from zbcompile.passes.split.split import Improvement, Split
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.accumulate import accumulate_in_place, own_gradients
-from zbcompile.passes.stage.draws import with_places
 from zbcompile.passes.stage.overlap import hide_exchanges
 from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 
@@ -149,12 +148,11 @@ def _buffers(split: Split, choices: Choices) -> dict[str, torch.Tensor]:
         return {name: like(value, dtype=choices.dtype_of_sum(value.dtype)) for name, value in parameters.items()}
 
 
-def bind_groups(program: StageProgram, names: Mapping[str, str], places: Mapping[str, int]) -> StageProgram:
-    """`program` with this process's names of the groups in its graphs (`zbcompile.passes.graph.process_groups`), for a
-    rank at these places by dimension (`zbcompile.passes.stage.draws`)."""
-    pieces = {key: with_places(piece, places) for key, piece in program.pieces.items()}
-    if names:
-        pieces = {key: replace(piece, module=with_groups(piece.module, names)) for key, piece in pieces.items()}
+def bind_groups(program: StageProgram, names: Mapping[str, str]) -> StageProgram:
+    """`program` with this process's names of the groups in its graphs (`zbcompile.passes.graph.process_groups`)."""
+    if not names:
+        return program
+    pieces = {key: replace(piece, module=with_groups(piece.module, names)) for key, piece in program.pieces.items()}
     return replace(program, pieces=pieces)
 
 

@@ -197,7 +197,7 @@ def outcomes(directory: Path, name: str, expected: list[str], rank: int) -> Outc
 
 # --- edits -----------------------------------------------------------------------------------------------------------
 
-PACKETS = ("aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata", "zbcompile.end_apart")
+PACKETS = ("aten._assert_async", "aten._assert_scalar", "aten._assert_tensor_metadata")
 PATHS: list[Json] = ["__import__('os').system('touch executed')", "x=exec('1')", "self", "torch", "__import__", "class"]
 PATHS += [
     "__class__",

@@ -21,7 +21,6 @@ from zbcompile.passes import gpu
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.anonymous_graph import BareGraph, bare
-from zbcompile.passes.stage.draws import is_apart
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import flatten
@@ -64,11 +63,10 @@ class Backend:
     made: dict[str, Run] = field(default_factory=dict)
 
     def compile(self, pieces: Mapping[Key, Piece], first: int = 0) -> tuple[dict[Key, Run], Compilation]:
-        """A call for each piece. A piece that sets the random generator runs as FX code, since compilers reorder
-        operations. `first`: see `Compiler`."""
+        """A call for each piece. `first`: see `Compiler`."""
         if self.compiler is None:
             return {place: _fx(piece) for place, piece in pieces.items()}, Compilation(self.name, len(pieces), 0)
-        compiled = {place: piece for place, piece in pieces.items() if not (piece.empty or is_apart(piece))}
+        compiled = {place: piece for place, piece in pieces.items() if not piece.empty}
         graphs = {place: bare(piece.module) for place, piece in compiled.items()}
         keys = {place: self.compiler.key(graph) for place, graph in graphs.items()}
         missing = {keys[place]: graph for place, graph in graphs.items() if keys[place] not in self.made}
@@ -206,8 +204,7 @@ def compile_passes(
     calls = runs | {place: backend.later(piece) for place, piece in passes.items() if place not in now}
     if cuda_graphs:
         pool = gpu.graph_pool()
-        recorded = {place: run for place, run in calls.items() if not is_apart(passes[place])}
-        calls |= {place: record(str(place), run, passes[place], pool) for place, run in recorded.items()}
+        calls = {place: record(str(place), run, passes[place], pool) for place, run in calls.items()}
     return CompiledPasses(calls, compilation)
 
 

@@ -4,7 +4,6 @@ reach."""
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,13 +11,9 @@ from torch.fx import Interpreter, Node
 from torch.fx.node import map_arg
 
 from zbcompile.backends.types import Run
-from zbcompile.errors import PipelineError
-from zbcompile.passes import gpu
-from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.process_groups import is_under_way, is_wait
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.split.split import Piece
-from zbcompile.passes.torch_private import OpOverload
 from zbcompile.runtime.stage_plan import CompiledStage, Tensors
 
 
@@ -84,36 +79,3 @@ def _kinds(values: Any) -> set[str]:
     elif not isinstance(values, (list, tuple)):
         return set()
     return {kind for value in values for kind in _kinds(value)}
-
-
-TORCHS = ("aten", "prim", "prims", "zbcompile", "higher_order", "_c10d_functional", "_c10d_functional_autograd")
-
-
-def with_draws_refused(stage: CompiledStage) -> CompiledStage:
-    """`stage` with passes that raise PipelineError if an operator that is not torch's draws from torch's generator and
-    has no tag that says so. Stages without foreign operators stay as they are. A pair of passes is still one graph and
-    is not watched: each of its passes also runs alone, at the beginning or the end of a step."""
-    watched = {name: found for name, piece in stage.program.pieces.items() if (found := _operators(piece))}
-    runs = {name: _watched(stage.calls[name].run, found, stage.device) for name, found in watched.items()}
-    return replace(stage.with_runs(runs), mergeable=stage.mergeable) if runs else stage
-
-
-def _operators(piece: Piece) -> list[str]:
-    """The foreign operators that may draw; none in a pass known to draw, where the generator stands as in eager."""
-    nodes = [node for node in piece.module.graph.nodes if isinstance(node.target, OpOverload)]
-    others = sorted({str(node.target) for node in nodes if node.target.namespace not in TORCHS})
-    return [] if any(map(is_random, nodes)) else others
-
-
-def _watched(run: Run, operators: Sequence[str], device: torch.device) -> Run:
-    def watched(values: Tensors) -> Sequence[torch.Tensor]:
-        before = gpu.generator_state(device)
-        results = run(values)
-        if not torch.equal(gpu.generator_state(device), before):
-            raise PipelineError(
-                f"{' or '.join(operators)} draws random numbers, which its tags do not say, so that no microbatch has "
-                "a seed for it. Define it with tags=torch.Tag.nondeterministic_seeded."
-            )
-        return results
-
-    return watched

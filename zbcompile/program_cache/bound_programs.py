@@ -11,7 +11,7 @@ from zbcompile.backends.backend import Compilation, CompiledPasses, compile_pass
 from zbcompile.backends.cuda_graphs import check_cuda_graphs
 from zbcompile.distributed.agreement import agree, gathered, together
 from zbcompile.distributed.equal_tensors import require_equal_tensors
-from zbcompile.distributed.mesh import DIMENSIONS, broadcast
+from zbcompile.distributed.mesh import broadcast
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.distributed.transport import ReceiveBuffers
 from zbcompile.env import DEBUG_NAN
@@ -32,7 +32,7 @@ from zbcompile.passes.capture.unsupported import hook_problems, raise_first
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, have_hooks
-from zbcompile.profiling.pass_checks import inspected, with_draws_refused
+from zbcompile.profiling.pass_checks import inspected
 from zbcompile.program.program import OF_A_PLACE, Program
 from zbcompile.program_cache.state_dict import stream_state
 from zbcompile.runtime.data_parallel import sums_of
@@ -271,11 +271,9 @@ class BoundPrograms:
         self._bound = {s: (t, kind_of(t)) for s, t in resident.items() if s.kind != "constant"} | self._bound
         own = sorted({stage for rank in self.ranks.local for stage in program.stages_of(rank)})
         device, until = self.ranks.device, program.random_until
-        places = {name: self.ranks.mesh.index(name) for name in DIMENSIONS}
-        bound = replace(program, stages=tuple(bind_groups(each, program.groups, places) for each in program.stages))
+        bound = replace(program, stages=tuple(bind_groups(each, program.groups) for each in program.stages))
         passes = self._compile_passes(bound)
         stages = {i: prepare_stage(bound.stages[i], resident, device, until, passes.of("stage", i)) for i in own}
-        stages = {i: with_draws_refused(stage) for i, stage in stages.items()}
         if self.debug_nan:
             stages = {i: inspected(stage) for i, stage in stages.items()}
         vocabulary = self._prepare_vocabulary(program, resident, passes)

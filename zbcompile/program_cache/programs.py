@@ -49,7 +49,6 @@ from zbcompile.program_cache.cache import (
     torch_modes,
     what_is_new,
 )
-from zbcompile.program_cache.compared_graphs import draw_apart
 from zbcompile.program_cache.orders import step_order
 from zbcompile.program_cache.state_dict import gather_rows
 from zbcompile.program_cache.step_outputs import kept_for, keyword
@@ -325,8 +324,7 @@ class Programs:
                     raise
                 return compile_laid_out(*task)  # what an evaluation has placed is in another order
 
-        program = replace(together(self.ranks, "compiling", compile_), step=self._options.step)
-        return draw_apart(self.ranks, program)
+        return replace(together(self.ranks, "compiling", compile_), step=self._options.step)
 
     @property
     def _placed(self) -> Program | None:
@@ -399,7 +397,7 @@ class Programs:
         return CompiledGraphs(made[0].guards, standing, tuple(graphs[id(each)] for each in made))
 
     def _bind_forward(self, program: Program) -> BoundGraphs:
-        program = draw_apart(self.ranks, replace(program, step=self._options.step))
+        program = replace(program, step=self._options.step)
         self.bound.agree_on(program)
         if self.bound.program is None:
             self.bound.place(program)

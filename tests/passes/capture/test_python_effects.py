@@ -287,24 +287,6 @@ def test_a_function_that_fx_wraps_is_read_as_what_it_is() -> None:
     assert _marked is marked
 
 
-@torch.library.custom_op("zbcompile_tests::untold", mutates_args=())
-def _untold(x: Tensor) -> Tensor:
-    return torch.rand_like(x)
-
-
-_untold.register_fake(torch.empty_like)
-_untold.register_autograd(lambda ctx, gradient: gradient * 0)
-
-
-def test_an_operator_that_draws_without_saying_so_is_refused() -> None:
-    class Drawing(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            return super().forward(x) + _untold(x)
-
-    with pytest.raises(zbcompile.PipelineError, match=r"zbcompile_tests\.untold.* draws random numbers.*tags="):
-        train(Drawing(lambda net: 0.0))
-
-
 def test_output_is_mentioned_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
     def effect(net: Net) -> float:
         print("forward runs")

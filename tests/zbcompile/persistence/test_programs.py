@@ -309,7 +309,7 @@ def reach_exec(directory: Path, packet: str, code: str) -> None:
     rewrite(directory, STAGE, insert)
 
 
-@pytest.mark.parametrize("packet", ["aten._assert_async", "zbcompile.end_apart", "zbtests.doubled"])
+@pytest.mark.parametrize("packet", ["aten._assert_async", "zbtests.doubled"])
 def test_the_methods_of_an_operator_reach_no_code(
     packet: str, saved: Callable[[Case], Path], tmp_path: Path, library: None
 ) -> None:

@@ -1,4 +1,4 @@
-"""Random numbers beside the pipeline: what is replicated draws alike, what is one rank's part draws apart."""
+"""Random numbers beside the pipeline: ranks that share microbatches draw the same ones."""
 
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from torch.distributed.tensor.parallel import (
 
 import zbcompile
 from tests.support.meshes import mesh_of
-from tests.support.parallel_models import Along, Enter, Leave, enter, leave
+from tests.support.parallel_models import Along, enter, leave
 from tests.support.pool import Pool
 
 MICROBATCHES, ROWS, LENGTH, WIDTH = 4, 2, 8, 16
@@ -94,73 +94,39 @@ def differ(one: Tensor, other: Tensor) -> bool:
     return 0.3 < float((one != other).float().mean()) < 0.7
 
 
+def repeats(dropped: Tensor, dimension: int) -> bool:
+    """Whether the parts of two ranks have one mask."""
+    one, other = dropped.chunk(2, dimension)
+    return torch.equal(one != 0, other != 0)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["tp", "cp"])
-def test_parts_draw_apart_and_the_rest_alike(name: str, tmp_path: Path, pool: Pool) -> None:
+def test_what_is_common_has_eagers_mask_and_parts_repeat_theirs(name: str, tmp_path: Path, pool: Pool) -> None:
     (one, eager, same), (other, _, alike) = pool.run(drawn_by_hand, name, tmp_path / "program", ranks=2)
     assert torch.equal(one[0], eager)
     assert same
     assert alike
-    assert differ(*one[1].chunk(2, -1 if name == "tp" else 1))
+    assert repeats(one[1], -1 if name == "tp" else 1)
     assert all(differ(now, later) for now, later in zip(one[:3], one[3:], strict=True))
     assert all(torch.equal(*each) for each in zip(one, other, strict=True))
 
 
-class Functions(nn.Module):
-    """Dropout of this rank's columns between Megatron's f and g, which are Functions that sum in place; and of the sum
-    behind them."""
-
-    def __init__(self, mesh: Any) -> None:
-        super().__init__()
-        self.along = Along(mesh, "tp")
-        self.columns = nn.Parameter(self.along.part(torch.ones(WIDTH), 0).clone())
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        group = self.along.processes
-        own = F.dropout(Enter.apply(x, group)[..., : len(self.columns)] * self.columns)
-        total = Leave.apply(own.sum(-1, keepdim=True), group)
-        return self.along.gather(own.detach(), -1), F.dropout(torch.ones_like(x) + total - total.detach())
-
-
-def drawn_behind_functions() -> list[Tensor]:
-    mesh = mesh_of(pp=1, tp=2)
-    options: dict[str, Any] = {
-        "microbatches": MICROBATCHES,
-        "loss": loss_of,
-        "placements": {"columns": {"tp": "shard"}},
-    }
-    pipe = zbcompile.pipeline(Functions(mesh), mesh=mesh, schedule="1f1b", **options)
-    outputs, _ = steps_of(pipe, torch.ones(SHAPE))
-    pipe.close()
-    return outputs
-
-
-@pytest.mark.slow
-def test_what_is_summed_by_an_autograd_function_draws_alike(pool: Pool) -> None:
-    one, other = pool.run(drawn_behind_functions, ranks=2)
-    assert differ(*one[0].chunk(2, -1))
-    for mine, theirs in zip(one[1::2], other[1::2], strict=True):
-        assert torch.equal(mine, theirs)
-    assert differ(one[1], one[3])
-
-
 class Mlp(nn.Module):
-    """Columns that do not divide evenly: ranks draw unequally many numbers."""
-
-    def __init__(self) -> None:
+    def __init__(self, columns: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, 27), nn.Linear(27, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, columns), nn.Linear(columns, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.dropout(self.up(x)))
 
 
 class Distributed(nn.Module):
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: Any, columns: int = 28) -> None:
         super().__init__()
         torch.manual_seed(0)
         self.embedding, self.drop, self.whole = nn.Embedding(3, WIDTH), nn.Dropout(), nn.Linear(WIDTH, WIDTH, False)
-        self.mlp, self.last = Mlp(), nn.Linear(WIDTH, WIDTH)
+        self.mlp, self.last = Mlp(columns), nn.Linear(WIDTH, WIDTH)
         nn.init.ones_(self.embedding.weight)
         nn.init.eye_(self.whole.weight)
         plan = {
@@ -190,13 +156,27 @@ def drawn_distributed() -> list[tuple[list[Tensor], dict[str, Tensor]]]:
 
 
 @pytest.mark.slow
-def test_sequence_parallelism_and_uneven_columns(pool: Pool) -> None:
+def test_sequence_parallelism(pool: Pool) -> None:
     runs = pool.run(drawn_distributed, ranks=4)
     for each in zip(*(outputs for run in runs for outputs, _ in run), strict=True):
         assert all(torch.equal(each[0], other) for other in each)  # on every rank, under every schedule
     outputs, _ = runs[0][0]
-    assert differ(*outputs[0].chunk(2, 1))
+    assert repeats(outputs[0], 1)
     for run in runs:
         gradients = dict(run[0][1])
         for _, other in run:
             assert all(torch.equal(gradients.setdefault(name, value), value) for name, value in other.items())
+
+
+def drawn_unequally() -> str:
+    mesh = mesh_of(pp=1, tp=2)
+    pipe = zbcompile.pipeline(Distributed(mesh["tp"], 27), mesh=mesh, microbatches=MICROBATCHES, loss=loss_of)
+    with pytest.raises(zbcompile.PipelineError) as refused:
+        pipe.step(TOKENS, target=TOKENS)
+    return str(refused.value)
+
+
+@pytest.mark.slow
+def test_parts_of_unequal_sizes_are_refused_in_the_first_step(pool: Pool) -> None:
+    for text in pool.run(drawn_unequally, ranks=2):
+        assert "tp" in text
