@@ -96,6 +96,7 @@ BEFORE: dict[str, Callable[[dict[str, Any]], None]] = {  # by a part of the snip
     "LightningModule": for_lightning,
     "def pad_to_few_lengths(": for_lengths,
     "MoE(": for_experts,
+    "from huggingface_parallel import": for_experts,
     "\npipe.close()\nmodel.load_state_dict(": trained,
 }
 
