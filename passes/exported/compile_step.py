@@ -8,6 +8,7 @@ from torch import nn
 
 from zbcompile.passes.exported.capture.autocast_casts import merge_autocast_casts
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.exported.capture.forward_only import Function, export_forward
 from zbcompile.passes.exported.capture.training_step import LossFunction
 from zbcompile.passes.exported.capture.unsupported import refuse_inexact
 from zbcompile.passes.exported.check import check_pass_graphs
@@ -110,3 +111,24 @@ def compile_graph(
     passes, fused = extract(step, labels)
     check_pass_graphs(step, passes, fused)
     return CompiledStep(step, passes, fused, tuple(ranks_of), parameter_stages)
+
+
+def compile_forward(
+    model: nn.Module,
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    target: Any = None,
+    function: Function | None = None,
+    *,
+    ranks_of: Sequence[int],
+    owners: Mapping[str, int] | None = None,
+    options: ExportOptions | None = None,
+) -> CompiledStep:
+    """Compiles the forward of one microbatch in eval mode; its passes are the F of every stage.
+
+    Args:
+        function: Maps `(output, target)` to what is returned instead of the output.
+        owners: The stage of every parameter, if a training step has placed them.
+    """
+    step = export_forward(model, args, kwargs, target, function, options)
+    return compile_graph(step, ranks_of=ranks_of, owners=owners, recompute="off")

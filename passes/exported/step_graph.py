@@ -41,8 +41,8 @@ class StepGraph:
         constants: Placeholders of tensors made in forward, by name.
         constant_values: Their values.
         batch_inputs: Placeholders of the batch by path: `args[0]`, `kwargs['mask']`, `target`.
-        tangent: Placeholder of the gradient of the loss.
-        loss: The node that computes the loss.
+        tangent: Placeholder of the gradient of the loss; None for a forward alone.
+        loss: The node that computes the loss; None for a forward alone.
         gradients: The node of each trained parameter's gradient, None if it has none.
         buffer_updates: The node of the new value of each buffer that the step writes.
         outputs: Tensors of the model's output and of the metrics.
@@ -66,8 +66,8 @@ class StepGraph:
     constants: dict[str, Node]
     constant_values: dict[str, Any]
     batch_inputs: dict[str, Node]
-    tangent: Node
-    loss: Node
+    tangent: Node | None
+    loss: Node | None
     gradients: dict[str, Node | None]
     buffer_updates: dict[str, Node]
     outputs: list[Node]
@@ -108,7 +108,8 @@ class StepGraph:
 
     def result_nodes(self) -> Iterator[Node]:
         """Yields the nodes whose values the step returns."""
-        yield self.loss
+        if self.loss is not None:
+            yield self.loss
         yield from (node for node in self.gradients.values() if node is not None)
         for sums in self.stage_gradients.values():
             yield from sums.values()

@@ -32,7 +32,7 @@ from zbcompile.passes.exported.stage.pass_graph import (
     Slot,
 )
 from zbcompile.passes.exported.step_graph import END, Label, StepGraph
-from zbcompile.schedules.ir.actions import flatten
+from zbcompile.schedules.ir.actions import Action, flatten
 
 Batch = tuple[tuple[Any, ...], dict[str, Any], Any]  # args, kwargs, target
 
@@ -58,7 +58,7 @@ class Runner:
         self.generators: dict[tuple[int, int], Tensor] = {}
         self.losses: dict[int, Tensor] = {}
         self.stage_sums: dict[tuple[str, int], Tensor] = {}
-        self.outputs: dict[int, list[Tensor]] = {}
+        self.outputs: dict[int, dict[int, Tensor]] = {}
         self.modules: dict[str, Any] = {}
 
     def run(self, orders: Sequence[Sequence[Any]]) -> StepResult:
@@ -115,13 +115,12 @@ class Runner:
             results = self._module(graph)(*inputs)
         if graph.kind == "F":
             self.generators[graph.stage + 1, microbatch] = torch.get_rng_state()
-        outputs: list[Tensor] = []
         for slot, node, value in zip(graph.outputs, graph.results, results, strict=True):
             expected = node.meta["val"]
             assert value.shape == expected.shape, slot
             assert value.dtype == expected.dtype, slot
             assert _strides(value) == _strides(expected), slot
-            self._output(graph, slot, value, microbatch, outputs)
+            self._output(graph, slot, value, microbatch)
 
     def _module(self, graph: PassGraph) -> Any:
         if graph.name not in self.modules:
@@ -154,7 +153,7 @@ class Runner:
         ]
         return kinds[-1]
 
-    def _output(self, graph: PassGraph, slot: Slot, value: Tensor, microbatch: int, outputs: list[Tensor]) -> None:
+    def _output(self, graph: PassGraph, slot: Slot, value: Tensor, microbatch: int) -> None:
         role, name = slot
         stage = {ACTIVATION: graph.stage + 1, GRADIENT: graph.stage - 1, SAVED: graph.stage}
         if role in stage:
@@ -164,7 +163,7 @@ class Runner:
         elif role == LOSS:
             self.losses[microbatch] = value
         elif role == OUTPUT:
-            self.outputs.setdefault(microbatch, []).append(value)
+            self.outputs.setdefault(microbatch, {})[int(name)] = value
         elif role == BUFFER_UPDATE:
             self.buffers[name].copy_(value)
         elif role == WEIGHT_GRADIENT:
@@ -239,3 +238,13 @@ def run_uncut(step: StepGraph, model: nn.Module, batch: Batch, seed: int = 0) ->
     gradients = {name: values[node] for name, node in step.gradients.items() if node is not None}
     buffers |= {name: values[node] for name, node in step.buffer_updates.items()}
     return StepResult([values[step.loss]], gradients, buffers)
+
+
+def run_forward(compiled: CompiledStep, model: nn.Module, batch: Batch) -> Any:
+    """Runs the forward of one microbatch through all stages and returns the rebuilt output."""
+    runner = Runner(compiled, model, [batch], seed=0)
+    for label in compiled.passes:
+        runner._run_action(Action(label.kind, label.stage, 0))
+    assert not runner.values
+    assert compiled.step.rebuild_outputs is not None
+    return compiled.step.rebuild_outputs([value for _, value in sorted(runner.outputs[0].items())])

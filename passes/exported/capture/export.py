@@ -84,9 +84,19 @@ def export_training_step(
     >>> list(step.gradients)
     ['weight', 'bias']
     """
-    options = options or ExportOptions()
     refuse_accumulation_hooks(model)
     batch = (args, dict(kwargs or {}), target)
+    return export_step(TrainingStep, model, loss_fn, batch, options or ExportOptions())
+
+
+def export_step(
+    kind: type[TrainingStep],
+    model: nn.Module,
+    function: LossFunction | None,
+    batch: tuple[Any, ...],
+    options: ExportOptions,
+) -> StepGraph:
+    """Exports a module of class `kind` by two attempts, and returns its graph."""
     static_inputs = {
         path: leaf.detach().cpu().clone()  # before the trace, in which a clone is fake
         for path, leaf in leaves_with_paths(batch)
@@ -96,13 +106,13 @@ def export_training_step(
         "static_inputs": static_inputs,
         "return_outputs": options.return_outputs,
     }
-    step = TrainingStep(model, loss_fn, eager_path=True, **arguments)
+    step = kind(model, function, eager_path=True, **arguments)
     device = options.device or _device_of(model, batch)
-    example = (torch.ones((), device=device), *batch)
+    example = (torch.ones((), device=device), *batch) if kind is TrainingStep else batch
     try:
         program = _export(step, example, device)
     except DATA_DEPENDENT_ERRORS as eager_error:
-        step = TrainingStep(model, loss_fn, eager_path=False, **arguments)
+        step = kind(model, function, eager_path=False, **arguments)
         try:
             program = _export(step, example, device)
         except DATA_DEPENDENT_ERRORS as compiler_error:
@@ -111,7 +121,7 @@ def export_training_step(
             "the model reads values of its inputs in Python, so it was captured on the path that "
             "it has for compilers: results may differ from eager mode in the last bits. The first "
             f"value read: {eager_error}",
-            stacklevel=2,
+            stacklevel=3,
         )
     described = describe(program, step, batch)
     meshes = [sharding.mesh for sharding in step.shardings.values()]
@@ -151,12 +161,13 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         name: nodes[node_name]
         for node_name, name in signature.inputs_to_lifted_tensor_constants.items()
     }
-    tangent, *batch_nodes = (
+    inputs = [
         nodes[node_name] if isinstance(node_name, str) and node_name in nodes else None
         for node_name in signature.user_inputs
-    )
+    ]
     paths = [path for path, _ in leaves_with_paths(batch)]
-    assert tangent is not None
+    batch_nodes = inputs[len(inputs) - len(paths) :]
+    tangent = inputs[0] if len(inputs) > len(paths) else None
     loss, gradients, outputs = _results(program, step, nodes)
     buffer_updates = {
         public_name(name): nodes[node_name]
@@ -195,14 +206,15 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
 
 def _results(
     program: ExportedProgram, step: TrainingStep, nodes: Mapping[str, Node]
-) -> tuple[Node, dict[str, Node | None], list[Node]]:
+) -> tuple[Node | None, dict[str, Node | None], list[Node]]:
     """Returns the nodes of the loss, of each gradient and of the outputs."""
     user_outputs = [
         nodes[value] if isinstance(value, str) else None
         for value in program.graph_signature.user_outputs
     ]
+    if type(step) is not TrainingStep:
+        return None, {}, [node for node in user_outputs if node is not None]
     loss, *rest = user_outputs
-    assert loss is not None
     count = len(step.trained)
     gradients = {
         public_name(name): node for name, node in zip(step.trained, rest[:count], strict=True)

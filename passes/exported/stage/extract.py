@@ -118,10 +118,11 @@ class Extraction:
             order += [Label(stage, BACKWARD), Label(stage, WEIGHT)]
         order += [Label(stage, END) for stage in range(count)]
         linked = {label for edge in self.edges for label in edge}
+        every_stage = (FORWARD, BACKWARD) if self.step.tangent is not None else (FORWARD,)
         return [
             label
             for label in order
-            if label.kind in (FORWARD, BACKWARD) or label in self.members or label in linked
+            if label.kind in every_stage or label in self.members or label in linked
         ]
 
     def _reader_labels(self, node: Node) -> Iterator[Label]:
@@ -190,7 +191,7 @@ class Extraction:
                     (BUFFER, step.buffers),
                     (CONSTANT, step.constants),
                     (BATCH, step.batch_inputs),
-                    (TANGENT, {"loss": step.tangent}),
+                    (TANGENT, {"loss": step.tangent} if step.tangent is not None else {}),
                 )
                 for name, node in table.items()
             }
@@ -222,7 +223,7 @@ def _role(start: Label, end: Label) -> str:
 
 
 def _results_of(step: StepGraph) -> list[tuple[Slot, Node]]:
-    results = [(Slot(LOSS, "loss"), step.loss)]
+    results = [(Slot(LOSS, "loss"), step.loss)] if step.loss is not None else []
     results += [(Slot(OUTPUT, str(index)), node) for index, node in enumerate(step.outputs)]
     results += [(Slot(BUFFER_UPDATE, name), node) for name, node in step.buffer_updates.items()]
     for name, node in step.gradients.items():
