@@ -301,16 +301,6 @@ def forward_hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
     return [getattr(module, kind) for kind in (*_FORWARD_HOOKS, *_FORWARD_HOOK_OPTIONS)]
 
 
-def module_tables(value: Any) -> tuple[dict[str, Any], ...]:
-    """The tables in which a module keeps its parameters, buffers and submodules; none for other objects."""
-    return (value._parameters, value._buffers, value._modules) if isinstance(value, torch.nn.Module) else ()
-
-
-def children_of(module: torch.nn.Module) -> dict[str, torch.nn.Module | None]:
-    """The table of the submodules of `module` itself."""
-    return module._modules
-
-
 def backward_hooks(module: torch.nn.Module) -> list[str]:
     """The kinds of backward hook registered on `module` itself."""
     return [kind.strip("_") for kind in _BACKWARD_HOOKS if getattr(module, kind, None)]

@@ -29,7 +29,7 @@ ORDER = {
             "torch_names",
             "layout_strings",
         ),
-        *("gpu", "torch_private", "graph", "meta_device", "machine", "compile_options", "python_state", "capture"),
+        *("gpu", "torch_private", "graph", "meta_device", "machine", "compile_options", "module_state", "capture"),
         *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
         "exported",  # replaces the other rooms but for errors, torch_names, gpu
     ),

@@ -24,7 +24,7 @@ from zbcompile.passes.capture.opaque_calls import OpaqueCall, OpaqueCalls, Tape,
 from zbcompile.passes.capture.torch_private import instead_of_module_call, traced_graph
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.graph.storage import content_of
-from zbcompile.passes.python_state.tokens import PLAIN, token
+from zbcompile.passes.module_state import PLAIN
 from zbcompile.passes.torch_private import FakeTensorMode, forward_hook_functions, nowhere_traced, pytree
 
 PART = "part_of"  # see `zbcompile.model.distributed_tensors`
@@ -241,6 +241,12 @@ def _text(value: Any) -> str:
         return ""
 
 
+def _code_digest(code: types.CodeType) -> str:
+    constants = [_code_digest(each) if isinstance(each, types.CodeType) else each for each in code.co_consts]
+    parts = code.co_code, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars, constants
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
 def _described(value: Any) -> Any:
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     if isinstance(value, nn.Module):
@@ -252,7 +258,9 @@ def _described(value: Any) -> Any:
         return kind, _described((value.func, value.args, value.keywords))
     if isinstance(value, types.FunctionType):
         around = [cell.cell_contents for cell in value.__closure__ or ()]
-        return token(value).digest, _described((value.__module__, around, value.__defaults__, value.__kwdefaults__))
+        return _code_digest(value.__code__), _described(
+            (value.__module__, around, value.__defaults__, value.__kwdefaults__)
+        )
     if isinstance(value, dict):  # hooks are under numbers that count all hooks of a process
         return [(key if isinstance(key, str) else "", _described(each)) for key, each in value.items()]
     if isinstance(value, list | tuple | set):
@@ -263,6 +271,6 @@ def _described(value: Any) -> Any:
         return kind, repr(value)
     if kind.startswith("torch.distributed.tensor."):  # a parallel style
         return kind, _described(vars(value))
-    if type(value) not in PLAIN:
+    if type(value) not in (*PLAIN, float, complex):
         raise _NoTextError
     return kind, repr(value)

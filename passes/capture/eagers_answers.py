@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from zbcompile.passes.python_state.tokens import MISSING, Absence, is_users
+from zbcompile.passes.graph.source_location import is_users
 from zbcompile.passes.torch_private import (
     DATA_DEPENDENT_ERRORS,
     FakeTensor,
@@ -40,6 +40,7 @@ from zbcompile.passes.torch_private import (
     told_of_calls,
 )
 
+MISSING = object()
 OPEN_NUMBERS = {torch.SymInt: 0, torch.SymFloat: 0.0, torch.SymBool: False}  # each with one of eager's type
 _TRACERS = ("torch", "zbcompile")  # code that can handle open numbers
 _CONVERSIONS = {"__float__": math.nan, "__int__": 0, "__index__": 0}
@@ -105,7 +106,7 @@ def _values(node: ast.expr, frame: FrameType) -> list[Any]:
     if not isinstance(node, ast.Attribute):
         return [node.value if isinstance(node, ast.Constant) else MISSING]
     values = _values(node.value, frame)
-    is_known = not isinstance(values[-1], torch.Tensor | Absence)
+    is_known = values[-1] is not MISSING and not isinstance(values[-1], torch.Tensor)
     return [*values, getattr(values[-1], node.attr, MISSING) if is_known else values[-1]]
 
 

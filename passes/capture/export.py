@@ -22,6 +22,7 @@ from zbcompile.passes.capture.decompose import decomposed
 from zbcompile.passes.capture.distributed_regions import regions_of
 from zbcompile.passes.capture.eagers_answers import untraced
 from zbcompile.passes.capture.guards import Guards, separate_guards
+from zbcompile.passes.capture.joined_loss import without_joined_loss
 from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.opaque_calls import OpaqueCall
 from zbcompile.passes.capture.questions import ForeignAnswers, Questions
@@ -38,14 +39,13 @@ from zbcompile.passes.capture.training_step import Inference, Kept, LossFunction
 from zbcompile.passes.capture.unsupported import problems_of, raise_first, training_problems
 from zbcompile.passes.capture_refusals import Refusal, explanation
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
+from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.kernel_layouts import kernels_layouts
 from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.graph.source_location import failing_line, is_own
 from zbcompile.passes.graph.strides import copy_with_strides
 from zbcompile.passes.meta_device import as_if_on
-from zbcompile.passes.python_state.premises import Premises, without_joined_loss
-from zbcompile.passes.python_state.tokens import CONTAINERS
+from zbcompile.passes.module_state import ModuleState
 from zbcompile.passes.torch_private import numbered_checkpoints, pytree, set_stack_trace
 
 Example = tuple[tuple[Any, ...], dict[str, Any], Any]  # (args, kwargs, target) of one microbatch
@@ -67,7 +67,7 @@ class Captured:
     calls the groups once it is canonical (`zbcompile.passes.graph.process_groups`).
     `functions` are the calls that the graph has as operators, which run only while these live. The graph is right
     only for microbatches that answer `guards` alike, if forward asked about the values of its inputs, and as long as
-    the `premises` hold: what it read in Python.
+    the module state is what it was, but for `changed_state`: what forward itself changes.
     """
 
     module: GraphModule
@@ -82,7 +82,7 @@ class Captured:
     groups: Mapping[str, str] = field(default_factory=dict)
     functions: tuple[OpaqueCall, ...] = ()
     guards: Guards | None = None
-    premises: Premises = field(default_factory=Premises)
+    changed_state: frozenset[str] = frozenset()
 
 
 def capture(
@@ -162,8 +162,8 @@ def _export(wrapper: Traced, watch: EffectsSeen, batch: Example) -> Captured:
     with as_if_on(wrapper.model, _device_of(example)) as adapted:
         traced = pytree.tree_map_only(torch.Tensor, adapted, example)
         program = _exported(wrapper, watch, traced)
-        captured = _with_roles(program, wrapper.model, example, watch)
-    watch.refuse_unreported(captured.premises)
+        captured = _with_roles(program, wrapper, example, watch)
+    watch.refuse_unreported()
     _check_answers(captured.guards, watch.questions, example)
     return replace(captured, functions=tuple(watch.calls.values()))
 
@@ -225,7 +225,7 @@ def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) 
     while True:
         watch.begin()
         try:
-            program = _export_once(wrapper, watch, example)
+            program = _traced(wrapper, watch, example)
             if not watch.unanswered:
                 return program
             if not watch.questions.left_open:
@@ -236,40 +236,6 @@ def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) 
             if isinstance(error, CaptureError) or is_ours or not watch.questions.left_open:
                 raise
         watch.questions.gives_numbers = True
-
-
-def _export_once(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
-    """Export. What a first forward sets for good (a flag, hooks) stays set, if it then changes nothing; tensors that
-    each forward sets are forgotten, if a trace that finds one there makes the same graph."""
-    program = _traced(wrapper, watch, example)
-    first = watch.reads
-    if first is not None and first.changes.unsettled:
-        first.changes.settle()
-        try:
-            again = _traced(wrapper, watch, example)
-        except Exception:
-            if first.changes.tensors:  # of a shape that does not fit where it is read
-                watch.problem(first.changes.unsettled[0])
-                first.changes.undo()
-            raise
-        assert watch.reads is not None
-        second, tensors = watch.reads.changes, first.changes.tensors.keys()
-        settles = {*first.changes.unsettled, *second.unsettled} == tensors if tensors else not second.unsettled
-        differs = not settles or _text(again) != _text(program)
-        if differs:
-            watch.problem(first.changes.unsettled[0])
-        if differs or tensors:
-            second.undo()
-            first.changes.forget_tensors()
-            watch.reads = first
-        return again
-    return program
-
-
-def _text(program: ExportedProgram) -> list[str]:
-    numbers = node_numbers(program.graph)
-    places = [str(each.device) for each in program.constants.values() if isinstance(each, torch.Tensor)]
-    return [*places, *(call_text(node, numbers) for node in program.graph.nodes)]
 
 
 def _traced(wrapper: Traced, watch: EffectsSeen, example: Any) -> ExportedProgram:
@@ -309,7 +275,7 @@ def _own_containers(model: nn.Module) -> Iterator[None]:
     finally:
         for own, stored in before:
             for name, value in stored.items():
-                if isinstance(value, CONTAINERS) and own.get(name, value) is not value:
+                if isinstance(value, list | tuple | dict) and own.get(name, value) is not value:
                     own[name] = value
 
 
@@ -336,11 +302,12 @@ def _keep_source_lines(module: GraphModule) -> None:
             child.forward = torch.fx.Interpreter(child).run  # type: ignore[method-assign]
 
 
-def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, watch: EffectsSeen) -> Captured:
+def _with_roles(program: ExportedProgram, wrapper: Traced, example: Any, watch: EffectsSeen) -> Captured:
+    model = wrapper.model
     names, questions = first_names(model), watch.questions
     inputs, constants = _input_slots(program, names, example), _constants(program, names)
-    premises = watch.reads.premises() if watch.reads else Premises()
-    guards = separate_guards(program.graph_module, inputs, questions, constants, premises.memories)
+    memories = ModuleState(model, getattr(wrapper, "loss", None)).memories
+    guards = separate_guards(program.graph_module, inputs, questions, constants, memories)
     outputs, constant_leaves = _output_slots(program, names)
     return Captured(
         module=program.graph_module,
@@ -352,7 +319,7 @@ def _with_roles(program: ExportedProgram, model: nn.Module, example: Any, watch:
         structure=program.call_spec.out_spec.child(0),
         constant_leaves=constant_leaves,
         guards=guards,
-        premises=premises,
+        changed_state=watch.changed,
     )
 
 

@@ -10,8 +10,8 @@ import inspect
 import itertools
 import random
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from types import CodeType, FrameType
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -19,21 +19,20 @@ import torch
 from zbcompile.passes.capture.torch_private import traced_graph
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import is_random
-from zbcompile.passes.graph.source_location import calling_line
-from zbcompile.passes.python_state.executed_code import is_users_name, line_that_writes
-from zbcompile.passes.python_state.tokens import state_of
+from zbcompile.passes.graph.source_location import calling_line, is_users_name, shown_path
+from zbcompile.passes.module_state import names_in
 from zbcompile.passes.torch_private import HigherOrderOperator, nowhere_traced, replaced, told_of_calls
 
 
 @contextlib.contextmanager
-def numbers_drawn_outside_torch(
-    held: Callable[[], Mapping[str, tuple[Any, Any]]], problem: Callable[[str], None]
-) -> Iterator[None]:
-    """Around a forward: call `problem` if Python's or numpy's generators advance, or one that is `held`: those that
-    forward has found, by path, each with its state at that time."""
+def numbers_drawn_outside_torch(held: Mapping[str, Any], problem: Callable[[str], None]) -> Iterator[None]:
+    """Around a forward: call `problem` if Python's or numpy's generators advance, or one among the values `held` by
+    modules and functions, by path."""
     names = {"Python's random module": random, "numpy.random": getattr(sys.modules.get("numpy"), "random", None)}
     found = {name: (module.random.__self__, module) for name, module in names.items() if module is not None}
     before, lines = {name: state_of(generator) for name, (generator, _) in found.items()}, dict[str, str]()
+    others = {f"the generator {path}": value for path, value in held.items() if is_generator(value)}
+    before |= {name: state_of(generator) for name, generator in others.items()}
     with contextlib.ExitStack() as stack:
         for name, (generator, module) in found.items():
             tell = lambda name=name: lines.setdefault(name, calling_line())  # noqa: E731
@@ -42,8 +41,7 @@ def numbers_drawn_outside_torch(
                     stack.enter_context(told_of_calls(module, function, tell))
         yield
     now = {name: state_of(generator) for name, (generator, _) in found.items()}
-    for path, (generator, state) in held().items():
-        before[f"the generator {path}"], now[f"the generator {path}"] = state, state_of(generator)
+    now |= {name: state_of(generator) for name, generator in others.items()}
     for name, state in now.items():
         if not _equal(state, before[name]):
             line = f" ({lines[name]})" if name in lines else ""
@@ -60,12 +58,28 @@ _UNANSWERED: Mapping[tuple[str, ...], str] = {
 }
 
 
-def refuse_unanswered(codes: Collection[CodeType], problem: Callable[[str], None]) -> None:
-    """Call `problem` if code that ran asks torch for something that is different in a compiled step."""
-    for names, asked in _UNANSWERED.items():
-        for code in codes:
-            if set(names) <= set(code.co_names):
-                problem(Refusal.STATE_OF_TORCH.text(asked=asked, line=line_that_writes([code], names[-1])))
+def refuse_unanswered(functions: Iterable[FunctionType], problem: Callable[[str], None]) -> None:
+    """Call `problem` if a function of forward or loss asks torch for what is different in a compiled step."""
+    for code, (names, asked) in itertools.product((each.__code__ for each in functions), _UNANSWERED.items()):
+        if set(names) <= names_in(code):
+            line = f"{shown_path(code.co_filename)}:{code.co_firstlineno}: {code.co_name}"
+            problem(Refusal.STATE_OF_TORCH.text(asked=asked, line=line))
+
+
+def is_generator(value: Any) -> bool:
+    """Whether a value draws random numbers."""
+    kind = type(value)  # an object that imports what it is asked for is asked for nothing
+    drawing = hasattr(kind, "getstate") or hasattr(kind, "bit_generator") or issubclass(kind, torch.Generator)
+    return drawing or (kind.__name__ == "RandomState" and kind.__module__.startswith("numpy"))
+
+
+def state_of(generator: Any) -> Any:
+    """The state of a generator of Python or numpy; None for any other, which torch.export refuses."""
+    if hasattr(generator, "bit_generator"):
+        return generator.bit_generator.state
+    if isinstance(generator, random.Random) and not isinstance(generator, random.SystemRandom):
+        return generator.getstate()
+    return generator.get_state(legacy=False) if type(generator).__name__ == "RandomState" else None
 
 
 @contextlib.contextmanager

@@ -4,6 +4,8 @@ Findings are noted, not raised, so that one capture reports all of them.
 """
 
 import contextlib
+import dis
+import linecache
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -24,6 +26,7 @@ from zbcompile.passes.capture.attention_kernels import (
 from zbcompile.passes.capture.distributed_regions import Regions, modules_as_operators
 from zbcompile.passes.capture.eagers_answers import OPEN_NUMBERS, failed_questions, with_eagers_types
 from zbcompile.passes.capture.function_calls import calls_as_operators, product, refuse_set_data
+from zbcompile.passes.capture.joined_loss import without_joined_loss
 from zbcompile.passes.capture.opaque_calls import OpaqueCalls
 from zbcompile.passes.capture.python_effects import (
     generator_seeded,
@@ -31,15 +34,13 @@ from zbcompile.passes.capture.python_effects import (
     output_of_forward,
     refuse_unanswered,
 )
-from zbcompile.passes.capture.python_reads import PythonReads, Roots
 from zbcompile.passes.capture.questions import Questions
 from zbcompile.passes.capture.torch_private import told_of_hooks_on_nodes, without_empty_conversions
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
-from zbcompile.passes.graph.source_location import calling_line
-from zbcompile.passes.python_state.executed_code import line_that_writes
-from zbcompile.passes.python_state.premises import Premises, attribute, without_joined_loss
+from zbcompile.passes.graph.source_location import calling_line, shown_path
+from zbcompile.passes.module_state import AttributeSnapshot, functions_of
 from zbcompile.passes.torch_private import (
     FUNCTIONAL_COLLECTIVES_MODULE,
     backward_hooks,
@@ -51,7 +52,7 @@ from zbcompile.passes.torch_private import (
 
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _TRAINS = (torch.Tensor.requires_grad_, torch.Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-_ASKS = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_READS = ("LOAD_ATTR", "LOAD_METHOD")
 _STATE = ("grad", "_version")  # of a parameter, which do not exist while a step runs
 _HOOKS = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_grad_hook, torch.Tensor.retain_grad)
 _PLAIN_COLLECTIVES = "torch.distributed.distributed_c10d"
@@ -73,9 +74,9 @@ class EffectsSeen:
     unanswered: str = ""
     calls: OpaqueCalls = field(default_factory=dict)
     questions: Questions = field(default_factory=Questions)
-    reads: PythonReads | None = None
+    changed: frozenset[str] = frozenset()  # the values of modules and functions that forward changes
     _unset: frozenset[str] = frozenset()  # the attributes that reports would set, which were left out
-    _roots: Roots | None = None
+    _roots: tuple[nn.Module, Any] | None = None  # the model and the loss: the tracer may hand out proxies
     _around: contextlib.ExitStack | None = None
 
     def begin(self) -> None:
@@ -87,7 +88,7 @@ class EffectsSeen:
     @contextlib.contextmanager
     def functions(self, model: nn.Module, regions: Regions) -> Iterator[None]:
         """Around an export of `model`: calls of autograd.Functions, and of modules in `regions`, become operators."""
-        self._roots = Roots.of(attribute(model, "model"), attribute(model, "loss"))
+        self._roots = model.model, getattr(model, "loss", None)  # type: ignore[assignment]
         modules = modules_as_operators(self.calls, regions)
         with calls_as_operators(self.calls, model, _is_torchs), modules, _inference_as_no_grad():
             yield
@@ -97,14 +98,15 @@ class EffectsSeen:
         """Around the forward of the model, and its loss, inside an export."""
         self.questions.begin(inputs)
         assert self._roots is not None
-        self.reads = PythonReads(self._roots, self.problem, self.warning)
         buffers, modules = _buffers(model), _modules(model)
         own = list(model.parameters())
         parameters = {id(parameter) for parameter in own}
-        reads, routed = self.reads, RoutedExchanges(self.questions.is_open)
+        routed = RoutedExchanges(self.questions.is_open)
+        with without_joined_loss(model):
+            snapshot = AttributeSnapshot(*self._roots)
         watches = [
             routed.numbers_read(),
-            numbers_drawn_outside_torch(lambda: reads.generators, self.problem),
+            numbers_drawn_outside_torch(snapshot.values, self.problem),
             generator_seeded(self.problem),
             output_of_forward(self.warning),
             told_of_hooks_on_nodes(partial(self.note_hook_on_node, any(map(backward_hooks, model.modules())))),
@@ -113,7 +115,7 @@ class EffectsSeen:
         ]
         with (
             without_joined_loss(model),
-            self.reads.recording(),
+            self._restored(snapshot),
             _Calls(self, parameters, routed),
             contextlib.ExitStack() as around,
         ):
@@ -122,12 +124,49 @@ class EffectsSeen:
             with contextlib.ExitStack() as self._around:
                 yield
                 self._put_back(buffers)
-        refuse_unanswered(reads.functions.codes.values(), self.problem)
+        refuse_unanswered(functions_of(*self._roots), self.problem)
         self._refuse_replaced(model, modules, own)
+
+    @contextlib.contextmanager
+    def _restored(self, snapshot: AttributeSnapshot) -> Iterator[None]:
+        """Around forward: what it writes into attributes and containers is undone, and mentioned."""
+        try:
+            yield
+        finally:
+            changed = snapshot.restore()
+        for path, carries in changed:
+            name = path.rpartition(".")[2]
+            line, is_read = self._line_that_sets(name), path.startswith("the hooks") or name in self._names_read
+            if carries and is_read:
+                self.problem(Refusal.PYTHON_CHANGE.text(path=path, line=line))
+                continue
+            self.warning(
+                f"forward changes {path}{f' ({line})' if line else ''}; a compiled step runs no Python, so it never "
+                "does, and it keeps computing with the value that it had at capture."
+            )
+        self.changed |= frozenset(path for path, _ in changed)
+
+    @property
+    def _names_read(self) -> set[str]:
+        """The attributes that functions of forward and loss read by name."""
+        assert self._roots is not None
+        codes = [each.__code__ for each in functions_of(*self._roots)]
+        texts = {each for code in codes for each in code.co_consts if isinstance(each, str)}
+        return texts | {i.argval for code in codes for i in dis.get_instructions(code) if i.opname in _READS}
+
+    def _line_that_sets(self, name: str) -> str:
+        """The line of a function of forward or loss that assigns an attribute; "" if there is none."""
+        assert self._roots is not None
+        for code in (each.__code__ for each in functions_of(*self._roots)):
+            for each in dis.get_instructions(code):
+                if each.opname == "STORE_ATTR" and each.argval == name and each.positions and each.positions.lineno:
+                    text = linecache.getline(code.co_filename, each.positions.lineno).strip()
+                    return f"{shown_path(code.co_filename)}:{each.positions.lineno}: {text}"
+        return ""
 
     def _refuse_replaced(self, model: nn.Module, modules: dict[str, Any], parameters: list[nn.Parameter]) -> None:
         """Note modules that forward has replaced, or else parameters: a new module brings its own."""
-        replaced_modules = [path for path, new in _modules(model).items() if modules.get(path, new) is not new]
+        replaced_modules = [path for path, new in _modules(model).items() if modules.get(path) is not new]
         for path in replaced_modules:
             self.problem(Refusal.MODULE_REPLACED.text(path=path))
         pairs = zip(model.parameters(), parameters, strict=False)
@@ -145,7 +184,7 @@ class EffectsSeen:
     def leaves_out(self, attributes: frozenset[str]) -> bool:
         """Whether a report, which sets these attributes, is left out: in a second trace, if it sets no buffer."""
         assert self._roots is not None
-        if any(name in attributes for _, name, _ in tensor_tables(self._roots.model)):
+        if any(name in attributes for _, name, _ in tensor_tables(self._roots[0])):
             return False
         if not self.questions.gives_numbers:
             self.questions.left_open = self.questions.given is None
@@ -154,11 +193,10 @@ class EffectsSeen:
         self.warning(f"what stands behind {calling_line()} only reports something; a compiled step leaves it out.")
         return True
 
-    def refuse_unreported(self, premises: Premises) -> None:
+    def refuse_unreported(self) -> None:
         """Note what forward reads and a report that was left out would have set."""
-        for each in premises.reads:
-            if each.key in self._unset:
-                self.problem(Refusal.PYTHON_CHANGE.text(path=each.path, line="only where it is not traced"))
+        for name in sorted(self._unset & self._names_read) if self._unset else ():
+            self.problem(Refusal.PYTHON_CHANGE.text(path=f"model.{name}", line="only where it is not traced"))
 
     def note_unanswered(self) -> None:
         """A question failed."""
@@ -170,9 +208,7 @@ class EffectsSeen:
         by = (frame.f_globals.get("__name__") for frame, _ in traceback.walk_stack(None))
         if "torch.utils.hooks" in by:
             if not modules_have_some:
-                assert self.reads is not None
-                line = line_that_writes(list(self.reads.functions.codes.values()), "register_full_backward_hook")
-                self.problem(Refusal.LATE_MODULE_HOOK.text(line=line))
+                self.problem(Refusal.LATE_MODULE_HOOK.text(line=calling_line()))
             return
         self.problem(Refusal.NODE_HOOK.text(line=calling_line()))
 
@@ -240,9 +276,7 @@ class _Calls(TorchFunctionMode):
         if func in _PRODUCTS and _carries_gradient((*args, *(kwargs or {}).values())):
             func = product
         func = kernel_of(func, args)
-        result = self._result(func, args, kwargs or {})
-        if func == _ASKS and id(args[0]) in self.parameters and self.watch.reads is not None:
-            self.watch.reads.read_trained(args[0], result)
+        result = func(*args, **(kwargs or {}))
         if func is torch.Tensor.item and not isinstance(result, int | float):  # known only when a step runs
             self.watch.note_open()
         sizes = result.shape if isinstance(result, torch.Tensor) else ()
@@ -252,13 +286,6 @@ class _Calls(TorchFunctionMode):
 
     def _refuse(self, refusal: Refusal, **names: str) -> None:
         self.watch.problem(refusal.text(line=calling_line(), **names))
-
-    def _result(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        reads = self.watch.reads
-        if reads is None or torch.compiler.is_dynamo_compiling():
-            return func(*args, **kwargs)
-        with reads.functions.pause():
-            return func(*args, **kwargs)
 
     def _attention(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """What eager makes of a call of attention: inside `sdpa_kernel`, or with a mask that is trained."""

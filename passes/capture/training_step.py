@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from zbcompile.passes.capture.distributed_regions import PendingCall
+from zbcompile.passes.capture.joined_loss import join
 from zbcompile.passes.capture.side_effects import EffectsSeen
 from zbcompile.passes.capture_refusals import Refusal
-from zbcompile.passes.python_state.premises import join
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.torch_private import pytree
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.python_state.tokens import is_users
+from zbcompile.passes.graph.source_location import is_users
 from zbcompile.passes.torch_private import (
     accumulation_hooks,
     backward_hooks,

@@ -7,7 +7,7 @@ import traceback
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch.fx import Node
@@ -108,6 +108,21 @@ def _innermost(frames: traceback.StackSummary) -> str:
         if not frame.filename.startswith("<") and is_users_file(frame.filename):
             return f"{shown_path(frame.filename)}:{frame.lineno}: {frame.line}"
     return ""
+
+
+_NOT_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "zbcompile")) - {"__main__"}
+
+
+def is_users_name(module: object) -> bool:
+    """Whether the name of a module is none of Python's, torch's, numpy's or ours."""
+    return isinstance(module, str) and module.partition(".")[0] not in _NOT_USERS
+
+
+def is_users(kind: Any) -> bool:
+    """Whether a class, function or module is none of Python's, torch's or ours."""
+    if isinstance(kind, ModuleType):
+        return is_users_name(vars(kind).get("__name__"))
+    return is_users_name(getattr(kind, "__module__", None))
 
 
 def is_users_file(name: str) -> bool:

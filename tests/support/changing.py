@@ -18,12 +18,6 @@ TABLE = {"scale": 1.0, "list": [1.0, 2.0]}
 SHIFT = torch.ones(WIDTH)
 
 
-class Space:
-    """A class that holds numbers."""
-
-    tau = 1.0
-
-
 @dataclass
 class Config:
     tau: float = 1.0
@@ -146,7 +140,6 @@ STEPS = {  # what stands in the middle reads one thing; that is changed
     "has attribute": Case(lambda net, x: x * (2 if hasattr(net, "late") else 1), of_model("late", None)),
     "deleted attribute": Case(lambda net, x: x * getattr(net, "alpha", 3.0), lambda net, _: delattr(net, "alpha")),
     "shadowed class attribute": Case(lambda net, x: x * net.scale_of_class, of_model("scale_of_class", 2.0)),
-    "class attribute": Case(lambda net, x: x * net.scale_of_class, store(Net, "scale_of_class", 2.0)),
     "list": Case(lambda net, x: x * net.numbers[0], lambda net, _: net.numbers.__setitem__(0, 3.0)),
     "longer list": Case(lambda net, x: x * sum(net.numbers), lambda net, _: net.numbers.append(3.0)),
     "mapping": Case(lambda net, x: x * net.table["a"], lambda net, _: net.table.update(a=2.0)),
@@ -177,9 +170,7 @@ STEPS = {  # what stands in the middle reads one thing; that is changed
     "global": Case(scaled, store(_module, "TAU", 2.0)),
     "global mapping": Case(lambda net, x: x * TABLE["scale"], store(TABLE, "scale", 2.0)),
     "list in a global": Case(lambda net, x: x * TABLE["list"][0], lambda net, _: TABLE["list"].insert(0, 5.0)),
-    "class as a namespace": Case(lambda net, x: x * Space.tau, store(Space, "tau", 2.0)),
     "global function": Case(lambda net, x: decayed(x), store(_module, "decayed", torch.tanh)),
-    "default": Case(lambda net, x: decayed(x), store(decayed, "__defaults__", (0.5,))),
     "global tensor": Case(lambda net, x: x + SHIFT, store(_module, "SHIFT", torch.zeros(WIDTH))),
     "loss's closure": Case(scaled, _cell, lambda: weighted(2.0)),
     "loss's attribute": Case(scaled, lambda _, loss: setattr(loss, "factor", 3.0), Weighted),
@@ -218,19 +209,9 @@ def eager(net: Net, loss: Any, x: Tensor, step: int) -> Tensor:
 
 def saved() -> Iterator[None]:
     """Around a case: what it changes outside of its model is put back."""
-    before = (
-        TAU,
-        SHIFT,
-        dict(TABLE),
-        list(TABLE["list"]),
-        Space.tau,
-        decayed,
-        decayed.__defaults__,
-        Net.scale_of_class,
-    )  # type: ignore[call-overload]
-    powers = powered.__defaults__
+    before, table = {"TAU": TAU, "SHIFT": SHIFT, "decayed": decayed}, dict(TABLE, list=list(TABLE["list"]))  # type: ignore
+    scale, powers = Net.scale_of_class, powered.__defaults__
     yield
-    _module.update(TAU=before[0], SHIFT=before[1], decayed=before[5])
-    TABLE.update(before[2], list=before[3])  # type: ignore[arg-type]
-    Space.tau, decayed.__defaults__, Net.scale_of_class = before[4], before[6], before[7]
-    powered.__defaults__ = powers
+    _module.update(before)
+    TABLE.update(table)
+    Net.scale_of_class, powered.__defaults__ = scale, powers

@@ -32,10 +32,10 @@ from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.process_groups import is_collective
+from zbcompile.passes.module_state import PLAIN as PLAIN_VALUES, functions_of, names_in
 from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CAPTURE_INFERENCE, canonicalise
 from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
-from zbcompile.passes.python_state.premises import without_joined_loss
 from zbcompile.passes.torch_private import global_hooks, is_compiled, storage_key, tensor_hooks
 from zbcompile.program.program import Program
 
@@ -76,6 +76,15 @@ class _Sketch(pickle.Pickler):
         return number, *map(str, (memory, type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad, *place))
 
 
+def _globals(given: tuple[Any, ...]) -> list[tuple[str, str]]:
+    """The plain globals that functions of the model and the loss name."""
+    model = next(each for each in given if isinstance(each, nn.Module))
+    losses = (each for each in given if callable(each) and each is not model)
+    functions = functions_of(model, next(losses, None))
+    found = {(f.__module__, name): f.__globals__.get(name) for f in functions for name in names_in(f.__code__)}
+    return sorted((f"{place}", repr(value)) for place, value in found.items() if isinstance(value, PLAIN_VALUES))
+
+
 def _named(*_: Any) -> Any:
     raise NotImplementedError("a sketch is compared, never read")
 
@@ -91,7 +100,7 @@ def sketch(*given: Any) -> bytes | None:
     )
     file = io.BytesIO()
     try:
-        _Sketch(file).dump((switches, given))
+        _Sketch(file).dump((switches, given, _globals(given)))
     except Exception:  # whatever an object raises that does not let itself be pickled
         return None
     return None if global_hooks() else file.getvalue()
@@ -118,7 +127,7 @@ def _once(name: str, capture: Callable[..., Any]) -> Callable[..., Any]:
             return capture(*given)
         here = own_gpu(), key
         made = found.get_or_make(here, lambda: None)
-        if made is not None and _fits(made, given) and _stands(made, *given):
+        if made is not None and _fits(made, given):
             return made
         with _warnings() as seen:
             made = read_or_make(
@@ -126,7 +135,7 @@ def _once(name: str, capture: Callable[..., Any]) -> Callable[..., Any]:
             )
         if not seen:
             found[here] = made
-        if not seen and made.premises.is_portable:
+        if not seen:
             KEYS[made.module] = name.encode() + key + repr(made.guards and made.guards.given.answers).encode()
         return made
 
@@ -149,14 +158,6 @@ def _fits(made: Captured | Program, given: tuple[Any, ...]) -> bool:
         return True
     args, kwargs, target = (*given[1:], None)[:3]
     return not made.guards.different(whole_batch(args, kwargs, target).whole.tensors)
-
-
-def _stands(made: Captured | Program, model: nn.Module, *given: Any) -> bool:
-    """Whether objects that only themselves equal are those that were read: in this process those of a library stay."""
-    if made.premises.is_portable:
-        return True
-    with without_joined_loss(model):
-        return not any(made.premises.changes({"model": model, "loss": given[3] if len(given) > 3 else None}))
 
 
 def _once_per_object(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -248,7 +249,7 @@ def _forward_once(compile_: Callable[..., Program]) -> Callable[..., Program]:
             return compile_(model, microbatch, wanted, frame, given)
         here = own_gpu(), key
         made = found.get_or_make(here, lambda: None)
-        if made is None or not _fits(made, ("", *microbatch.example)) or not _stands(made, model):
+        if made is None or not _fits(made, ("", *microbatch.example)):
             with _warnings() as seen:
                 made = read_or_make(
                     key,

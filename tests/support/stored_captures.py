@@ -78,22 +78,13 @@ def read_or_make(
 def capture_to_bytes(captured: Captured) -> bytes | None:
     """None for what would not be the same when it is read back."""
     whole = _is_whole([captured.module], captured.constants)
-    return (
-        _dumped(captured)
-        if whole and captured.premises.is_portable and not (captured.functions or captured.groups)
-        else None
-    )
+    return _dumped(captured) if whole and not (captured.functions or captured.groups) else None
 
 
 def program_to_bytes(program: Program) -> bytes | None:
     """None for what would not be the same when it is read back, beyond buffers that no state dict holds."""
     graphs = [piece.module for stage in program.stages for piece in stage.pieces.values()]
-    if (
-        not _is_whole(graphs, program.model.constants)
-        or program.groups
-        or not program.premises.is_portable
-        or program.also
-    ):
+    if not _is_whole(graphs, program.model.constants) or program.groups or program.also:
         return None
     return _dumped(replace(program, model=replace(program.model, unsaved={})))
 

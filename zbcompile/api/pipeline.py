@@ -308,6 +308,12 @@ class Pipeline:
         self._model.train(mode)
         return self
 
+    def recompile(self) -> None:
+        """Drops all programs, so that the next step and evaluation compile: after a change of Python state that is not
+        compared, such as a class attribute or a function that forward calls. Every rank calls it."""
+        with self._watch.region("recompile"):
+            self._compiled.recompile()
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """As `model.zero_grad`, for this process's parameters."""
         for parameter in self.parameters():

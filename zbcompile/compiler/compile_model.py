@@ -159,7 +159,7 @@ def compile_laid_out(
         canonical_targets=targets_of(line) if like is None else like.canonical_targets,  # the line that `cuts` are of
         operations=_operations(laid_out),
         guards=captured.guards,
-        premises=captured.premises,
+        changed_state=captured.changed_state,
         vocabulary=vocabulary,
         call=call_of(microbatch),
         groups=groups_of(canonical, programs),

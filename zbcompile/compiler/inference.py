@@ -102,7 +102,7 @@ def compile_forward(
         guards=captured.guards,
         call=call_of(microbatch),
         groups=groups_of(canonical, programs),
-        premises=captured.premises,
+        changed_state=captured.changed_state,
         output=output_of(computes, captured, canonical, stages),
         writer=save_here,
     )

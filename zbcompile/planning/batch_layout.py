@@ -54,8 +54,9 @@ class BatchLayout:
     def _require_order(self, count: int) -> None:
         """Raise PipelineError, before a rank waits, for a number of microbatches that the schedule does not admit."""
         compiled = self._compiled
-        if compiled.bound.trains and count != compiled.schedule.microbatches and count not in self._admitted:
-            step_order(compiled.first().program, count)
+        program = compiled.bound.program if compiled.bound.trains else None
+        if program is not None and count != compiled.schedule.microbatches and count not in self._admitted:
+            step_order(program, count)
             self._admitted.add(count)
 
     def _decide(self, microbatch: Microbatch) -> None:

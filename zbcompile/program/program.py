@@ -19,7 +19,6 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.search import Cuts
-from zbcompile.passes.python_state.premises import Premises
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
@@ -42,7 +41,7 @@ class Program:
     * The model: `model` describes it, `homes` are the stages that use each parameter and buffer (tied ones under their
       first name).
     * What it is right for: `call` is the form of a microbatch (see `call_of`), `guards` what forward asks about its
-      inputs with the answers that the program was compiled for, `premises` what the model's Python read.
+      inputs with the answers that the program was compiled for, `changed_state` the module state that forward changes.
     * What it returns: `output` says what of its forward, by a step besides the loss; None: nothing.
     * What was decided: `plan` says how `schedule="auto"` chose (None for a schedule that was given).
     * Its directory: `also` are the other programs there (forwards, by what they compute, and steps for other answers),
@@ -65,7 +64,7 @@ class Program:
     step: StepOptions = field(default_factory=StepOptions)
     groups: Mapping[str, str] = field(default_factory=dict, compare=False)
     output: Output | None = None
-    premises: Premises = field(default_factory=Premises, repr=False, compare=False)
+    changed_state: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: str = field(default="", compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)

@@ -1,8 +1,8 @@
 """The cache of a pipeline: graphs by what a capture freezes into them, and the plans of the steps that run these.
 
-A capture freezes the shapes and modes (the key), the answers to what forward asks about its inputs, and the Python
-state that it reads. A step asks all of its microbatches before its first action, and finds for each the graphs that are
-right. The ranks tell each other which these are: a rank that met a new answer cannot compile alone.
+A capture freezes the shapes and modes (the key), the answers to what forward asks about its inputs, and the state
+of modules and loss. A step asks all of its microbatches before its first action, and finds for each the graphs that
+are right. The ranks tell each other which these are: a rank that met a new answer cannot compile alone.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from zbcompile.passes.capture.attention_kernels import attention_kernels
 from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.capture.training_step import Kept
-from zbcompile.passes.python_state.premises import StandingPremises
+from zbcompile.passes.module_state import ModuleState
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.program.program import Program
 from zbcompile.runtime.executable import BoundGraphs, Executable, plan_step
@@ -70,19 +70,19 @@ def batches_apart(exchanges: frozenset[str]) -> tuple[str, ...]:
 @dataclass(frozen=True, eq=False)
 class Entry:
     """The graphs that were compiled for `key`: those of one microbatch of a step, or, if it `evaluates`, those of each
-    microbatch of a batch. They are right for microbatches that give the answers of `guards`, while Python has the
-    values of `standing`. Entries are numbered alike on all ranks."""
+    microbatch of a batch. They are right for microbatches that give the answers of `guards`, while the module state is
+    that of `standing`. Entries are numbered alike on all ranks."""
 
     number: int
     key: Any
     guards: Guards | None
-    standing: tuple[StandingPremises, ...]
+    standing: tuple[ModuleState, ...]
     graphs: tuple[BoundGraphs, ...]
     exchanges: frozenset[str]
     evaluates: bool = False
 
     def holds(self) -> bool:
-        """Whether the Python values that were read are unchanged."""
+        """Whether the module state is unchanged."""
         return all(each.hold() for each in self.standing)
 
     def change(self) -> str:
@@ -155,7 +155,7 @@ class ProgramCache:
         self,
         key: Any,
         guards: Guards | None,
-        standing: Iterable[StandingPremises],
+        standing: Iterable[ModuleState],
         graphs: Iterable[BoundGraphs],
         exchanges: Iterable[str] = (),
         evaluates: bool = False,
@@ -201,6 +201,11 @@ class ProgramCache:
             del self._plans[each]
         return found
 
+    def clear(self) -> None:
+        """Drops all entries and plans."""
+        self._entries.clear()
+        self._plans.clear()
+
     def forget_plans(self) -> None:
         """Let plans be made again, with new memory: a message of a failed step may still arrive in the old one."""
         self._plans.clear()
@@ -227,7 +232,7 @@ class ProgramCache:
         """The error for a step that has more answers than entries are kept: each that is added evicts another one."""
         if not any(each.guards for each in last.known):
             return PipelineError(
-                "no program that was compiled for this step fits it: the Python state that forward reads was different "
+                "no program that was compiled for this step fits it: the state of its modules was different "
                 "in every capture. Keep it the same from step to step, or pass it as an argument of step."
             )
         return PipelineError(

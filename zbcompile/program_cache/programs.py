@@ -3,6 +3,7 @@
 The first one decides where every parameter lives; later ones keep to that.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -33,7 +34,7 @@ from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.python_state.premises import StandingPremises
+from zbcompile.passes.module_state import ModuleState
 from zbcompile.passes.torch_private import forward_hooks
 from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.directories import save_program
@@ -63,10 +64,10 @@ Graphs = tuple[BoundGraphs, ...]
 
 class CompiledGraphs(NamedTuple):
     """The graphs of a step, or those of each microbatch of an evaluation, with what they are right for: the answers
-    `guards` to what forward asks, and the Python state of `standing`."""
+    `guards` to what forward asks, and the module state `standing`."""
 
     guards: Guards | None
-    standing: list[StandingPremises]
+    standing: list[ModuleState]
     graphs: Graphs
 
 
@@ -90,6 +91,7 @@ class Programs:
         self.cache = ProgramCache(bound.ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
         self.agreement = StepAgreement(bound.ranks)
+        self._changes: Counter[str] = Counter()  # how often each value of the module state has changed
         self._last: list[Entry] = []  # those that were right for the last step, in the state that it had
         self._last_state: tuple[Any, ...] | None = None
         if saved is not None:
@@ -104,8 +106,11 @@ class Programs:
         return (entry.graphs[0] for entry in self.cache.steps)
 
     def first(self) -> BoundGraphs:
-        """The graphs that were made first."""
-        return next(iter(self))
+        """The graphs that were made first. Raises PipelineError after `recompile`, before the next compilation."""
+        found = next(iter(self), None)
+        if found is None:
+            raise PipelineError("recompile() has dropped all programs. Call pipe.compile with a batch, or run a step.")
+        return found
 
     def get(self, step: Microbatches, runs: bool = False) -> Executable:
         """The executable of a step (which `runs` now), compiled if need be: found by the number and shapes of its
@@ -169,12 +174,28 @@ class Programs:
                 return found
             if self.saved is not None:
                 refuse_answers(found, microbatches)
-            change = self.cache.change(key())
+            change = self._noted(self.cache.change(key()))
             title = f"compiling {what}" + f" (on this rank, of {change})" * bool(change)
             with self.ranks.watch.position.turn_to(title), Progress(f"zbcompile: {title}", first=LONG):
                 made = make(found, change)
             self._add(key(), made, evaluates)
         raise self.cache.never_complete(found)
+
+    def _noted(self, change: str) -> str:
+        """Returns the change of module state for a notice; for a value that changes often with a remedy."""
+        if not change:
+            return ""
+        path = change.partition(": ")[0]
+        self._changes[path] += 1
+        often = self._changes[path] > 2
+        return f"{change} (change {self._changes[path]} of it; pass it as a tensor)" if often else change
+
+    def recompile(self) -> None:
+        """Drops all programs; the parameters stay where they are. All ranks call it."""
+        if self.saved is not None:
+            raise PipelineError("recompile() needs the model, and this pipeline was loaded from a directory.")
+        self.cache.clear()
+        self._last, self._last_state = [], None
 
     def _add(self, key: Any, made: CompiledGraphs, evaluates: bool) -> None:
         exchanges = frozenset[str]().union(*(each.program.exchanges for each in made.graphs))
@@ -240,7 +261,7 @@ class Programs:
         microbatch, leads = microbatches[found.missing or 0], found.missing is not None
         laid_out = self.searched[0] if self.searched else self.laid_out(microbatch, leads)
         guards = laid_out.captured.guards
-        standing = StandingPremises(laid_out.captured.premises, {"model": self._model, "loss": self._options.loss})
+        standing = ModuleState(self._model, self._options.loss, laid_out.captured.changed_state)
         asked = [each.guards for each in found.known if each.guards]
         reason = (guards.unlike(asked) if guards is not None and asked else "") or change
         same = (each.graphs for each in found.known if is_laid_out_as(each.graphs[0].program, laid_out))
@@ -393,7 +414,7 @@ class Programs:
         leads = found.missing is not None
         made = self.cache.capture("compiling a forward", compile_, lambda each: each[0].guards, leads)
         graphs = {id(each): self._bind_forward(each) for each in {id(each): each for each in made}.values()}
-        standing = [StandingPremises(each.premises, {"model": self._model}) for each in made]
+        standing = [ModuleState(self._model, without=frozenset().union(*(each.changed_state for each in made)))]
         return CompiledGraphs(made[0].guards, standing, tuple(graphs[id(each)] for each in made))
 
     def _bind_forward(self, program: Program) -> BoundGraphs:
@@ -405,7 +426,8 @@ class Programs:
 
     def _forward_key(self, batch: Batch, computes: str, count: int) -> tuple[Any, ...]:
         modules = tuple(forward_hooks(each) for each in self._model.modules())
-        return computes, count, modules, batch.whole.signature, torch_modes(self.ranks.device), self.bound.moves
+        trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
+        return computes, count, modules, trains, batch.whole.signature, torch_modes(self.ranks.device), self.bound.moves
 
     @property
     def _frame(self) -> Frame:

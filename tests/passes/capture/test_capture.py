@@ -503,7 +503,7 @@ def test_a_number_that_forward_changes_is_warned_of() -> None:
         warnings.simplefilter("always")
         capture(Counting(), (torch.randn(2, WIDTH),), {}, torch.randn(2, WIDTH), F.mse_loss)
     assert (
-        sum("changes model.calls (tests/passes/capture/test_capture.py" in str(warning.message) for warning in seen)
+        sum("changes model.calls (tests/passes/capture/test_capture.py:" in str(warning.message) for warning in seen)
         == 1
     )
 

@@ -1,10 +1,8 @@
 """What forward does in Python: numbers drawn outside torch are refused by line, output is mentioned once."""
 
-import gc
 import random
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from random import uniform
 from typing import Any
 
@@ -15,7 +13,6 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.refused import ROWS, train
-from zbcompile.passes.python_state.python_changes import PythonChanges
 
 WIDTH = ROWS.shape[1]
 
@@ -36,7 +33,6 @@ class Net(nn.Module):
 
 
 GLOBAL, NOISE = random.Random(1), np.random.default_rng(1)
-DRAW = GLOBAL.random
 
 
 def drawing(own: random.Random) -> Callable[[Net], float]:
@@ -51,8 +47,7 @@ DRAWS = {
     "a generator of numpy": (lambda net: float(net.noise.random()), r"the generator model\.noise;"),
     "a global": (lambda net: GLOBAL.random(), r"the generator .*GLOBAL;"),
     "a global of numpy": (lambda net: float(NOISE.random()), r"the generator .*NOISE;"),
-    "a bound method": (lambda net: DRAW(), r"the generator .*DRAW\.__self__;"),
-    "a closure": (drawing(random.Random(1)), r"the generator own in the closure of model\.effect;"),
+    "a closure": (drawing(random.Random(1)), r"the generator own in the closure of .*lambda"),
 }
 
 
@@ -149,8 +144,15 @@ QUESTIONS: dict[str, Callable[[], object]] = {
 
 @pytest.mark.parametrize("asked", QUESTIONS)
 def test_what_a_capture_answers_in_another_way_is_refused(asked: str) -> None:
+    answer = QUESTIONS[asked]
+
+    class Asking(Net):
+        def __init__(self) -> None:
+            super().__init__(lambda net: float(bool(answer())))
+            self.answer = answer
+
     with pytest.raises(zbcompile.CaptureError, match=f"asks torch for {asked}.* \\(.*answer in an attribute"):
-        train(Net(lambda net: float(bool(QUESTIONS[asked]()))))
+        train(Asking())
 
 
 HOOKS: dict[str, Callable[[Tensor], object]] = {
@@ -182,24 +184,9 @@ def test_a_backward_hook_that_forward_puts_on_a_module_is_refused() -> None:
             self.first.register_full_backward_hook(lambda *_: None)
             return super().forward(x)
 
-    match = r"forward registers a backward hook on a module \(.*register_full_backward_hook"
+    match = r"forward registers a backward hook on a module \(.*self\.first\(x\)"
     with pytest.raises(zbcompile.CaptureError, match=match):
         train(Hooked(lambda net: 0.0))
-
-
-def test_a_fault_of_the_recorder_is_no_reason_to_trace_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A number that forward reads would be one; a second trace would hide the fault."""
-    traces = []
-
-    class Reading(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            traces.append((x > 0).sum().item())
-            return super().forward(x)
-
-    monkeypatch.setattr(PythonChanges, "restore", None)
-    with pytest.raises(zbcompile.CaptureError, match="TypeError"):
-        train(Reading(lambda net: 0.0))
-    assert len(traces) == 1
 
 
 class Remembering(Net):
@@ -216,36 +203,29 @@ class Remembering(Net):
         return y * factor
 
 
-def test_a_tensor_that_each_forward_sets_may_be_asked_whether_it_is_there() -> None:
+@pytest.mark.parametrize("reads", [lambda left, y: 1.0 if left is None else left, lambda left, y: 1.0])
+def test_a_tensor_that_each_forward_sets_is_mentioned(reads: Callable[[Tensor | None, Tensor], Any]) -> None:
     """As vision models of transformers do with what the next token needs."""
-    torch.manual_seed(0)
-    net = Remembering(lambda left, y: 1.0 if left is None or y.ndim == 2 else left)
-    with pytest.warns(UserWarning, match=r"changes model\.left .* for others to read"):
+    net = Remembering(reads)
+    with pytest.warns(UserWarning, match=r"forward changes model\.left \(.*self\.left = .*never does"):
         train(net)
     assert net.left is None
-
-
-def test_a_copy_of_a_tensor_of_the_forward_before_is_refused() -> None:
-    """The graphs with it and with what stands for it have equal operations, and equal shapes."""
-    net = Remembering(lambda left, y: 1.0 + y.new_zeros(()).copy_(left.mean()))
-    net.left = torch.zeros(2, 2)
-    with pytest.raises(zbcompile.CaptureError, match=r"changes model\.left"):
-        train(net)
 
 
 @pytest.mark.parametrize(
     "reads",
     [
-        lambda left, y: 1.0 if left is None else 2.0,
-        lambda left, y: 1.0 if left is None else left,
-        lambda left, y: 1.0 if left is None or left.shape == y.shape else 2.0,
-        lambda left, y: 1.0 if left is None else left.sum() * 0,
+        lambda left, y: 1.0 + y.new_zeros(()).copy_(left.mean()),
+        lambda left, y: left.mean(),
+        lambda left, y: 1.0 if left.shape == y.shape else 2.0,
     ],
-    ids=["presence", "value", "shape", "product"],
+    ids=["copy", "value", "shape"],
 )
-def test_a_tensor_of_the_forward_before_is_refused(reads: Callable[[Tensor | None, Tensor], Any]) -> None:
+def test_a_tensor_of_the_forward_before_is_refused(reads: Callable[[Tensor, Tensor], Any]) -> None:
+    net = Remembering(reads)
+    net.left = torch.zeros(2, 2)
     with pytest.raises(zbcompile.CaptureError, match=r"changes model\.left .* and reads it"):
-        train(Remembering(reads))
+        train(net)
 
 
 def _converts(net: Net) -> float:
@@ -316,54 +296,3 @@ def test_what_draws_nothing_is_left_alone() -> None:
         warnings.simplefilter("error", UserWarning)
         train(Net(lambda net: 0.0))
     assert random.getstate() == before
-
-
-COLLECTIONS = {"count": 0}
-
-
-def count_collections(phase: str, _: dict[str, int]) -> None:
-    if phase == "stop":
-        COLLECTIONS["count"] += COLLECTIONS["count"] + 1
-
-
-@pytest.mark.slow
-def test_what_a_garbage_collection_calls_is_not_forwards() -> None:
-    """Such as hypothesis's clock of collections: one that comes inside of a trace is no change of forward's."""
-    gc.callbacks.append(count_collections)
-    try:
-        before = COLLECTIONS["count"]
-        train(Net(lambda net: 0.0 * gc.collect()))
-    finally:
-        gc.callbacks.remove(count_collections)
-    assert COLLECTIONS["count"] > before
-
-
-MODULE = """
-import torch
-
-CACHE = {}
-
-
-def remembered(key):
-    if key not in CACHE:
-        CACHE[key] = torch.zeros(1)
-    return CACHE[key]
-
-
-FACTOR = float(remembered("a").numel() + remembered("b").numel())
-"""
-
-
-def test_what_an_import_inside_of_forward_calls_is_not_forwards(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Libraries fill caches of their own while they are imported."""
-    (tmp_path / "imported_by_forward.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(tmp_path)
-
-    def factor(net: Net) -> float:
-        from imported_by_forward import FACTOR  # type: ignore[import-not-found]
-
-        return FACTOR * 1.0
-
-    train(Net(factor))

@@ -184,7 +184,7 @@ def test_only_what_all_ranks_use_counts_as_used() -> None:
     guards = capture(OneRow(), (x, x), {}, x, nn.functional.mse_loss).guards
     assert guards is not None
     answers = [replace(guards, given=replace(guards.given, answers=(number,))) for number in range(4)]
-    kept = ProgramCache(find_ranks(lambda: x.device, 1, None, 300.0, None), 3)
+    kept = ProgramCache(find_ranks(lambda: x.device, 1, None, 300.0), 3)
     for number in range(3):
         kept.add("shape", answers[number], (), ())
     assert len(kept.right("shape")) == 3

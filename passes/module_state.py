@@ -1,0 +1,249 @@
+"""Module state: the plain Python values that forward and loss read besides their inputs.
+
+They are part of the key of a compiled program: a step compares them with those at capture. Values of other objects are
+read once, as with torch.export. Values that forward itself changes leave the key.
+"""
+
+import copy
+import functools
+import itertools
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from dataclasses import is_dataclass
+from enum import Enum
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from zbcompile.passes.graph.source_location import is_users_name
+from zbcompile.passes.torch_private import buffer_table, forward_hook_tables, storage_key
+
+MAX_ITEMS = 64  # of a container that are compared; of a longer one also the number of items
+MAX_DEPTH = 3  # of containers in containers
+PLAIN = (bool, int, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size)
+_IMMUTABLE = (*PLAIN, float, complex, types.FunctionType, types.BuiltinFunctionType, type, Enum)
+_TABLES = frozenset(vars(nn.Module()))  # of parameters, submodules and hooks; `training` is in the key of a program
+_ABSENT = object()
+Reader = Callable[[Any], Any]
+Value = tuple[str, Reader, Any]  # path, a function that returns the value, and its argument
+
+
+class StateEntry(NamedTuple):
+    """One value: `read(key)` returns it, `token` is equal for equal values. `mutable`: it may change in place."""
+
+    read: Callable[[Any], Any]
+    key: Any
+    value: Any
+    token: Any
+    mutable: bool
+
+
+class ModuleState:
+    """The state of a model and its loss, by paths such as `model.dropout.p`; `without` are the paths left out."""
+
+    def __init__(self, model: nn.Module, loss: Any = None, without: Set[str] = frozenset()) -> None:
+        self.entries: dict[str, StateEntry] = {}
+        for path, read, key in _values(model, loss):
+            value = read(key)
+            if value is not _ABSENT and path not in without and path not in self.entries:
+                kept = copy.copy(value) if isinstance(value, list | dict | set) else value
+                self.entries[path] = StateEntry(read, key, kept, _token(value), not isinstance(value, _IMMUTABLE))
+
+    def hold(self) -> bool:
+        """Returns whether all values are what they were."""
+        for read, key, value, token, mutable in self.entries.values():
+            now = read(key)
+            if (mutable or now is not value) and _token(now) != token:
+                return False
+        return True
+
+    def change(self) -> str:
+        """Returns the first value that differs, as `model.dropout.p: 0.1 -> 0.5`; "" if there is none."""
+        for path, entry in self.entries.items():
+            now = entry.read(entry.key)
+            if _token(now) != entry.token:
+                return f"{path}: {_text(entry.value)} -> {_text(now)}"
+        return ""
+
+    @property
+    def memories(self) -> Set[int]:
+        """The storages of the tensors among the values."""
+        return {storage_key(each.value) for each in self.entries.values() if isinstance(each.value, torch.Tensor)}
+
+
+class AttributeSnapshot:
+    """The attributes of all modules, the items of the containers that these or functions hold, and forward hooks."""
+
+    def __init__(self, model: nn.Module, loss: Any = None) -> None:
+        self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        self._hooks: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
+        self.values = {path: read(key) for path, read, key in _values(model, loss)}
+        for path, module in _modules(model, loss):
+            own = vars(module)
+            before = {name: own[name] for name in (*_names(module), "training")}
+            self._attributes.append((path, own, before))
+            self._hooks += [(f"the hooks of {path}", table, dict(table)) for table in forward_hook_tables(module)]
+            self.values |= {f"{path}.{name}": value for name, value in before.items()}
+        found = {id(value): (path, value) for path, value in self.values.items() if type(value) in (list, dict, set)}
+        self._containers = [(path, value, value.copy()) for path, value in found.values()]
+
+    def restore(self) -> list[tuple[str, bool]]:
+        """Undoes what was changed since. Returns the paths, and whether a tensor or hooks are passed on to the next
+        forward."""
+        changed: list[tuple[str, bool]] = []
+        for path, own, before in self._attributes:
+            for name in [each for each in own if each not in before and each not in _TABLES and each[0] != "_"]:
+                changed.append((f"{path}.{name}", False))
+                del own[name]
+            for name, value in before.items():
+                now = own.get(name, _ABSENT)
+                if now is not value and _token(now) != _token(value):
+                    carries = isinstance(now, torch.Tensor) and isinstance(value, torch.Tensor)
+                    changed.append((f"{path}.{name}", carries))
+                own[name] = value
+        for path, value, items in self._containers:
+            if [*map(id, _items(value))] != [*map(id, _items(items))]:
+                changed.append((path, False))
+                value.clear()
+                value.extend(items) if isinstance(value, list) else value.update(items)
+        for path, table, hooks in self._hooks:
+            if list(table) != list(hooks):
+                changed.append((path, True))
+                table.clear()
+                table.update(hooks)
+        return changed
+
+
+def _names(module: nn.Module) -> Iterator[str]:
+    """Yields the attributes of a module, but for torch's own private ones."""
+    is_users_class = is_users_name(type(module).__module__)
+    return (name for name in vars(module) if name not in _TABLES and (is_users_class or name[0] != "_"))
+
+
+def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]:
+    """Returns the user's functions: forwards of modules, functions that modules hold, and those of the loss."""
+    found: dict[int, types.FunctionType] = {}
+    for _, module in _modules(model, loss):
+        for each in (getattr(type(module), "forward", None), *vars(module).values()):
+            if isinstance(each, types.FunctionType):
+                found[id(each)] = each
+    while loss is not None and not isinstance(loss, types.FunctionType | nn.Module):
+        inner = getattr(loss, "func", None) or getattr(loss, "__func__", None) or vars(type(loss)).get("__call__")
+        loss = inner if isinstance(inner, types.FunctionType | types.MethodType | functools.partial) else None
+    if isinstance(loss, types.FunctionType):
+        found[id(loss)] = loss
+    return [each for each in found.values() if is_users_name(each.__module__)]
+
+
+def names_in(code: types.CodeType) -> frozenset[str]:
+    """Returns the globals and attributes that code names, with the functions inside of it."""
+    inner = (names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    return frozenset(code.co_names).union(*inner)
+
+
+def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
+    """Yields all values."""
+    configs: set[int] = set()
+    for path, module in _modules(model, loss):
+        own = vars(module)
+        yield f"the class of {path}", type, module
+        yield f"the number of attributes of {path}", len, own
+        for name in _names(module):
+            yield f"{path}.{name}", _reader(own, name), name
+            if _is_config(name, own[name]) and id(own[name]) not in configs:
+                configs.add(id(own[name]))
+                yield from _of_object(f"{path}.{name}", own[name])
+    for path, module in _modules(None, loss):
+        yield f"{path}.training", _reader(vars(module), "training"), "training"
+        for name in buffer_table(module):
+            yield f"{path}.{name}", _reader(buffer_table(module), name), name
+    yield from _of_loss("loss", loss)
+    for function in functions_of(model, loss):
+        yield from _of_function(function)
+
+
+def _modules(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, nn.Module]]:
+    for root, name in ((model, "model"), (loss, "loss"), (getattr(loss, "__self__", None), "loss")):
+        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            yield f"{name}.{path}".rstrip("."), module
+
+
+def _is_config(name: str, value: Any) -> bool:
+    """Returns whether the values inside of an object count."""
+    is_namespace = is_dataclass(value) or isinstance(value, types.SimpleNamespace)
+    return (name == "config" or is_namespace) and not isinstance(value, type | nn.Module) and hasattr(value, "__dict__")
+
+
+def _of_loss(path: str, loss: Any) -> Iterator[Value]:
+    """Yields the values of a partial, a method or an object that is called."""
+    if isinstance(loss, functools.partial):
+        yield f"{path}.args", functools.partial(getattr, loss), "args"
+        for key in loss.keywords:
+            yield f"{path}.{key}", _reader(loss.keywords, key), key
+        yield from _of_loss(path, loss.func)
+    elif isinstance(loss, types.MethodType):
+        yield from _of_loss(path, loss.__self__)
+    elif not isinstance(loss, nn.Module | types.FunctionType | type) and is_users_name(type(loss).__module__):
+        yield from _of_object(path, loss)
+
+
+def _of_object(path: str, value: Any) -> Iterator[Value]:
+    for key in getattr(value, "__dict__", ()):
+        yield f"{path}.{key}", _reader(vars(value), key), key
+
+
+def _of_function(function: types.FunctionType) -> Iterator[Value]:
+    """Yields what a function names directly: globals, variables of its closure, defaults."""
+    for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
+        yield f"{function.__module__}.{name}", _reader(function.__globals__, name), name
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield f"{name} in the closure of {function.__qualname__}", functools.partial(_of_cell, cell), name
+    for name in ("__defaults__", "__kwdefaults__"):
+        yield f"{function.__qualname__}.{name}", functools.partial(getattr, function), name
+
+
+def _of_cell(cell: types.CellType, _: str) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty
+        return _ABSENT
+
+
+def _reader(table: Mapping[str, Any], key: str) -> Reader:
+    return functools.partial(_get, table) if table.get(key) is None else table.get
+
+
+def _get(table: Mapping[str, Any], key: str) -> Any:
+    return table.get(key, _ABSENT)
+
+
+def _token(value: Any, depth: int = 0) -> Any:
+    """Returns what is equal for values that make the same graph: of an object its identity."""
+    if isinstance(value, float | complex):
+        return type(value), repr(value)  # 0.0 and -0.0 are equal, their graphs are not
+    if isinstance(value, _IMMUTABLE):
+        return type(value), value
+    if isinstance(value, torch.Tensor):
+        return id(value), storage_key(value)
+    if isinstance(value, types.MethodType):
+        return _token(value.__func__), id(value.__self__)
+    if isinstance(value, functools.partial):
+        return _token(value.func), _token(value.args), _token(value.keywords)
+    if isinstance(value, list | tuple | dict | set | frozenset) and depth < MAX_DEPTH:
+        items = sorted(value, key=repr) if isinstance(value, set | frozenset) else _items(value)
+        tokens = (_token(each, depth + 1) for each in itertools.islice(items, MAX_ITEMS))
+        return type(value), len(value), tuple(tokens)
+    return id(value)
+
+
+def _items(value: Any) -> Iterable[Any]:
+    return itertools.chain.from_iterable(dict.items(value)) if isinstance(value, dict) else value
+
+
+def _text(value: Any) -> str:
+    if value is _ABSENT:
+        return "nothing"
+    plain = isinstance(value, (*PLAIN, float, complex, list, tuple, dict, set))
+    shown = getattr(value, "__qualname__", "") or (repr(value) if plain else f"a {type(value).__name__}")
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
