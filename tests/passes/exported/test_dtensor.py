@@ -262,3 +262,58 @@ def test_equal_graphs_on_ranks_with_different_hash_seeds(tmp_path: Path) -> None
     one, other = (process.communicate(timeout=200)[0] for process in processes)
     assert "0.F" in one
     assert one == other
+
+
+def transformers_llama(on_meta: bool = False) -> Any:
+    """Returns a Llama of transformers on a mesh of two dimensions, the second one for tp."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    mesh = mesh_of(replicate=1, tp=dist.get_world_size())
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    config = LlamaConfig(vocab_size=VOCABULARY, num_hidden_layers=2, use_cache=False, **sizes)
+    with torch.device("meta" if on_meta else "cpu"):
+        model = LlamaForCausalLM(config)
+    columns, rows = ColwiseParallel(), RowwiseParallel()
+    plan = {f"model.layers.*.self_attn.{name}_proj": columns for name in "qkv"}
+    plan |= {f"model.layers.*.mlp.{name}_proj": columns for name in ("up", "gate")}
+    plan |= {f"model.layers.*.{name}_proj": rows for name in ("self_attn.o", "mlp.down")}
+    return parallelize_module(model, mesh["tp"], plan)
+
+
+def transformers_loss(output: Any, targets: Tensor) -> Tensor:
+    return F.cross_entropy(output.logits.flatten(0, 1), targets.flatten())
+
+
+def compared_with_transformers() -> list[str]:
+    """Returns what differs from eager DTensor, and which graphs differ on the meta device."""
+    model = transformers_llama()
+    torch.manual_seed(1)
+    batches = [text() for _ in range(MICROBATCHES)]
+    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
+    compiled = compile_step(
+        model, *batches[0], transformers_loss, ranks_of=[0, 1], exact=True, recompute="full"
+    )
+    assert compiled.step.eager_path
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    found = differences(result, eager_step(model, batches, transformers_loss, seed=5))
+    empty = transformers_llama(on_meta=True)
+    options = ExportOptions(device=torch.device("cpu"))
+    again = compile_step(
+        empty,
+        *batches[0],
+        transformers_loss,
+        ranks_of=[0, 1],
+        exact=True,
+        recompute="full",
+        options=options,
+    )
+    for label, graph in compiled.passes.items():
+        if graph.fingerprint != again.passes[label].fingerprint:
+            found.append(f"{label} on the meta device")
+    return found
+
+
+@pytest.mark.slow
+def test_transformers_with_recomputation_and_on_the_meta_device(pool: Pool) -> None:
+    assert pool.run(compared_with_transformers, ranks=2) == [[], []]
