@@ -1,14 +1,14 @@
 """The step graph: an exported training step whose inputs and outputs are found by role and name."""
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.exported.torch_private import OpOverload, argument
+from zbcompile.passes.exported.torch_private import LazyGraphModule, OpOverload, argument
 
 Rebuild = Callable[[Any], Any]
 
@@ -115,6 +115,33 @@ class StepGraph:
             yield from sums.values()
         yield from self.buffer_updates.values()
         yield from self.outputs
+
+    def copy(self) -> "StepGraph":
+        """Returns a copy with a graph of its own, so that one export serves several placements."""
+        graph = Graph()
+        copies: dict[Node, Node] = {}
+        graph.output(graph.graph_copy(self.graph, copies))
+
+        def copied(nodes: Mapping[str, Node]) -> dict[str, Node]:
+            return {name: copies[node] for name, node in nodes.items()}
+
+        return replace(
+            self,
+            module=LazyGraphModule(self.module, graph, class_name="Step"),
+            parameters=copied(self.parameters),
+            buffers=copied(self.buffers),
+            constants=copied(self.constants),
+            batch_inputs=copied(self.batch_inputs),
+            tangent=self.tangent and copies[self.tangent],
+            loss=self.loss and copies[self.loss],
+            gradients={name: node and copies[node] for name, node in self.gradients.items()},
+            buffer_updates=copied(self.buffer_updates),
+            outputs=[copies[node] for node in self.outputs],
+            stage_gradients={
+                name: {stage: copies[node] for stage, node in sums.items()}
+                for name, sums in self.stage_gradients.items()
+            },
+        )
 
     def refresh_output(self) -> None:
         """Writes the results by role into the graph's output node, after a pass replaced nodes."""
