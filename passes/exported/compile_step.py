@@ -121,14 +121,14 @@ def compile_forward(
     function: Function | None = None,
     *,
     ranks_of: Sequence[int],
-    owners: Mapping[str, int] | None = None,
+    owners: Mapping[str, Sequence[int]] | None = None,
     options: ExportOptions | None = None,
 ) -> CompiledStep:
     """Compiles the forward of one microbatch in eval mode; its passes are the F of every stage.
 
     Args:
         function: Maps `(output, target)` to what is returned instead of the output.
-        owners: The stage of every parameter, if a training step has placed them.
+        owners: The stages of every parameter, if a training step has placed them.
     """
     step = export_forward(model, args, kwargs, target, function, options)
     return compile_graph(step, ranks_of=ranks_of, owners=owners, recompute="off")
