@@ -46,8 +46,11 @@ if TYPE_CHECKING:  # what `__getattr__` resolves, for editors and type checkers;
     from zbcompile.schedules.lowering.lower import lower as lower
     from zbcompile.schedules.lowering.updates import with_updates as with_updates
     from zbcompile.schedules.searching.by_name import build as build
-    from zbcompile.schedules.searching.hunt import SearchResult as SearchResult
-    from zbcompile.schedules.searching.order_search import bound as bound, search as search
+    from zbcompile.schedules.searching.order_search import (
+        SearchResult as SearchResult,
+        bound as bound,
+        search as search,
+    )
     from zbcompile.schedules.simulation.closed_forms import ClosedForm as ClosedForm, closed_form as closed_form
     from zbcompile.schedules.simulation.critical_path import (
         CriticalStep as CriticalStep,
@@ -80,8 +83,7 @@ _HOME = {
     "lowering.lower": "lower",
     "lowering.updates": "with_updates",
     "searching.by_name": "build",
-    "searching.hunt": "SearchResult",
-    "searching.order_search": "bound search",
+    "searching.order_search": "SearchResult bound search",
     "simulation.closed_forms": "ClosedForm closed_form",
     "simulation.critical_path": "CriticalStep blocking_chain critical_path",
     "simulation.idle_causes": "Idle",

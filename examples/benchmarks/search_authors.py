@@ -1,6 +1,6 @@
 """The searched order against the schedulers of the zero bubble and controllable memory papers, at their own memory.
 
-    python examples/benchmarks/search_authors.py --moves 5000 --output authors.jsonl
+    python examples/benchmarks/search_authors.py --output authors.jsonl
 
 Costs are the profiled passes of the zero bubble paper (table 9, milliseconds). Each scheduler is built by its authors'
 rules; the search gets as much memory as that takes on its fullest rank, and may use one or two stages a rank.
@@ -25,7 +25,7 @@ PROFILES = {  # F, B, W, hop; what B leaves of the activation
 SCHEDULERS = ("zb-h1", "zb-h2", "zb-1p", "zb-2p", "zb-v", "v-half", "v-min")
 
 
-def run(profile: str, name: str, barrier: bool, ranks: int, microbatches: int, moves: int) -> dict[str, Any]:
+def run(profile: str, name: str, barrier: bool, ranks: int, microbatches: int, passes: int) -> dict[str, Any]:
     *times, hop, residue = PROFILES[profile]
     forward, backward, weight = (time / 2 for time in times)
     costs = Costs.uniform(2 * ranks, forward, backward, weight, activation=0.5, residue=residue / 2, comm=hop)
@@ -34,7 +34,7 @@ def run(profile: str, name: str, barrier: bool, ranks: int, microbatches: int, m
     schedule = build(name, ranks, microbatches, cut)
     limit = max(peak_memory(schedule, cut))
     step = simulate(schedule, cut)
-    found = search(costs, ranks, microbatches, limit, barrier=barrier, seconds=3600, moves=moves)
+    found = search(costs, ranks, microbatches, limit, barrier=barrier, passes=passes)
     check(found.schedule, found.simulation.costs, limit)
     return {
         "case": f"{profile} {name} {'makespan' if barrier else 'cost'}",
@@ -68,7 +68,7 @@ def main(arguments: list[str] | None = None) -> str:
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--microbatches", type=int, default=24)
     parser.add_argument("--profiles", nargs="+", default=list(PROFILES), choices=PROFILES)
-    parser.add_argument("--moves", type=int, default=5000)
+    parser.add_argument("--passes", type=int, default=128)
     parser.add_argument("--output", type=Path, default=Path("search_authors.jsonl"))
     options = parser.parse_args(arguments)
     lines = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
@@ -78,7 +78,7 @@ def main(arguments: list[str] | None = None) -> str:
     with options.output.open("a", encoding="utf-8") as file:
         for case, key in tqdm(list(zip(cases, names, strict=True)), disable=None):
             if key not in rows:
-                rows[key] = run(*case, options.ranks, options.microbatches, options.moves)
+                rows[key] = run(*case, options.ranks, options.microbatches, options.passes)
                 print(json.dumps(rows[key]), file=file, flush=True)
     text = report([rows[key] for key in names])
     print(text)

@@ -19,9 +19,8 @@ from tqdm import tqdm
 
 from zbcompile.schedules import Costs, search
 from zbcompile.schedules.ir.actions import Action, B, F, W
-from zbcompile.schedules.searching.clock import Order, PassTimes
-from zbcompile.schedules.searching.problem import ROUNDING, Problem, Words
-from zbcompile.schedules.searching.question import problems_of
+from zbcompile.schedules.searching.order_search import scheduling_problems
+from zbcompile.schedules.searching.problem import ROUNDING, Order, SchedulingProblem
 
 STEPS = 2**14  # of whole numbers in a mean pass: the solver knows no fractions
 EQUAL = 1e-3  # the solver's whole numbers
@@ -58,7 +57,7 @@ class Certificate:
     optimal: bool
 
 
-def certify(problem: Problem, start: Words, seconds: float) -> Certificate:
+def certify(problem: SchedulingProblem, start: Order, seconds: float) -> Certificate:
     """Solve `problem` exactly as far as `seconds` allow; times are rounded down to 1/16384 of a mean pass.
 
     It knows F, B and W on one copy of the model.
@@ -75,12 +74,12 @@ def certify(problem: Problem, start: Words, seconds: float) -> Certificate:
 class _Model:
     """The problem as intervals: one machine for each rank, precedences with delays, memory as a resource."""
 
-    def __init__(self, model: Any, problem: Problem) -> None:
+    def __init__(self, model: Any, problem: SchedulingProblem) -> None:
         self.model, self.problem = model, problem
         busy = sum(problem.time)
-        self.scale = STEPS * len(problem.time) / busy if busy else 1.0
-        self.time = [int(time * self.scale) for time in problem.time]
-        slack = sum(int(delay * self.scale) for waits in problem.waits for _, delay in waits)
+        self.scale = STEPS * len(problem.actions) / busy if busy else 1.0
+        self.time = [int(time * self.scale) for time in problem.time[: len(problem.actions)]]
+        slack = sum(int(delay * self.scale) for inputs in problem.inputs for _, delay in inputs)
         self.horizon = sum(self.time) + slack + 1
         self.begin = [model.new_int_var(0, self.horizon, str(action)) for action in problem.actions]
         self._order()
@@ -92,10 +91,12 @@ class _Model:
         intervals: list[list[Any]] = [[] for _ in range(problem.placement.ranks)]
         for n, rank in enumerate(problem.rank):
             intervals[rank].append(model.new_fixed_size_interval_var(self.begin[n], self.time[n], ""))
-            for made, delay in problem.waits[n]:
+            for made, delay in problem.inputs[n]:
                 model.add(self.begin[n] >= self.begin[made] + self.time[made] + int(delay * self.scale))
-            if n and problem.letter[n] == problem.letter[n - 1]:
-                model.add(self.begin[n] >= self.begin[n - 1] + self.time[n - 1])
+            action = problem.actions[n]
+            before = problem.number.get(action._replace(microbatch=action.microbatch - 1))
+            if before is not None:
+                model.add(self.begin[n] >= self.begin[before] + self.time[before])
         for mine in intervals:
             model.add_no_overlap(mine)
 
@@ -126,21 +127,20 @@ class _Model:
             self.model.add(objective >= self.begin[n] + self.time[n] + offset)
         self.model.minimize(objective)
 
-    def hint(self, words: Words) -> None:
-        clock = PassTimes(Order(self.problem, words))
-        for n, begin in enumerate(self.begin):
-            self.model.add_hint(begin, int((clock.end[n] - self.problem.time[n]) * self.scale))
+    def hint(self, order: Order) -> None:
+        for n, (begin, end) in enumerate(zip(self.begin, self.problem.ends(order), strict=True)):
+            self.model.add_hint(begin, int((end - self.problem.time[n]) * self.scale))
 
 
-def run(number: int, seconds: float, moves: int | None) -> dict[str, Any]:
+def run(number: int, seconds: float) -> dict[str, Any]:
     given = instance(number)
-    found = search(**given, seconds=seconds, moves=moves, seed=number)
-    (problem,) = problems_of(**given, barriers=1)
-    words = problem.words(found.schedule)
-    assert words is not None, "what was found fits"
-    proof = certify(problem, words, seconds)
+    found = search(**given)
+    (problem,) = scheduling_problems(**given, barriers=1)
+    order = problem.order_of(found.schedule)
+    assert order is not None, "what was found fits"
+    proof = certify(problem, order, seconds)
     row = {name: given[name] for name in ("ranks", "microbatches", "memory_limit", "placements", "barrier")}
-    figures = {"found": found.objective, "bound": found.bound, "moves": found.moves, "seconds": found.seconds}
+    figures = {"found": found.objective, "bound": found.bound}
     return {"number": number, **row, **figures, "solver": proof.bound, "optimal": proof.optimal}
 
 
@@ -163,8 +163,7 @@ def main(arguments: list[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--first", type=int, default=0, help="number of the first instance (default: 0)")
     parser.add_argument("--instances", type=int, default=60)
-    parser.add_argument("--seconds", type=float, default=60, help="for the search, and again for the solver")
-    parser.add_argument("--moves", type=int)
+    parser.add_argument("--seconds", type=float, default=60, help="for the solver")
     parser.add_argument("--output", type=Path, default=Path("search_optimum.jsonl"))
     options = parser.parse_args(arguments)
     lines = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
@@ -172,7 +171,7 @@ def main(arguments: list[str] | None = None) -> str:
     asked = range(options.first, options.first + options.instances)
     with options.output.open("a", encoding="utf-8") as file:
         for number in tqdm([n for n in asked if n not in rows], disable=None):
-            rows[number] = run(number, options.seconds, options.moves)
+            rows[number] = run(number, options.seconds)
             print(json.dumps(rows[number]), file=file, flush=True)
     text = report(rows[number] for number in asked if number in rows)
     print(text)

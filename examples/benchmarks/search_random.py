@@ -1,11 +1,11 @@
 """The searched order against every name that fits, and against the bound, in random settings.
 
-    python examples/benchmarks/search_random.py --settings 500 --core-seconds 5 --output found.jsonl
+    python examples/benchmarks/search_random.py --settings 500 --output found.jsonl
 
 A setting is a model cut into 4 x ranks stages: 2 to 8 ranks, 4 to 32 microbatches, times and activations that spread by
 up to 30 %, a last stage that takes 1 to 3 times as long, hops of 0 to .3 of a rank's forward, a limit of .5 to 2 times
-the memory that 1F1B needs, makespan or cost. What the file holds is not run again; `--output` is the only state.
-`--core-seconds` becomes a number of moves, so other load on the machine changes nothing; `cpu` is what was used.
+the memory that 1F1B needs, makespan or cost. What the file holds is not run again; `--output` is the only state;
+`cpu` is what a core worked.
 """
 
 import argparse
@@ -23,7 +23,6 @@ from tqdm import tqdm
 from zbcompile.schedules import Costs, ScheduleError, build, check, names, search, simulate
 
 CUT = 4  # stages per rank of the finest cut
-SPEED = 3e6  # moves a second of a core, times the passes of the finest cut
 TIGHT = 1.0  # memory of 1F1B: below this share a limit is tight
 
 
@@ -70,12 +69,9 @@ def named(given: dict[str, Any], costs: Costs) -> Iterator[tuple[int, float]]:
                 yield chunks, step.makespan if given["barrier"] else step.cost
 
 
-def run(number: int, moves: int | None, seconds: float, core_seconds: float | None) -> dict[str, Any]:
+def run(number: int, passes: int) -> dict[str, Any]:
     """One setting: what was found, the bound, and the best name."""
     given = setting(number)
-    if core_seconds is not None:
-        passes = 3 * CUT * given["ranks"] * given["microbatches"]
-        moves, seconds = round(SPEED * core_seconds / passes), 3600
     costs = costs_of(given)
     limit = given["memory"] * given["ranks"]
     values = list(named(given, costs))
@@ -89,9 +85,7 @@ def run(number: int, moves: int | None, seconds: float, core_seconds: float | No
             given["microbatches"],
             limit,
             barrier=given["barrier"],
-            seconds=seconds,
-            moves=moves,
-            seed=number,
+            passes=passes,
         )
     except ScheduleError as error:
         return {**given, "none": str(error)}
@@ -102,8 +96,6 @@ def run(number: int, moves: int | None, seconds: float, core_seconds: float | No
         "bound": found.bound,
         "placement": str(found.schedule.placement),
         "origin": found.origin,
-        "moves": found.moves,
-        "seconds": round(found.seconds, 2),
         "cpu": round(time.process_time() - begun, 2),
     }
 
@@ -140,16 +132,14 @@ def main(arguments: list[str] | None = None) -> str:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--settings", type=int, default=500, help="up to this number")
     parser.add_argument("--first", type=int, default=0, help="from this number on")
-    parser.add_argument("--moves", type=int, help="default: as many as fit into the seconds")
-    parser.add_argument("--seconds", type=float, default=20)
-    parser.add_argument("--core-seconds", type=float, help="instead of both: moves that take about so long on one core")
+    parser.add_argument("--passes", type=int, default=128)
     parser.add_argument("--output", type=Path, default=Path("search_random.jsonl"))
     options = parser.parse_args(arguments)
     lines = options.output.read_text(encoding="utf-8").splitlines() if options.output.exists() else []
     rows = {row["number"]: row for row in map(json.loads, lines)}
     with options.output.open("a", encoding="utf-8") as file:
         for number in tqdm([n for n in range(options.first, options.settings) if n not in rows], disable=None):
-            rows[number] = run(number, options.moves, options.seconds, options.core_seconds)
+            rows[number] = run(number, options.passes)
             print(json.dumps(rows[number]), file=file, flush=True)
     text = report(rows[number] for number in sorted(rows) if number < options.settings)
     print(text)

@@ -74,8 +74,8 @@ FAMILIES = (
     Family("zb-h1", zb_h.zb_h1),
     Family("zb-h1-lazy", zb_h.zb_h1_lazy, options=("exact",)),
     Family("zb-h2", zb_h.zb_h2),
-    Family("zb-1p", zb_auto.zb_1p, options=("objective",)),
-    Family("zb-2p", zb_auto.zb_2p, options=("objective",)),
+    Family("zb-1p", zb_auto.zb_1p, options=()),
+    Family("zb-2p", zb_auto.zb_2p, options=()),
     _interleaved("interleaved-zb", interleaved.interleaved_zero_bubble, "interleaved-zero-bubble"),
     Family("zb-v", zb_v.zb_v, placement="v", chunks=2, aliases=("zbv-zero-bubble",)),
     Family("v-half", v_half_v_min.v_half, placement="v", chunks=2),
@@ -83,7 +83,7 @@ FAMILIES = (
     Family("dualpipe", dualpipe.dualpipe, placement="dual", rule=WIDE_AND_EVEN),
     Family("dualpipe-v", dualpipe.dualpipe_v, placement="v", chunks=2, rule=WIDE),
 )
-AUTO = Family("auto", None, "looped", chunks=2, free_chunks=True, options=("objective", "moves"))  # or v
+AUTO = Family("auto", None, "looped", chunks=2, free_chunks=True)  # or v
 
 
 def names() -> tuple[str, ...]:
@@ -114,32 +114,41 @@ def _spelling(name: str) -> str:
     return "".join(c for c in str(name).lower() if c.isalnum()).removeprefix("schedule")
 
 
-def generated(family: Family, task: Task, options: Mapping[str, Any]) -> Schedule:
-    """As `zbcompile.schedules.build`, for a family that a rule generates and that admits this task."""
+def build_named(
+    family: Family,
+    ranks: int,
+    microbatches: int,
+    costs: Costs | None = None,
+    memory_limit: float | None = None,
+    chunks: int | None = None,
+    **options: Any,
+) -> Schedule:
+    """Returns the schedule of a family that a rule generates; arguments and errors as of `build`."""
     assert family.generate is not None
-    schedule = Schedule(family.name, task.placement, task.microbatches, family.generate(task, **options))
-    if options.get("group") is not None:
-        run_to_end(schedule, task.costs_or_equal)  # a short last group can end in a deadlock
-    return schedule
-
-
-def admitted_task(
-    family: Family, ranks: int, microbatches: int, chunks: int | None, options: Mapping[str, Any], costs: Costs | None
-) -> Task:
-    """What a family is asked for; raises `ScheduleError` for counts, options and costs that it does not admit."""
-    placement = _placement(family, ranks, chunks)
+    placement = placement_of(family, ranks, chunks)
     require_count("microbatches", microbatches)
+    require_limit(memory_limit)
     if options.get("group") is None and not family.rule.holds(ranks, microbatches):
         raise ScheduleError(_inadmissible(family, ranks, microbatches))
-    unknown = sorted(set(options) - set(family.options))
-    if unknown:
-        expected = f"expected {', '.join(family.options)}" if family.options else "it has none"
-        raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
+    require_options(family, options)
     if options.get("group") is not None:
         require_count("group", options["group"])
     if costs is not None and costs.stages != placement.stages:
         raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
-    return Task(placement, microbatches, costs)
+    task = Task(placement, microbatches, costs, memory_limit)
+    schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
+    if options.get("group") is not None:
+        run_to_end(schedule, task.costs_or_equal)  # a short last group can end in a deadlock
+    _require_within(schedule, task)
+    return schedule
+
+
+def require_options(family: Family, options: Mapping[str, Any]) -> None:
+    """Raises `ScheduleError` for options that a family does not have."""
+    unknown = sorted(set(options) - set(family.options))
+    if unknown:
+        expected = f"expected {', '.join(family.options)}" if family.options else "it has none"
+        raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
 
 
 def require_limit(limit: Any) -> None:
@@ -149,7 +158,7 @@ def require_limit(limit: Any) -> None:
         raise ScheduleError(f"memory_limit={limit!r:.80}; expected {expected}")
 
 
-def require_within(schedule: Schedule, task: Task) -> None:
+def _require_within(schedule: Schedule, task: Task) -> None:
     """Raise `ScheduleError` if a rank holds more than the task allows."""
     if task.memory_limit is None:
         return
@@ -176,7 +185,7 @@ def smallest_microbatches(name: str, ranks: int, at_least: int = 1, chunks: int 
     16
     """
     family = find(name)
-    _placement(family, ranks, chunks)
+    placement_of(family, ranks, chunks)
     for microbatches in range(max(1, at_least), max(1, at_least) + _horizon(ranks)):
         if family.rule.holds(ranks, microbatches):
             return microbatches
@@ -199,7 +208,7 @@ def _inadmissible(family: Family, ranks: int, microbatches: int) -> str:
     return f"{family.name}: {microbatches} microbatches on {ranks} ranks; it admits {family.rule.text}; {hint}"
 
 
-def _placement(family: Family, ranks: int, chunks: int | None) -> Placement:
+def placement_of(family: Family, ranks: int, chunks: int | None) -> Placement:
     require_count("ranks", ranks)
     chunks = family.chunks if chunks is None else chunks
     require_count("chunks", chunks)

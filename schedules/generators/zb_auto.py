@@ -18,33 +18,30 @@ from zbcompile.schedules.ir.costs import Costs
 ROUNDING = 1e-9  # share up to which sums of measured times and sizes count as equal
 
 
-def zb_1p(task: Task, objective: str = "cost") -> Orders:
+def zb_1p(task: Task) -> Orders:
     """The shortest order found in the memory of 1F1B: p activations of its own stage on every rank.
 
-    If all stages are alike it is ZB-H1, which is optimal in that memory. `objective="makespan"` minimises the step with
-    an optimizer barrier instead of the longest own span of a rank. On 2 ranks, 3 microbatches at equal times::
+    If all stages are alike it is ZB-H1, which is optimal in that memory. On 2 ranks, 3 microbatches at equal times::
 
         F0.0  F0.1        B0.0  W0.0  F0.2  B0.1  W0.1  B0.2  W0.2
               F1.0  B1.0  F1.1  B1.1  W1.0  F1.2  B1.2  W1.1  W1.2
     """
-    return _automatic(task, 1, objective)
+    return _automatic(task, 1)
 
 
-def zb_2p(task: Task, objective: str = "cost") -> Orders:
+def zb_2p(task: Task) -> Orders:
     """The shortest order found in twice the memory of 1F1B: almost no bubble on a rank's own clock where W is light.
 
-    `objective` as for `zb_1p`. On 2 ranks, 3 microbatches at equal times::
+    On 2 ranks, 3 microbatches at equal times::
 
         F0.0  F0.1  F0.2  B0.0  W0.0  B0.1  W0.1  B0.2  W0.2
               F1.0  B1.0  F1.1  B1.1  F1.2  B1.2  W1.0  W1.1  W1.2
     """
-    return _automatic(task, 2, objective)
+    return _automatic(task, 2)
 
 
-def _automatic(task: Task, times_1f1b: int, objective: str) -> Orders:
+def _automatic(task: Task, times_1f1b: int) -> Orders:
     """The best of the heuristic's eight variants and of the handcrafted orders that fit into the limit."""
-    if objective not in ("cost", "makespan"):
-        raise ScheduleError(f'objective={objective!r}; expected "cost" or "makespan"')
     limits = _limits(task, times_1f1b)
     switches = (Switches(*flags) for flags in product((False, True), repeat=3))
     found = [Heuristic(task, limits, each).orders() for each in switches]
@@ -52,9 +49,7 @@ def _automatic(task: Task, times_1f1b: int, objective: str) -> Orders:
     handcrafted = (each for each in (zb_h1(task), zb_h2(task)) if all(map(le, task.peaks(each), most)))
 
     def preference(orders: Orders) -> tuple[float, float, float]:
-        cost, makespan = spans(task, orders)
-        spent = (cost, makespan) if objective == "cost" else (makespan, cost)
-        return *spent, max(task.peaks(orders))
+        return *spans(task, orders), max(task.peaks(orders))
 
     return min((*found, *handcrafted), key=preference)
 

@@ -1,36 +1,37 @@
 """List scheduling, forward or backward in time: a free rank runs the most urgent pass that its memory admits."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import NamedTuple
 
 from zbcompile.schedules.ir.actions import B, F
-from zbcompile.schedules.searching.problem import ROUNDING, Problem, Words
-
-BETWEEN_LOOKS = 2048  # passes that are begun between two looks at the time
+from zbcompile.schedules.searching.problem import ROUNDING, Order, SchedulingProblem
 
 
 class DispatchedOrder(NamedTuple):
-    """The passes of each rank in the order in which they begin, the end of each pass, and the objective."""
+    """The passes of each rank in the order in which they start, the end of each pass, and the objective."""
 
-    words: Words
+    order: Order
     end: list[float]
     value: float
 
 
 class Direction:
-    """A problem seen forward or `backward` in time. Backward, a pass follows the passes that wait for it and takes the
-    memory that it frees, and a rank begins after its offset."""
+    """The scheduling problem, optionally time-reversed.
 
-    def __init__(self, problem: Problem, backward: bool) -> None:
+    In the reversed problem all dependencies are inverted, a pass allocates what it frees in the original, and each rank
+    starts after its offset.
+    """
+
+    def __init__(self, problem: SchedulingProblem, backward: bool) -> None:
         self.problem, self.backward = problem, backward
         ranks, passes = problem.placement.ranks, len(problem.actions)
-        self.after: list[list[tuple[int, float]]] = [[] for _ in problem.waits]
-        self.missing = [0] * len(problem.waits)
-        for user, waits in enumerate(problem.waits):
-            for made, delay in waits:
+        self.after: list[list[tuple[int, float]]] = [[] for _ in problem.inputs]
+        self.missing = [0] * len(problem.inputs)
+        for user, inputs in enumerate(problem.inputs):
+            for made, delay in inputs:
                 first, then = (user, made) if backward else (made, user)
                 self.after[first].append((then, delay))
                 self.missing[then] += 1
@@ -41,22 +42,23 @@ class Direction:
         self.added = [-size for size in problem.added] if backward else list(problem.added)
         self.begin: list[float] = list(problem.offset) if backward else [0] * ranks
         self.offset = [0] * ranks if backward else problem.offset
-        letters: dict[tuple[int, int], list[int]] = {}
+        classes: dict[tuple[int, str, int], list[int]] = {}  # passes of one rank, operation and stage keep their order
         for n in range(passes)[:: -1 if backward else 1]:
-            letters.setdefault((problem.rank[n], problem.letter[n]), []).append(n)
-        self.heads = [[ns[0] for (rank, _), ns in sorted(letters.items()) if rank == r] for r in range(ranks)]
+            op, stage, _ = problem.actions[n]
+            classes.setdefault((problem.rank[n], op, stage), []).append(n)
+        self.heads = [[own[0] for (r, *_), own in sorted(classes.items()) if r == rank] for rank in range(ranks)]
         self.following = [-1] * passes
-        for ns in letters.values():
-            for n, other in pairwise(ns):
+        for own in classes.values():
+            for n, other in pairwise(own):
                 self.following[n] = other
 
-    def dispatch(
-        self, priority: Sequence[float], patience: float, late: Callable[[], bool] = bool
-    ) -> DispatchedOrder | None:
-        """Let every free rank run, of the passes that it can begin soon, the one with the least priority. It waits for
-        one that has not arrived up to `patience` times the time in which the first of the others could end. None if
-        memory admits no order, or if it is `late()` before the end."""
-        return _Dispatch(self, priority, patience).result(late)
+    def dispatch(self, priority: Sequence[float], patience: float) -> DispatchedOrder | None:
+        """Lets every free rank run, of the passes that it can start soon, the one with the lowest priority.
+
+        It waits for one that has not arrived up to `patience` times the time in which the first of the others could
+        end. Returns None if memory admits no order.
+        """
+        return _Dispatch(self, priority, patience).result()
 
 
 class _Memory:
@@ -106,9 +108,8 @@ class _Dispatch:
         self.wakes = [(time, rank) for rank, time in enumerate(self.free)]
         heapify(self.wakes)
 
-    def result(self, late: Callable[[], bool]) -> DispatchedOrder | None:
-        words: Words = [[] for _ in self.free]
-        begun = 0
+    def result(self) -> DispatchedOrder | None:
+        order: Order = [[] for _ in self.free]
         wakes, free, priority = self.wakes, self.free, self.priority
         while wakes:
             now, rank = heappop(wakes)
@@ -121,14 +122,11 @@ class _Dispatch:
             if begin > now:
                 heappush(wakes, (begin, rank))
                 continue
-            words[rank].append(n)
+            order[rank].append(n)
             self._start(now, rank, n, place)
-            begun += 1
-            if not begun % BETWEEN_LOOKS and late():
-                return None
-        if sum(map(len, words)) < len(self.time):
+        if sum(map(len, order)) < len(self.rank):
             return None
-        return DispatchedOrder(words, self.end, max(map(sum, zip(free, self.way.offset, strict=True))))
+        return DispatchedOrder(order, self.end, max(map(sum, zip(free, self.way.offset, strict=True))))
 
     def _choice(self, now: float, rank: int, priority: Sequence[float]) -> tuple[float, int, int] | None:
         """Begin, number and place among the rank's heads of the pass to run next; None if none can begin."""
@@ -166,7 +164,7 @@ class _Dispatch:
                     self.arrival[user] = arrival
                 self.missing[user] -= 1
                 if not self.missing[user]:
-                    if user >= len(self.time):
+                    if user >= len(self.rank):
                         done.append((user, self.arrival[user]))
                     elif self.rank[user] != rank and self.free[self.rank[user]] <= self.arrival[user]:
                         heappush(self.wakes, (max(now, self.free[self.rank[user]]), self.rank[user]))

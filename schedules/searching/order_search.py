@@ -1,15 +1,86 @@
-"""From costs to an order: the search and the bound of what any order takes."""
+"""Searches a short order for given costs: every named schedule that fits, improved by forward-backward passes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from operator import sub
 
-from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.generators.registry import FAMILIES, build_named
+from zbcompile.schedules.generators.vocabulary_insertion import with_vocabulary
+from zbcompile.schedules.ir.actions import has_pairs
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement
-from zbcompile.schedules.searching.hunt import Hunt, SearchResult
-from zbcompile.schedules.searching.lower_bound import lower_bound
-from zbcompile.schedules.searching.question import problems_of
-from zbcompile.schedules.searching.search_budget import Budget
+from zbcompile.schedules.ir.placement import Placement, require_count
+from zbcompile.schedules.ir.schedule import Schedule
+from zbcompile.schedules.searching.forward_backward import ForwardBackwardImprover, forward_backward_pass
+from zbcompile.schedules.searching.problem import ROUNDING, Order, SchedulingProblem, limits_of, require_fit
+from zbcompile.schedules.simulation.timeline import Timeline, simulate
+
+USUAL = ("linear", "looped:2", "v", "looped:4")  # of costs that are a function, which allow any number of stages
+SEQUENTIAL = "one microbatch after the other"
+STARTS = 4  # orders that are improved
+PASSES = 128  # forward-backward passes
+V_PATIENCE = 0.8  # see `adapted`
+LARGE = 10_000  # passes
+
+
+@dataclass(frozen=True, eq=False)
+class Candidate:
+    """An order of a problem: its schedule, what it takes, and the name or order that it was made from."""
+
+    problem: SchedulingProblem = field(repr=False)
+    value: float
+    origin: str
+    order: Order = field(repr=False)
+    schedule: Schedule = field(repr=False)
+
+    @property
+    def excess(self) -> float:
+        """The most that a rank holds or, with limits, the most by which one exceeds its own (mostly negative)."""
+        peaks = peak_memory(self.schedule, self.problem.costs)
+        return max(map(sub, peaks, self.problem.limits or (0,) * len(peaks)))
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """The result of a search.
+
+    * `schedule`, called "auto", and its `simulation`;
+    * `objective`: its makespan (without barrier its cost), `bound`: no order of any admitted placement is shorter,
+      `gap`: objective / bound - 1;
+    * `origin`: the order that it was made from;
+    * `named`: every named schedule that fits, with its objective and placement, the shortest first.
+    """
+
+    schedule: Schedule
+    simulation: Timeline
+    bound: float
+    objective: float
+    origin: str
+    named: tuple[tuple[float, Schedule], ...] = field(default=(), repr=False, compare=False)
+
+    @property
+    def gap(self) -> float:
+        return self.objective / self.bound - 1 if self.bound else 0.0
+
+    @property
+    def proven(self) -> bool:
+        """Whether the order meets the bound, so that none is shorter."""
+        return self.objective <= self.bound * ROUNDING
+
+    @property
+    def best_name(self) -> tuple[str, float] | None:
+        """The named schedule that comes nearest, with its objective; None if none fits."""
+        return next(((schedule.name, value) for value, schedule in self.named), None)
+
+    def __str__(self) -> str:
+        left = "proven optimal" if self.proven else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
+        text = f"auto: {float(self.objective):.6g} on placement {self.schedule.placement}, {left}; from {self.origin}"
+        if self.best_name is None:
+            return f"{text}\nno named schedule fits"
+        name, value = self.best_name
+        longer = f", {float(value / self.objective) - 1:.1%} longer" if self.objective else ""
+        return f"{text}\nthe best name, {name}: {float(value):.6g}{longer}"
 
 
 def search(
@@ -19,48 +90,37 @@ def search(
     memory_limit: float | Sequence[float] | None = None,
     placements: Sequence[str | Placement] | None = None,
     barrier: bool = True,
-    seconds: float = 20,
-    moves: int | None = None,
-    seed: int = 0,
     barriers: int = 1,
-    lean: bool = True,
+    passes: int = PASSES,
 ) -> SearchResult:
-    """Search the shortest order of `microbatches` on `ranks`, and say how far from the best it can be.
+    """Searches a short order of `microbatches` on `ranks`; the same arguments find the same order.
 
     `costs` are those of the whole model cut into the largest number of stages that may be used, merged for fewer, or a
     function from a number of stages to costs. `placements` ("linear", "looped:2", "v", ...) are all that the costs
     allow by default; "dual", which keeps two copies of every stage, only on request. `memory_limit` is one number or
-    one for each rank, in the unit of `costs.activation`. With `barrier` the makespan counts, else the cost.
-    `barriers` is that of `with_vocabulary`, for costs with S and T.
+    one for each rank, in the unit of `costs.activation`. With `barrier` the makespan counts, else the cost. `barriers`
+    is that of `with_vocabulary`, for costs with S and T. `passes` is the number of forward-backward passes.
 
-    Of equally short orders it finds the one whose fullest rank holds least; `lean=False` saves looking for one that
-    holds still less. It stops when the bound is met, after `moves` tried changes (0: the best of
-    the orders to start from) or after `seconds`. What it tries does not depend on how much of either it gets: the same
-    seed and number of moves find the same order, and more never a longer one. Ctrl-C returns the best so far. Raises
-    `ScheduleError` if nothing fits, and for costs or placements that do not fit the ranks.
+    Ties are broken by peak memory. Raises `ScheduleError` if nothing fits, and for costs or placements that do not fit
+    the ranks.
 
     >>> from zbcompile.schedules import Costs, search
-    >>> found = search(Costs.uniform(2), ranks=2, microbatches=4, placements=["linear"], moves=1000)
+    >>> found = search(Costs.uniform(2), ranks=2, microbatches=4, placements=["linear"])
     >>> found.objective, found.bound, found.proven
     (13, 13, True)
     """
-    if not is_amount(seconds):
-        raise ScheduleError(f"seconds={seconds!r:.80}; expected a finite number that is not negative")
-    if moves is not None and not (isinstance(moves, int) and is_amount(moves)):
-        raise ScheduleError(f"moves={moves!r:.80}; expected a whole number from 0 on, or None")
-    budget = Budget(seconds, moves)
-    problems = problems_of(costs, ranks, microbatches, memory_limit, placements, barrier, barriers)
-    hunt = Hunt(problems, budget, seed)
-    try:
-        hunt.run()
-        if lean:
-            hunt.run_as_short()
-    except KeyboardInterrupt:
-        if not hunt.pool:
-            raise
-    finally:
-        hunt.progress.end()
-    return hunt.found()
+    problems = scheduling_problems(costs, ranks, microbatches, memory_limit, placements, barrier, barriers)
+    bounds = {problem: problem.lower_bound() for problem in problems}
+    named = [candidate for problem in problems for candidate in _named(problem)]
+    found = named + [candidate for problem in problems for candidate in _sequential(problem)]
+    for starts, share in ((STARTS, 8), (2, 4)):  # half of the passes for the best four, half for the best two of all
+        for seed, each in enumerate(_starts(found)[:starts]):
+            found.append(_improved(each, bounds[each.problem] * ROUNDING, passes // share, seed + starts))
+    shortest = min(candidate.value for candidate in found) * ROUNDING
+    best = min((candidate for candidate in found if candidate.value <= shortest), key=lambda each: each.excess)
+    simulation = simulate(replace(best.schedule, name="auto"), best.problem.costs)
+    by_value = sorted(((each.value, each.schedule) for each in named), key=lambda each: each[0])
+    return SearchResult(simulation.schedule, simulation, min(bounds.values()), best.value, best.origin, tuple(by_value))
 
 
 def bound(
@@ -72,7 +132,7 @@ def bound(
     barrier: bool = True,
     barriers: int = 1,
 ) -> float:
-    """What no order on this placement can be shorter than: its makespan, without `barrier` its cost.
+    """Returns what no order on this placement can be shorter than: its makespan, without `barrier` its cost.
 
     Arguments and errors as of `search`.
 
@@ -80,5 +140,136 @@ def bound(
     >>> bound(Costs.uniform(4), ranks=4, microbatches=8, placement="linear")
     27
     """
-    (problem,) = problems_of(costs, ranks, microbatches, memory_limit, (placement,), barrier, barriers)
-    return lower_bound(problem)
+    given = costs, ranks, microbatches, memory_limit, (placement,), barrier, barriers
+    return scheduling_problems(*given)[0].lower_bound()
+
+
+def scheduling_problems(
+    costs: Costs | Callable[[int], Costs],
+    ranks: int,
+    microbatches: int,
+    memory_limit: float | Sequence[float] | None,
+    placements: Sequence[str | Placement] | None,
+    barrier: bool,
+    barriers: int,
+) -> list[SchedulingProblem]:
+    """Returns one problem for each placement whose memory suffices; raises `ScheduleError` if there is none."""
+    require_count("ranks", ranks)
+    require_count("microbatches", microbatches)
+    limits = limits_of(memory_limit, ranks)
+    problems, reasons = [], []
+    for placement, cut in _cuts(costs, ranks, placements):
+        problem = SchedulingProblem(placement, microbatches, cut, limits, barrier, barriers)
+        try:
+            require_fit(problem)
+            problems.append(problem)
+        except ScheduleError as error:
+            reasons.append(str(error))
+    if not problems:
+        raise ScheduleError("\n  ".join(("memory_limit: no order fits", *reasons)))
+    return problems
+
+
+def _cuts(
+    costs: Costs | Callable[[int], Costs], ranks: int, placements: Sequence[str | Placement] | None
+) -> Iterator[tuple[Placement, Costs]]:
+    """Yields the placements, each with the costs of its stages."""
+    if isinstance(placements, str):
+        raise ScheduleError(f"placements={placements!r:.80}; expected a list, such as [{placements!r:.80}]")
+    if placements is None:
+        placements = _possible(costs, ranks) if isinstance(costs, Costs) else USUAL
+    if not placements:
+        raise ScheduleError("placements is empty; name some, such as linear and v, or leave it out")
+    for each in placements:
+        placement = Placement.parse(each, ranks) if isinstance(each, str) else each
+        if placement.ranks != ranks:
+            raise ScheduleError(f"placement {placement} is for {placement.ranks} ranks, but there are {ranks}")
+        if isinstance(costs, Costs) and costs.stages % placement.stages:
+            wanted = f"{placement.stages} stages of placement {each}"
+            has = f"costs of {costs.stages} stages cannot be merged into the {wanted}"
+            raise ScheduleError(f"{has}; give costs for a multiple of {placement.stages} stages")
+        yield placement, costs.resized(placement.stages) if isinstance(costs, Costs) else costs(placement.stages)
+
+
+def _possible(costs: Costs, ranks: int) -> tuple[str, ...]:
+    """Returns all placements with one copy of the model that the costs can be merged for."""
+    chunks, left = divmod(costs.stages, ranks)
+    if left or not chunks:
+        raise ScheduleError(f"costs of {costs.stages} stages for {ranks} ranks; give a multiple of {ranks} stages")
+    counts = [v for v in range(1, chunks + 1) if chunks % v == 0]
+    return (*("linear" if v == 1 else f"looped:{v}" for v in counts), *(["v"] if 2 in counts else []))
+
+
+def _named(problem: SchedulingProblem) -> Iterator[Candidate]:
+    """Yields every named schedule of a placement that fits into its limits, with pairs and with pairs opened."""
+    placement = problem.placement
+    for family in FAMILIES:
+        if family.placement != placement.kind and (family.placement, placement.kind) != ("looped", "linear"):
+            continue
+        limit = min(problem.limits) if problem.limits else None
+        try:
+            given = placement.ranks, problem.microbatches, problem.costs, limit, placement.chunks
+            schedule = adapted(build_named(family, *given), problem.costs)
+            if problem.sharded:
+                schedule = with_vocabulary(schedule, problem.sequential.barriers, problem.costs)
+        except ScheduleError:  # it does not admit these counts, or does not fit
+            continue
+        order = problem.order_of(schedule) if schedule.placement == placement else None
+        if order is not None:
+            yield _candidate(problem, family.name, order, schedule)
+            if any(map(has_pairs, schedule.orders)):
+                yield _candidate(problem, family.name, order)
+
+
+def adapted(schedule: Schedule, costs: Costs) -> Schedule:
+    """Returns a named schedule in a V after one forward-backward pass under `costs`.
+
+    V orders are made for equal times. The schedule is returned as it is if the pass does not shorten it in both
+    objectives within its memory, and if it is large.
+    """
+    if schedule.placement.kind != "v" or sum(map(len, schedule.orders)) > LARGE:
+        return schedule
+    costs = replace(costs, vocab_s=(), vocab_t=())
+    limits = (max(peak_memory(schedule, costs)),) * schedule.ranks
+    problem = SchedulingProblem(schedule.placement, schedule.microbatches, costs, limits)
+    order = problem.order_of(schedule)
+    again = order and forward_backward_pass(problem, order, V_PATIENCE)
+    if not again:
+        return schedule
+    other = replace(problem.schedule(again), name=schedule.name)
+    before, after = simulate(schedule, costs), simulate(other, costs)
+    return other if after.makespan < before.makespan and after.cost < before.cost else schedule
+
+
+def _candidate(problem: SchedulingProblem, origin: str, order: Order, schedule: Schedule | None = None) -> Candidate:
+    schedule = schedule or problem.schedule(order)
+    step = simulate(schedule, problem.costs)
+    return Candidate(problem, step.makespan if problem.barrier else step.cost, origin, order, schedule)
+
+
+def _sequential(problem: SchedulingProblem) -> Iterator[Candidate]:
+    """Yields one microbatch after the other, and that order after one forward-backward pass."""
+    order = problem.order_of(problem.sequential)
+    assert order is not None
+    yield _candidate(problem, SEQUENTIAL, order)
+    improved = forward_backward_pass(problem, order)
+    if improved is not None:
+        yield _candidate(problem, SEQUENTIAL, improved)
+
+
+def _starts(found: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the best orders that differ in length, at least the best of each of the best placements."""
+    distinct: dict[tuple[SchedulingProblem, float], Candidate] = {}
+    for each in sorted(found, key=lambda each: each.value):
+        distinct.setdefault((each.problem, each.value), each)
+    first = {each.problem: each for each in reversed(distinct.values())}
+    return sorted(distinct.values(), key=lambda each: (each is not first[each.problem], each.value))[:STARTS]
+
+
+def _improved(candidate: Candidate, target: float, passes: int, seed: int) -> Candidate:
+    """Returns the candidate after `passes` forward-backward passes."""
+    improver = ForwardBackwardImprover(candidate.problem, candidate.order, candidate.value, seed)
+    improver.run(passes, target)
+    if improver.best_order is None:
+        return candidate
+    return _candidate(candidate.problem, candidate.origin, improver.best_order)

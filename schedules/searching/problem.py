@@ -1,176 +1,200 @@
-"""A step to be ordered, in flat lists: every pass is a number, so that a search can try thousands of orders a second.
+"""The problem of a search: the passes of a step as numbers, what each waits for, and what the ranks may hold.
 
-Passes of one letter (an operation on a stage) run in order of their microbatches: where stages are alike for all
-microbatches, as the costs say, no other order is shorter, and weight gradients must accumulate in this one. So a rank's
-order is a word over its letters, and the k-th occurrence of a letter is its k-th microbatch.
+It is a view of the order graph of the sequential order, in which every microbatch runs alone. Passes of one operation
+and stage run in order of their microbatches: where stages are alike for all microbatches, as the costs say, no other
+order is shorter, and weight gradients must accumulate in this one.
 """
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import replace
 from itertools import accumulate
+from typing import Any
 
+from zbcompile.schedules.errors import ScheduleError
+from zbcompile.schedules.execution.deadlock import run_to_end
+from zbcompile.schedules.execution.memory import peak_memory
+from zbcompile.schedules.execution.order_graph import OrderGraph
+from zbcompile.schedules.generators.registry import require_limit
 from zbcompile.schedules.ir.actions import BW, Action, B, F, S, T, W, flatten
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.dependencies import needs
 from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.ir.schedule import Schedule
 
-ROUNDING = 1 + 1e-9  # sums of sizes count as equal up to rounding
-MANY = 1500  # passes above which a search of some seconds has no time to recover from much disorder,
-LARGE = 10_000  # above which what is done for several limits, or many layouts, has to be quick,
-HUGE = 20_000  # and above which there is no time to look at single ones
-Words = list[list[int]]  # by rank, the passes in the order in which it runs them
+ROUNDING = 1 + 1e-9  # sums of sizes, or of times, count as equal up to rounding
+Order = list[list[int]]  # by rank, the passes in the order in which it runs them
 
 
-@dataclass(frozen=True, eq=False)
-class Problem:
+def sequential_order(placement: Placement, microbatches: int, sharded: bool, barriers: int) -> Schedule:
+    """Returns the order that holds least: every microbatch runs alone, with its backward split."""
+    stages, orders = range(placement.stages), [list[Action]() for _ in range(placement.ranks)]
+    schedule = Schedule("auto", placement, microbatches, (), barriers)
+    shards = [placement.stages_of(rank)[0] for rank in range(placement.ranks)] if sharded else []
+    for m in range(microbatches):
+        passes = [(F, stage) for stage in stages]
+        passes += [(op, shard) for op in (S, T) for shard in shards]
+        passes += [(op, stage) for stage in reversed(stages) for op in (B, W)]
+        for op, stage in passes:
+            orders[schedule.rank_of(stage, m)].append(Action(op, stage, m))
+    return replace(schedule, orders=tuple(map(tuple, orders)))
+
+
+class SchedulingProblem:
     """`microbatches` on `placement` under `costs`, within `limits` (one per rank, `None`: none).
 
-    `barrier`: the objective is the makespan, else the longest own span of a rank. `barriers`: what the last backward
-    waits for if the costs have vocabulary passes (see `Schedule`).
+    `barrier`: the objective is the makespan, else the longest own span of a rank. By pass: its action, rank and time,
+    what it adds to the memory of its rank, and in `inputs` what it waits for and how long that travels; the numbers
+    behind those of the passes stand for "every shard has run it".
     """
 
-    placement: Placement
-    microbatches: int
-    costs: Costs
-    limits: tuple[float, ...] | None = None
-    barrier: bool = True
-    barriers: int = 1
+    def __init__(
+        self,
+        placement: Placement,
+        microbatches: int,
+        costs: Costs,
+        limits: tuple[float, ...] | None = None,
+        barrier: bool = True,
+        barriers: int = 1,
+    ) -> None:
+        self.placement, self.costs, self.limits, self.barrier = placement, costs, limits, barrier
+        self.sharded = any((*costs.vocab_s, *costs.vocab_t))
+        self.sequential = sequential_order(placement, microbatches, self.sharded, barriers)
+        graph = OrderGraph(self.sequential)
+        delays, passes = graph.delays(costs), graph.first[-1]
+        self.actions = flatten(graph.steps[:passes])
+        self.rank = [rank for rank in range(placement.ranks) for _ in graph.nodes(rank)]
+        self.time = graph.times(costs)
+        added = {op: costs.added(op) for op in (F, B, W, S, T)}
+        self.added = [added[op][stage] for op, stage, _ in self.actions]
+        self.inputs = [tuple((made, delays[link]) for made, link in inputs) for inputs in graph.inputs]
+        self.users: list[list[tuple[int, float]]] = [[] for _ in self.inputs]
+        for user, inputs in enumerate(self.inputs):
+            for made, delay in inputs:
+                self.users[made].append((user, delay))
+        self.number = {action: n for n, action in enumerate(self.actions)}
+        self.heads = self._heads()
+        self.offset = self._offsets()
+        total = sum(self.time) + sum(map(abs, self.added)) + sum(sum(d for _, d in inputs) for inputs in self.inputs)
+        if not 2 * total < math.inf:
+            sums = f"placement {placement}: the times, or the bytes, of all passes add up"
+            raise ScheduleError(f"{sums} to more than a float can be; give costs in a larger unit")
 
     @property
-    def finite(self) -> bool:
-        """Whether all that precedes a pass and all that follows it add up to what a float can be."""
-        delays = sum(delay for waits in self.waits for _, delay in waits)
-        return 2 * (sum(self.time) + sum(map(abs, self.added)) + delays) < math.inf
+    def microbatches(self) -> int:
+        return self.sequential.microbatches
 
-    @cached_property
-    def sharded(self) -> bool:
-        """Whether every rank has a shard of the vocabulary."""
-        return any((*self.costs.vocab_s, *self.costs.vocab_t))
+    def _heads(self) -> list[float]:
+        """Returns the earliest start of every pass if ranks could run any number of passes at once."""
+        heads: list[float] = [0] * len(self.inputs)
+        missing = [len(inputs) for inputs in self.inputs]
+        ready = [n for n, count in enumerate(missing) if not count]
+        for n in ready:
+            for user, delay in self.users[n]:
+                heads[user] = max(heads[user], heads[n] + self.time[n] + delay)
+                missing[user] -= 1
+                if not missing[user]:
+                    ready.append(user)
+        self._topological = ready
+        return heads
 
-    @cached_property
-    def shards(self) -> tuple[int, ...]:
-        """The stages that name the shards, by rank."""
-        ranks = range(self.placement.ranks) if self.sharded else ()
-        return tuple(self.placement.stages_of(rank)[0] for rank in ranks)
-
-    @cached_property
-    def actions(self) -> tuple[Action, ...]:
-        """All passes by their numbers: letter after letter, microbatches ascending."""
-        stages = [(op, stage) for op in (F, B, W) for stage in range(self.placement.stages)]
-        letters = stages + [(op, shard) for op in (S, T) for shard in self.shards]
-        return tuple(Action(op, stage, m) for op, stage in letters for m in range(self.microbatches))
-
-    @cached_property
-    def number(self) -> dict[Action, int]:
-        return {action: number for number, action in enumerate(self.actions)}
-
-    @cached_property
-    def rank(self) -> tuple[int, ...]:
-        """The rank of each pass, by number; only with two model copies does it depend on the microbatch."""
-        half = self.microbatches // 2 if self.placement.kind == "dual" else self.microbatches
-        return tuple(self.placement.rank(stage, int(m >= half)) for _, stage, m in self.actions)
-
-    @cached_property
-    def letter(self) -> tuple[int, ...]:
-        """Passes of one rank with the same letter keep their order."""
-        return tuple(number // self.microbatches for number in range(len(self.actions)))
-
-    @cached_property
-    def time(self) -> tuple[float, ...]:
-        times = {op: self.costs.times(op) for op in {action.op for action in self.actions}}
-        return tuple(times[op][stage] for op, stage, _ in self.actions)
-
-    @cached_property
-    def added(self) -> tuple[float, ...]:
-        """What each pass adds to the memory of its rank."""
-        added = {op: self.costs.added(op) for op in {action.op for action in self.actions}}
-        return tuple(added[op][stage] for op, stage, _ in self.actions)
-
-    @cached_property
-    def waits(self) -> tuple[tuple[tuple[int, float], ...], ...]:
-        """What each pass waits for, and how long that takes to arrive. Numbers behind those of the passes stand for
-        "every shard has run it": one for each microbatch, which waits for the passes of all shards."""
-        waits: list[tuple[tuple[int, float], ...]] = [tuple(self._waits(action)) for action in self.actions]
-        for op in (S, T) if self.sharded else ():
-            for m in range(self.microbatches):
-                waits.append(tuple((self.number[Action(op, shard, m)], 0) for shard in self.shards))
-        return tuple(waits)
-
-    def _waits(self, action: Action) -> Iterable[tuple[int, float]]:
-        op, stage, m = action
-        here = self.rank[self.number[action]]
-        reduced = {B: (S, T)[self.barriers - 1] if stage == self.placement.stages - 1 else "", T: S}.get(op, "")
-        if reduced and self.sharded:
-            yield len(self.actions) + (reduced == T) * self.microbatches + m, self.costs.comm
-            return
-        for other, at in needs(op, stage, self.placement.stages):
-            made = self.number[Action(other, at, m)]
-            delay = self.costs.comm if op == S else self.costs.hop(min(stage, at), self.rank[made], here)
-            yield made, delay
-
-    @cached_property
-    def after(self) -> tuple[tuple[int, ...], ...]:
-        """The passes that wait for each pass directly: the inverse of `waits`."""
-        users: list[list[int]] = [[] for _ in self.waits]
-        for user, needed in enumerate(self.waits):
-            for number, _ in needed:
-                users[number].append(user)
-        return tuple(map(tuple, users))
-
-    @cached_property
-    def bounded(self) -> tuple[frozenset[int], ...]:
-        """The passes of its own rank that may never come before each pass."""
-        found: list[set[int]] = [{u for u in self.after[n] if u < len(self.actions)} for n in range(len(self.actions))]
-        for stage in range(self.placement.stages):
-            for m in range(self.microbatches):
-                found[self.number[Action(F, stage, m)]].add(self.number[Action(B, stage, m)])
-        return tuple(frozenset(u for u in users if self.rank[u] == self.rank[n]) for n, users in enumerate(found))
-
-    @cached_property
-    def offset(self) -> tuple[float, ...]:
-        """By rank: what is added to the end of its last pass for the objective, the largest of these sums."""
-        own = [sum(self.costs.optimizer[s] for s in self.placement.stages_of(r)) for r in range(self.placement.ranks)]
+    def _offsets(self) -> list[float]:
+        """Returns by rank what is added to the end of its last pass; the largest of these sums is the objective."""
+        ranks = range(self.placement.ranks)
+        optimizer = [sum(self.costs.optimizer[s] for s in self.placement.stages_of(rank)) for rank in ranks]
         if self.barrier:
-            return (max(own),) * self.placement.ranks
-        return tuple(time - start for time, start in zip(own, self._starts, strict=True))
+            return [max(optimizer)] * len(ranks)
+        starts = [min(h for h, r in zip(self.heads, self.rank, strict=False) if r == rank) for rank in ranks]
+        return [time - start for time, start in zip(optimizer, starts, strict=True)]
 
-    @cached_property
-    def _starts(self) -> list[float]:
-        """When the first pass of each rank begins: nothing else is there yet, so it is the same in every order."""
-        head: list[float] = [0.0] * len(self.actions)
-        for stage in range(1, self.placement.stages):
-            for m in range(self.microbatches):
-                n = self.number[Action(F, stage, m)]
-                head[n] = max(head[made] + self.time[made] + delay for made, delay in self.waits[n])
-        forwards = [(self.rank[n], head[n]) for n, action in enumerate(self.actions) if action.op == F]
-        return [min(at for r, at in forwards if r == rank) for rank in range(self.placement.ranks)]
+    def order_of(self, schedule: Schedule) -> Order | None:
+        """Returns the order of a schedule with pairs and BW opened; None if the memory does not hold it."""
+        order = [self._numbered(flatten(steps), rank) for rank, steps in enumerate(schedule.orders)]
+        return order if self.fits(order) else None
 
-    def words(self, schedule: Schedule) -> Words | None:
-        """The orders of a schedule with pairs and BW opened; None if the memory does not hold them."""
-        words = [self.numbered(flatten(order), rank) for rank, order in enumerate(schedule.orders)]
-        return words if self.fits(words) else None
-
-    def numbered(self, order: Sequence[Action], rank: int) -> list[int]:
-        """One rank's passes as numbers, each letter's microbatches in ascending order."""
+    def _numbered(self, actions: Sequence[Action], rank: int) -> list[int]:
         reached: dict[tuple[str, int], int] = {}
-        word: list[int] = []
-        opened = (each for a in order for each in ((a._replace(op=B), a._replace(op=W)) if a.op == BW else (a,)))
-        for op, stage, _ in opened:
+        numbers: list[int] = []
+        for op, stage, _ in actions:
             second_copy = self.placement.kind == "dual" and self.placement.rank(stage) != rank
-            k = reached.get((op, stage), self.microbatches // 2 if second_copy else 0)
-            reached[op, stage] = k + 1
-            word.append(self.number[Action(op, stage, k)])
-        return word
+            for each in (B, W) if op == BW else (op,):
+                m = reached.get((each, stage), self.microbatches // 2 if second_copy else 0)
+                reached[each, stage] = m + 1
+                numbers.append(self.number[Action(each, stage, m)])
+        return numbers
 
-    def fits(self, words: Words) -> bool:
+    def fits(self, order: Order) -> bool:
+        """Whether no rank exceeds its limit."""
         return self.limits is None or all(
-            max(accumulate(map(self.added.__getitem__, word)), default=0) <= limit * ROUNDING
-            for word, limit in zip(words, self.limits, strict=True)
+            max(accumulate(map(self.added.__getitem__, own)), default=0) <= limit * ROUNDING
+            for own, limit in zip(order, self.limits, strict=True)
         )
 
-    def schedule(self, words: Words, name: str = "auto") -> Schedule:
-        orders = tuple(tuple(map(self.actions.__getitem__, word)) for word in words)
-        return Schedule(name, self.placement, self.microbatches, orders, self.barriers)
+    def schedule(self, order: Order) -> Schedule:
+        """Returns the schedule, called "auto", that runs an order."""
+        orders = tuple(tuple(map(self.actions.__getitem__, own)) for own in order)
+        return replace(self.sequential, orders=orders)
+
+    def ends(self, order: Order) -> list[float]:
+        """Returns the end of every pass of an order."""
+        graph, run = run_to_end(self.schedule(order), self.costs)
+        ends: list[float] = [0] * len(self.actions)
+        for node, action in enumerate(flatten(graph.steps[: graph.first[-1]])):
+            ends[self.number[action]] = run.end[node]
+        return ends
+
+    def lower_bound(self) -> float:
+        """Returns the textbook bound: what precedes a rank's first pass, its work, and what follows its last pass.
+
+        Within limits also: the memory that microbatches hold, times the time that they hold it, divided by the limit.
+        """
+        tails = self._tails()
+        found: list[float] = []
+        for rank in range(self.placement.ranks):
+            own = [n for n, r in enumerate(self.rank) if r == rank]
+            around = min(self.heads[n] for n in own) + min(tails[n] for n in own)
+            found.append(around + sum(self.time[n] for n in own))
+            limit = self.limits[rank] if self.limits else 0
+            if limit and math.isfinite(area := sum(map(self._held, own))):
+                found.append(around + area / (limit * ROUNDING))
+        return max(found)
+
+    def _held(self, n: int) -> float:
+        """Returns the memory of a forward times the least time until its backward ends; for a W, its residue's."""
+        op, stage, m = self.actions[n]
+        if op == F:
+            backward = self.number[Action(B, stage, m)]
+            return self.costs.activation[stage] * (self.heads[backward] + self.time[backward] - self.heads[n])
+        return self.costs.residue[stage] * self.time[n] if op == W else 0
+
+    def _tails(self) -> list[float]:
+        """Returns the least that follows the end of every pass until the objective."""
+        tails: list[float] = [self.offset[rank] for rank in self.rank]
+        tails += [-math.inf] * (len(self.inputs) - len(tails))
+        for n in reversed(self._topological):
+            tails[n] = max([tails[n], *(tails[user] + self.time[user] + delay for user, delay in self.users[n])])
+        return tails
+
+
+def require_fit(problem: SchedulingProblem) -> None:
+    """Raises `ScheduleError` if not even one microbatch at a time fits, with the rank and what is missing."""
+    needs = [*map(float, peak_memory(problem.sequential, problem.costs))]
+    limits = [*map(float, problem.limits or needs)]
+    rank = max(range(len(limits)), key=lambda r: needs[r] - limits[r] * ROUNDING)
+    if needs[rank] > limits[rank] * ROUNDING:
+        unit = f" {problem.costs.memory_unit}" if problem.costs.memory_unit else ""
+        more = f"{needs[rank] - limits[rank]:,.6g}{unit} more than its limit of {limits[rank]:,.6g}{unit}"
+        what = f"rank {rank} needs {needs[rank]:,.6g}{unit} for one microbatch, {more}"
+        raise ScheduleError(f"placement {problem.placement}: {what}")
+
+
+def limits_of(limit: float | Sequence[float] | None, ranks: int) -> tuple[float, ...] | None:
+    """Returns one limit per rank."""
+    if limit is None:
+        return None
+    several = isinstance(limit, Iterable) and not isinstance(limit, str)
+    limits: tuple[Any, ...] = tuple(limit) if several else (limit,) * ranks  # type: ignore[arg-type]
+    for each in limits:
+        require_limit(each)
+    if len(limits) != ranks:
+        raise ScheduleError(f"memory_limit has {len(limits)} entries for {ranks} ranks; give one number or one a rank")
+    return limits

@@ -9,8 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 from zbcompile.schedules import Costs, ScheduleError, bound, build, check, lower, search, simulate
-from zbcompile.schedules.searching.question import problems_of
-from zbcompile.schedules.searching.starting_orders import one_by_one
+from zbcompile.schedules.searching.order_search import scheduling_problems
 
 EQUAL = 1 + 1e-9
 USUAL = (0, 1, 2.5, Fraction(1, 3), 10**20)
@@ -37,7 +36,7 @@ def question(number: int) -> dict[str, Any]:
         "strange": rng.choice(STRANGE),
         "placements": [placement],
         "barrier": rng.random() < 0.5,
-        "moves": rng.choice((0, 200)),
+        "passes": rng.choice((0, 16)),
     }
 
 
@@ -48,11 +47,11 @@ def outcome(number: int) -> str:
     try:
         costs = Costs(**asked.pop("costs"))
         task = costs, asked["ranks"], asked["microbatches"]
-        (problem,) = problems_of(*task, None, asked["placements"], asked["barrier"], 1)
-        alone = simulate(problem.schedule(one_by_one(problem)), costs).peak_memory
+        (problem,) = scheduling_problems(*task, None, asked["placements"], asked["barrier"], 1)
+        alone = simulate(problem.sequential, costs).peak_memory
         sizes = {"none": None, "least": alone, "less": [each * (1 - 1e-3) for each in alone]}
         memory = sizes.get(limit, strange if limit == "strange" else [2 * each for each in alone])
-        found = search(*task, memory, seconds=60, **{name: asked[name] for name in ("placements", "barrier", "moves")})
+        found = search(*task, memory, **{name: asked[name] for name in ("placements", "barrier", "passes")})
     except ScheduleError as error:
         return "refused, though it fits" if limit == "least" and "no order fits" in str(error) else "refused"
     assert limit != "less" or not any(alone), "less than one microbatch needs was enough"
