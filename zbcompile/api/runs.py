@@ -70,9 +70,9 @@ class Runs:
                 "step received target=, but the pipeline has no loss=; forward returns the loss itself."
             )
 
-    def program_for(self, step: Microbatches, runs: bool = False) -> Executable:
-        """The executable of a step of these microbatches (which `runs` now); compiled if it is not there."""
-        found = self.compiled.get(step, runs)
+    def program_for(self, step: Microbatches) -> Executable:
+        """The executable of a step of these microbatches; compiled if it is not there."""
+        found = self.compiled.get(step)
         self.parts.renew()
         self.optimizers.bind()
         if self.norms.program is not self.compiled.bound.program:
@@ -97,7 +97,7 @@ class Runs:
     def run(self, step: Microbatches, outputs: bool | str, index: int) -> tuple[Losses, Any]:
         """Run step number `index`: the losses of all microbatches, and what else it returns."""
         compiled = self.compiled
-        executable = self.program_for(step, runs=True)
+        executable = self.program_for(step)
         compiled.bound.require_values()
         compiled.bound.withhold(executable.program)
         given = StepInput(
@@ -120,7 +120,6 @@ class Runs:
                     losses, made = self.engine.run(executable, given, compiled.bound.parameters)
             finally:
                 self.parts.give_gradients()
-            compiled.agreement.finish()
             if not outputs:
                 return losses, None
             if outputs == "last" and not executable.ends_on(self.engine.ranks.local):

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -12,23 +12,28 @@ from zbcompile.torch_private import pytree, wrapper_like
 
 @dataclass
 class Losses:
-    """`found` has the loss of every microbatch of all replicas, once `wait` has returned (None: they are there)."""
+    """`found` has the loss of every microbatch of all replicas, once `wait` has returned (None: they are there).
+    `require` raises if they are not those of one batch; on a device it waits for the step to end."""
 
     found: Sequence[torch.Tensor]
     wait: Callable[[], None] | None = None
+    require: Callable[[], None] | None = None
 
-    def read(self) -> list[torch.Tensor]:
-        """Every loss."""
+    def read(self, as_numbers: bool = False) -> list[torch.Tensor]:
+        """Every loss; `as_numbers` if the caller waits for the device itself."""
         if self.wait is not None:
             self.wait()
             self.wait = None
+        if self.require is not None and (as_numbers or self.found[0].is_cpu):
+            self.require()
+            self.require = None
         return list(self.found)
 
     def total(self, reduction: str) -> torch.Tensor:
-        """The loss of the step, at once: if it is still in flight, its first use waits for it."""
-        if self.wait is None:
+        """The loss of the step, at once: if it is still in flight, or not required yet, its first use does that."""
+        if self.wait is None and self.require is None:
             return total_loss(self.found, reduction)
-        return PendingLoss(lambda: total_loss(self.read(), reduction), self.found[0])
+        return PendingLoss(self, reduction)
 
 
 def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
@@ -39,16 +44,17 @@ def total_loss(losses: Sequence[torch.Tensor], reduction: str) -> torch.Tensor:
 class PendingLoss(torch.Tensor):
     """A tensor that waits for its value when something reads it; only `detach` does not wait."""
 
-    _read: Callable[[], torch.Tensor]
+    _losses: Losses
+    _reduction: str
     _value: torch.Tensor | None
 
     @staticmethod
-    def __new__(cls, read: Callable[[], torch.Tensor], like: torch.Tensor) -> "PendingLoss":
-        found = wrapper_like(cls, like)
-        found._read, found._value = read, None
+    def __new__(cls, losses: Losses, reduction: str) -> "PendingLoss":
+        found = wrapper_like(cls, losses.found[0])
+        found._losses, found._reduction, found._value = losses, reduction, None
         return found
 
-    def __init__(self, read: Callable[[], torch.Tensor], like: torch.Tensor) -> None:
+    def __init__(self, losses: Losses, reduction: str) -> None:
         pass
 
     @classmethod
@@ -59,12 +65,14 @@ class PendingLoss(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        args, kwargs = pytree.tree_map_only(PendingLoss, _value_of, (args, kwargs or {}))
+        is_read = func is torch.ops.aten._local_scalar_dense.default or str((kwargs or {}).get("device")) == "cpu"
+        args, kwargs = pytree.tree_map_only(PendingLoss, partial(_value_of, is_read), (args, kwargs or {}))
         return func(*args, **kwargs)
 
 
-def _value_of(loss: PendingLoss) -> torch.Tensor:
+def _value_of(as_numbers: bool, loss: PendingLoss) -> torch.Tensor:
     known = loss.__dict__
+    found = known["_losses"].read(as_numbers)
     if known["_value"] is None:
-        known["_value"] = known["_read"]()
+        known["_value"] = total_loss(found, known["_reduction"])
     return known["_value"]  # type: ignore[no-any-return]

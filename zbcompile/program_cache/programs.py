@@ -56,7 +56,7 @@ from zbcompile.program_cache.step_outputs import kept_for, keyword
 from zbcompile.progress import LONG, Progress
 from zbcompile.runtime.executable import BoundGraphs, Executable
 from zbcompile.runtime.stage_plan import rebind
-from zbcompile.runtime.step_agreement import StepAgreement
+from zbcompile.runtime.step_agreement import StepAgreement, require_same_batch
 from zbcompile.schedules import Schedule
 
 Graphs = tuple[BoundGraphs, ...]
@@ -112,14 +112,14 @@ class Programs:
             raise PipelineError("recompile() has dropped all programs. Call pipe.compile with a batch, or run a step.")
         return found
 
-    def get(self, step: Microbatches, runs: bool = False) -> Executable:
-        """The executable of a step (which `runs` now), compiled if need be: found by the number and shapes of its
+    def get(self, step: Microbatches) -> Executable:
+        """The executable of a step, compiled if need be: found by the number and shapes of its
         microbatches, and by their answers to what forward asks. Raises PipelineError or CaptureError if the model is no
         longer the one that was compiled."""
         first = self._last_state is None  # a lazy parameter has no state yet
         same = step.alike and not first and self._state(step.each[0]) == self._last_state
         known = same and all(each.holds() for each in self._last)
-        self._begin_agreement(step, known, runs)
+        self._begin_agreement(step, known)
         if known and self._last[0].guards is None:
             graphs = self._last[0].graphs * len(step.each)
             return self.cache.plan(graphs, graphs[:1], step_order)
@@ -222,11 +222,10 @@ class Programs:
                 'vocab="off".'
             )
 
-    def _begin_agreement(self, step: Microbatches, known: bool, runs: bool) -> None:
+    def _begin_agreement(self, step: Microbatches, known: bool) -> None:
         """Begin to compare what the ranks are about to do: before a message outside of the step's actions, the result
         is waited for."""
         if self.ranks.replicas.count == 1:
-            self.agreement.begin(step, runs)
             return
         keys = [] if known else list(map(self._key, step.distinct))
         new = not all(map(self.cache.right, keys))
@@ -234,7 +233,7 @@ class Programs:
         asks = new or any(each.guards is not None for each in self.cache.steps)
         exchanges = frozenset[str]().union(*(each.exchanges for each in self.cache.steps))
         passed = len(step.each), step.shapes(), keyword(self.outputs), change
-        self.agreement.begin(step, runs, passed, asks, batches_apart(exchanges))
+        self.agreement.begin(passed, asks, batches_apart(exchanges))
         if asks or not self.bound.compared or exchanges:
             self.agreement.require()
 
@@ -259,6 +258,9 @@ class Programs:
 
     def _make_step(self, microbatches: Sequence[Microbatch], found: Lookup, change: str) -> CompiledGraphs:
         microbatch, leads = microbatches[found.missing or 0], found.missing is not None
+        require_same_batch(
+            self.ranks, {path: [each.tensors[path] for each in microbatches] for path in microbatch.tensors}
+        )
         laid_out = self.searched[0] if self.searched else self.laid_out(microbatch, leads)
         guards = laid_out.captured.guards
         standing = ModuleState(self._model, self._options.loss, laid_out.captured.changed_state)

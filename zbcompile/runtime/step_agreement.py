@@ -1,73 +1,46 @@
 """What ranks must have in common in one step: replicas take as many microbatches and compile together, and the ranks of
 a pipeline train on the same batch, or they would compute a wrong gradient in silence."""
 
-import warnings
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import nn
 
-from zbcompile.batches.batch import Microbatches
 from zbcompile.distributed.agreement import Digests, gathered, unlike
 from zbcompile.distributed.equal_tensors import checksum
-from zbcompile.distributed.mesh import BATCHES
+from zbcompile.distributed.mesh import BATCHES, Mesh
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.torch_private import pytree
 
 Passed = tuple[int, Sequence[str], str, str]  # microbatches, their shapes, the keyword, what has changed in Python
-EVERY = 100  # steps from one comparison of the batches to the next
+PIECES, BITS = 4, 7  # of the checksum of a batch, which travels among the losses: bfloat16 has every integer up to 128
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_FACTOR = 0x9E3779B97F4A7C1
 SEED = "Seed what is random in the data set and the collator alike on all ranks of a pipeline."
 
 
 class StepAgreement:
-    """One reduction per step, of digests, begun before its first action and read when a rank needs to know.
-
-    Batches are compared in the first step and in each `EVERY`th from then on. An input that differs is
-    named once: a rank may pass anything for what its stages do not read.
-    """
+    """One reduction per step of replicas, of digests, begun before its first action and read when a rank needs to
+    know."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
-        self._steps = 0
-        self._named: set[str] = set()
         self._passed: Passed | None = None
-        self._batch: Mapping[str, Any] = {}
         self._digests: Digests | None = None
 
-    def begin(
-        self,
-        step: Microbatches,
-        runs: bool,
-        passed: Passed | None = None,
-        compiles: bool = False,
-        apart: Sequence[str] = BATCHES,
-    ) -> None:
-        """Begin to compare a step that `runs` now, and what replicas have `passed`: shapes, and what has changed in
-        Python, only if this rank may have to compile. Along `apart` ranks may have batches of other shapes: along other
-        dimensions they exchange tensors within a microbatch."""
+    def begin(self, passed: Passed, compiles: bool, apart: Sequence[str]) -> None:
+        """Begin to compare what replicas have `passed`: shapes, and what has changed in Python, only if this rank may
+        have to compile. Along `apart` ranks may have batches of other shapes: along other dimensions they exchange
+        tensors within a microbatch."""
         self._passed = passed
-        self._batch = self._sums(step) if runs else {}
-        self._steps += runs
-        if not passed and not self._batch:
-            self._digests = None
-            return
-        alike = (passed if compiles or passed is None else passed[::2]), ()
-        batch = self._batch, self._ranks.mesh.beside("pp")
-        shapes = None if passed is None or apart == BATCHES else passed[1], apart
-        self._digests = Digests(self._ranks, alike, batch, shapes)
-
-    def _sums(self, step: Microbatches) -> dict[str, Any]:
-        """The checksums of the batch, if they are due."""
-        due = self._steps % EVERY == 0
-        if not due or self._ranks.count == 1 or self._ranks.group is None:
-            return {}
-        paths = sorted({path for part in step.tensors for path in part} - self._named)
-        return {path: _checksums([part.get(path) for part in step.tensors]) for path in paths}
+        alike = (passed if compiles else passed[::2]), ()
+        self._digests = Digests(self._ranks, alike, (None if apart == BATCHES else passed[1], apart))
 
     def differs(self) -> bool:
         """Whether replicas are not about to take the same step."""
-        return self._digests is not None and (self._digests.differ[0] or self._digests.differ[2])
+        return self._digests is not None and any(self._digests.differ)
 
     def require(self) -> None:
         """Raise PipelineError, on every rank, if they are not."""
@@ -93,23 +66,10 @@ class StepAgreement:
             "what a capture depends on (train, eval, requires_grad, autocast) on every rank alike."
         )
 
-    def finish(self) -> None:
-        """The step is over: warn, on the first rank, if another one of the pipeline got another batch."""
-        if self._digests is None or not self._batch or not self._digests.differ[1]:
-            return
-        found = _what_differs(self._ranks, self._batch)
-        self._named |= found.keys()
-        if found and self._ranks.rank == 0:
-            says = "Each stage reads its own rank's, so the loss belongs to no batch"
-            warnings.warn(f"{next(iter(found.values()))}. {says}. {SEED}", RuntimeWarning, stacklevel=5)
-
 
 def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
-    """Raise PipelineError, on every rank, if another rank of this pipeline got another batch.
-
-    For callers that refuse such a batch before anything depends on it: the comparison of a step is read at its end, and
-    only warns, as a rank may pass anything for what its stages do not read. Evaluations have none.
-    """
+    """Raise PipelineError, on every rank, if another rank of this pipeline got another batch: before a compilation, and
+    for callers of evaluations. Later steps compare integer inputs, with the losses."""
     if ranks.group is None:
         return
     own = {name: _checksums(pytree.tree_leaves(inputs[name])) for name in sorted(inputs)}
@@ -117,6 +77,38 @@ def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
         if any(Digests(ranks, (own, ranks.mesh.beside("pp"))).differ):
             for text in _what_differs(ranks, own).values():
                 raise ranks.refusal(f"{text}, and every rank must get the same batch. {SEED}")
+            raise ranks.refusal(f"the ranks of another replica's pipeline got batches that differ. {SEED}")
+
+
+def integer_marks(microbatches: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh, like: torch.Tensor) -> torch.Tensor:
+    """Returns a checksum of the integer inputs of a step in the place of this rank, among zeros: a sum over all ranks
+    has those of all, [place in the mesh, rank of the pipeline, piece]. Nothing waits for a device."""
+    found = like.new_zeros((mesh.size(*mesh.beside("pp")), mesh.size("pp"), PIECES))
+    tensors = [each for inputs in microbatches for _, each in sorted(inputs.items())]
+    parts = [each.reshape(-1).to(like.device) for each in tensors if _is_plain(each) and each.dtype in _INTEGERS]
+    if parts:
+        values = torch.cat(parts).to(torch.int64)
+        weights, bits = _weights(len(values), like.device)
+        pieces = ((values * weights).sum() >> bits) & ((1 << BITS) - 1)
+        found[mesh.index(*mesh.beside("pp")), mesh.index("pp")] = pieces.to(like.dtype)
+    return found
+
+
+@lru_cache(maxsize=4)
+def _weights(count: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns factors for as many integers, and the places of the pieces in their sum: its upper bits, as the lower
+    ones see but the lower bits of each integer."""
+    weights = torch.arange(1, count + 1, device=device) * _FACTOR
+    return weights, 63 - BITS * torch.arange(1, PIECES + 1, device=device)
+
+
+def require_same_integers(ranks: Ranks, marks: torch.Tensor) -> None:
+    """Raise PipelineError if ranks of one pipeline have other marks. Waits for the device."""
+    for _, rank in (marks != marks[:, :1]).any(-1).nonzero().tolist():
+        raise ranks.refusal(
+            f"the integer inputs of this batch differ between rank 0 and rank {rank} of the pipeline: each stage reads "
+            f"its own rank's, so the loss belongs to no batch. {SEED}"
+        )
 
 
 def _what_differs(ranks: Ranks, sums: Mapping[str, Any]) -> dict[str, str]:
@@ -137,5 +129,8 @@ def _checksums(leaves: Sequence[Any]) -> list[Any]:
 
 def _of_tensor(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Its form and the checksum of its bytes, 0 for a tensor without plain bytes."""
-    plain = type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided
-    return str(tensor.dtype), tuple(tensor.shape), checksum(tensor) if plain else 0
+    return str(tensor.dtype), tuple(tensor.shape), checksum(tensor) if _is_plain(tensor) else 0
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout is torch.strided

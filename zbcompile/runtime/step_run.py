@@ -35,6 +35,7 @@ from zbcompile.runtime.rank_plan import RankPlan
 from zbcompile.runtime.slice import LATE
 from zbcompile.runtime.stage_plan import LOOKUPS, SHARD, CompiledStage
 from zbcompile.runtime.stage_run import StageRun
+from zbcompile.runtime.step_agreement import integer_marks, require_same_integers
 from zbcompile.runtime.tied_gradients import TiedSums
 from zbcompile.runtime.vocabulary_collectives import Collectives, ShardStep
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
@@ -282,8 +283,10 @@ class StepRun:
             self.losses = Losses([own[i].detach() for i in range(self.program.schedule.microbatches)])
             return
         check = self.check if self.check is not None and self.check.names else None
-        shared, left_out, work = share_losses(self.executable, own, self.ranks, missing)
-        self.losses = Losses(shared[:, 0].unbind(), partial(_wait, self.ranks.watch, work))
+        inputs = self.given.microbatches
+        shared, left_out, marks, work = share_losses(self.executable, own, self.ranks, missing, inputs)
+        require = partial(require_same_integers, self.ranks, marks) if self.ranks.count > 1 else None
+        self.losses = Losses(shared[:, 0].unbind(), partial(_wait, self.ranks.watch, work), require)
         if check is not None or not self.given.ahead or self.executable.may_overflow:
             self.losses.read()
         else:
@@ -354,17 +357,22 @@ def share_losses(
     own: Mapping[int, torch.Tensor],
     ranks: Ranks,
     further: torch.Tensor | int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, dist.Work]:
+    inputs: Sequence[Mapping[str, torch.Tensor]] = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, dist.Work]:
     """Begin to give every rank the loss of every microbatch of all replicas, as every rank along "tp" computed it: a
-    tensor [replicas x microbatches, tp]. With it, the sum over all ranks of a `further` number, on the device.
+    tensor [replicas x microbatches, tp]. With it, the sum over all ranks of a `further` number, on the device, and the
+    checksums of all ranks' integer `inputs`.
 
     Each loss has one owner and the other ranks add zeros, which changes no bit.
     """
     count, mesh = len(executable.graphs), ranks.mesh
-    shape = (ranks.replicas.count * count + 1, mesh.size("tp"))
-    shared = torch.zeros(shape, dtype=executable.loss_dtype, device=ranks.device)
+    losses = torch.zeros(
+        (ranks.replicas.count * count, mesh.size("tp")), dtype=executable.loss_dtype, device=ranks.device
+    )
     for microbatch, loss in own.items():
-        shared[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
-    shared[-1] += further
+        losses[ranks.replicas.rank * count + microbatch, mesh.index("tp")].copy_(loss)
+    marks = integer_marks(inputs, mesh, losses)
+    shared = torch.cat([losses.view(-1), (losses.new_zeros(1) + further).view(-1), marks.view(-1)])
     work = dist.all_reduce(shared, group=ranks.everyone, async_op=True)
-    return shared[:-1], shared[-1, 0], work
+    found, left_out, marked = shared.split([losses.numel(), 1, marks.numel()])
+    return found.view(losses.shape), left_out[0], marked.view(marks.shape), work

@@ -58,3 +58,21 @@ def test_several_reads_of_one_step_wait_once() -> None:
     assert losses.read() == losses.read() == [1.0]
     assert losses.total("sum") == 1.0
     assert waits == ["waited"]
+
+
+def test_only_a_number_that_is_read_asks_whether_the_batch_was_one() -> None:
+    """On a device it would wait for the step to end; on the CPU the step is over."""
+    asked: list[str] = []
+    far = Losses([torch.zeros((), device="meta")], require=lambda: asked.append("asked"))
+    assert (far.total("sum") + 1).is_meta
+    assert asked == []
+    far.read(as_numbers=True)
+    assert asked == ["asked"]
+
+    def refuse() -> None:
+        raise ValueError("other batches")
+
+    loss = Losses([torch.tensor(1.0)], require=refuse).total("sum")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="other batches"):
+            loss.item()

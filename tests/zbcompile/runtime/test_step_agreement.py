@@ -56,7 +56,7 @@ def messages(shape: tuple[int, int]) -> Counter[str]:
 
 @pytest.mark.slow
 def test_a_step_has_one_message_outside_of_its_actions(pool: Pool) -> None:
-    """With replicas in each step, in one pipeline only if batches are compared."""
+    """With replicas in each step, in one pipeline never."""
     assert pool.run(messages, (2, 1), ranks=2) == [{"begin_largest": 4}] * 2
     assert pool.run(messages, (1, 2), ranks=2) == [{}] * 2
 
