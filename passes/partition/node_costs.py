@@ -1,5 +1,7 @@
 """Loads: the weight of each node of the line, by which the line is cut into stages of equal weight."""
 
+from math import fsum
+
 from torch.fx import Node
 
 from zbcompile.passes.gpu import kind_of
@@ -28,9 +30,13 @@ def predicted_seconds(line: Line, hardware: Hardware | None = None) -> list[floa
 
 
 def _call_seconds(inside: CallPasses, hardware: Hardware) -> float:
-    """F, B and W of an operator that stands for a call. A W exchanges nothing: sums over ranks come once per step."""
-    work = sum(node_seconds(node, inside.flops[node], hardware) for nodes in inside.passes for node in nodes)
-    return work + sum(_exchange_seconds(node, hardware) for nodes in inside.passes[:2] for node in nodes)
+    """F, B and W of an operator that stands for a call. A W exchanges nothing: sums over ranks come once per step.
+
+    The passes are sets, whose order differs between processes. An exact sum does not depend on it, so all ranks cut
+    alike where two cuts are equally good.
+    """
+    work = fsum(node_seconds(node, inside.flops[node], hardware) for nodes in inside.passes for node in nodes)
+    return work + fsum(_exchange_seconds(node, hardware) for nodes in inside.passes[:2] for node in nodes)
 
 
 def _exchange_seconds(node: Node, hardware: Hardware) -> float:
