@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.export import ExportedProgram
 from torch.fx import Node
 
+from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.autocast_casts import AUTOCAST
 from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF
 from zbcompile.passes.exported.capture.checkpoint_hints import CHECKPOINT
@@ -30,6 +31,7 @@ from zbcompile.passes.exported.capture.training_step import (
     public_name,
 )
 from zbcompile.passes.exported.capture.unsupported import (
+    WRITES_A_PARAMETER,
     data_dependent_error,
     refuse_dynamic_shapes,
 )
@@ -149,6 +151,10 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
     signature = program.graph_signature
     graph = program.graph_module.graph
     nodes = {node.name: node for node in graph.nodes}
+    for output in signature.output_specs:
+        if output.kind.name == "PARAMETER_MUTATION":
+            line = (nodes[output.arg.name].meta.get("custom") or {}).get(LINE, output.target)
+            raise CaptureError(WRITES_A_PARAMETER.format(line=line))
     parameters: dict[str, Node] = {}
     buffers: dict[str, Node] = {}
     for table, names in (

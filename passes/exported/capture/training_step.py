@@ -26,7 +26,7 @@ from zbcompile.passes.exported.capture.known_values import KnownValues
 from zbcompile.passes.exported.capture.module_state import ModuleState, module_state
 from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
 from zbcompile.passes.exported.capture.structures import Rebuild, flatten_output
-from zbcompile.passes.exported.capture.unsupported import InexactCalls
+from zbcompile.passes.exported.capture.unsupported import WRITES_A_PARAMETER, InexactCalls
 from zbcompile.passes.exported.torch_private import not_compiling, reparametrize_module
 
 LossFunction = Callable[[Any, Any], Any]
@@ -84,9 +84,11 @@ class TrainingStep(nn.Module):
         state = module_state(self.model)
         with torch.enable_grad(), self._tensors_of_eager_mode():
             buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
+            parameters = {name: self._tensor(name) for name in self.trained}
             with self._model_context(args, kwargs, target):
                 output = self.model(*args, **kwargs)
                 loss, metrics = self._loss_of(output, target)
+            self._refuse_replaced(parameters)
             value = without_sharding(loss).detach()
             outputs, self.rebuild_outputs = flatten_output(
                 (output, metrics) if self.return_outputs else (None, metrics)
@@ -109,6 +111,12 @@ class TrainingStep(nn.Module):
         with flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
             yield
         self.inexact_calls = inexact.calls
+
+    def _refuse_replaced(self, parameters: Mapping[str, Tensor]) -> None:
+        """Raises CaptureError if forward assigned a parameter or wrote its `.data`."""
+        for name, parameter in parameters.items():
+            if self._tensor(name) is not parameter or not parameter.requires_grad:
+                raise CaptureError(WRITES_A_PARAMETER.format(line=public_name(name)))
 
     def _gradients(self, loss: Tensor, tangent: Tensor) -> list[Tensor | None]:
         params = {name: self._tensor(name) for name in self.trained}

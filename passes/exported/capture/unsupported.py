@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
@@ -39,12 +40,21 @@ class InexactCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func == _SET_DATA and args[0].requires_grad:
+            raise CaptureError(WRITES_A_PARAMETER.format(line=users_line(sys._getframe(1))))
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
         if description is not None:
             self.calls.append(f"{description} ({users_line(sys._getframe(1))})")
         return func(*args, **(kwargs or {}))
 
 
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+
+WRITES_A_PARAMETER = (
+    "forward writes a parameter ({line}). A pipeline runs the forwards of later microbatches "
+    "before the backward of this one, so they would read other values than in eager mode. Write it "
+    "after the optimizer's step, or compute with a changed copy."
+)
 READS_A_VALUE = (
     "forward or the loss reads a value that depends on its inputs ({line}). A compiled step runs "
     "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks), "

@@ -342,3 +342,22 @@ def test_autocast_and_attention_on_the_meta_device() -> None:
     ]
     assert texts[0] == texts[1]
     assert "flash_attention" in texts[0]
+
+
+@pytest.mark.parametrize("write", ["in place", "data", "data in place", "assigned"])
+def test_writes_to_parameters_are_refused(write: str) -> None:
+    class Writes(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            if write == "in place":
+                with torch.no_grad():
+                    self.layer.weight.clamp_(-0.1, 0.1)
+            elif write == "data in place":
+                self.layer.weight.data.clamp_(-0.1, 0.1)
+            elif write == "data":
+                self.layer.weight.data = self.layer.weight.data.clamp(-0.1, 0.1)
+            else:
+                self.layer.weight = nn.Parameter(self.layer.weight * 2)
+            return super().forward(x)
+
+    with pytest.raises(CaptureError, match="forward writes a parameter"):
+        export_training_step(Writes(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
