@@ -32,7 +32,7 @@ from zbcompile.schedules.ir.actions import (
     flatten,
 )
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, OPTIMIZER_OPS, result_of, work_of
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 from zbcompile.schedules.lowering.collectives import check_collectives
 from zbcompile.schedules.lowering.routes import Channel, routes_of
@@ -122,7 +122,7 @@ def _check_passes(schedule: Schedule, rank: int) -> None:
         for microbatch, state in states.items():
             if state != whole:
                 missing = next((op for op, bit in _BITS.items() if whole & ~state & bit), None)
-                names = " or ".join(op for op in _RULES if KINDS[op].event == missing)
+                names = " or ".join(op for op in _RULES if result_of(op) == missing)
                 what = f"rank {rank} never runs {names} of stage {stage}, microbatch {microbatch}"
                 if missing is None:
                     what = f"rank {rank} runs passes of stage {stage}, microbatch {microbatch} that it does not have"
@@ -136,9 +136,7 @@ def _bits(ops: Collection[str]) -> int:
 _BITS = {op: 1 << place for place, op in enumerate((F, B, W, S, T))}
 # For each pass: the bits to look at, which of them must be set, and those that it sets.
 _RULES = {
-    op: (_bits({*kind.after, *kind.does}), _bits(kind.after), _bits(kind.does))
-    for op, kind in KINDS.items()
-    if op in COMPUTE - ONCE
+    op: (_bits({*each.after, *each.does}), _bits(each.after), _bits(each.does)) for op, each in COMPUTE_OPS.items()
 }
 
 
@@ -174,15 +172,15 @@ def _check_once(schedule: Schedule, rank: int) -> None:
     for op in once:
         for stage in own:
             places = [i for i, a in actions if a == (op, stage, 0)]
-            needed = [i for i, a in actions if a.stage == stage and {*KINDS[op].after} & {*KINDS[a.op].does}]
-            serves = [i for i, a in actions if a.stage == stage and {*KINDS[op].before} & {*KINDS[a.op].does}]
+            needed = [i for i, a in actions if a.stage == stage and {*OPTIMIZER_OPS[op].after} & {*work_of(a.op)}]
+            serves = [i for i, a in actions if a.stage == stage and {*OPTIMIZER_OPS[op].before} & {*work_of(a.op)}]
             wrong = f"appears {len(places)} times" if len(places) != 1 else ""
             if not wrong and places[0] < max(needed, default=0):
                 wrong = "comes before what it depends on"
             if not wrong and places[0] > min(serves, default=len(order)):
                 wrong = f"comes after {order[min(serves)]}, which needs it"
             if wrong:
-                rules = (("after", KINDS[op].after), ("before", KINDS[op].before))
+                rules = (("after", OPTIMIZER_OPS[op].after), ("before", OPTIMIZER_OPS[op].before))
                 expected = " and".join(f" {word} all {', '.join(ops)}" for word, ops in rules if ops)
                 text = f"{Action(op, stage, 0)} {wrong}; expected once,{expected} of its stage"
                 raise _error_at(schedule, rank, places[-1] if places else len(order) - 1, text)
@@ -246,8 +244,8 @@ def _receive_buffers(schedule: Schedule, rank: int) -> int:
     for op, stage in routes_of(schedule, rank):
         if op in RECEIVES:
             change[op, stage] = 1
-            for user in COMPUTE:
-                if KINDS[user].event == KINDS[op].takes:
+            for user in COMPUTE_OPS:
+                if result_of(user) == MESSAGE_OPS[op].payload:
                     change[user, stage] = change.get((user, stage), 0) - 1
     actions = flatten(schedule.orders[rank])
     return max(accumulate(change.get((op, stage), 0) for op, stage, _ in actions), default=0)

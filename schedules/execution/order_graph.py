@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.ir.actions import COMPUTE, EXCHANGES, ONCE, Action, Pair, Step, W
+from zbcompile.schedules.ir.actions import BW, COLLECTIVES, COMPUTE, EXCHANGES, SENDS, Action, B, Pair, S, Step, W
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import (
     SEND_OF,
@@ -27,7 +27,7 @@ from zbcompile.schedules.ir.dependencies import (
     source,
     target,
 )
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, OPS
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 
 MISSING = -1  # the node of an action that no rank runs
@@ -199,34 +199,35 @@ class OrderGraph:
         """Yields what `op` on `stage` of `rank` waits for, without the barriers over the vocabulary shards."""
         if op not in EXCHANGES and stage not in self.schedule.placement.stages_of(rank):
             raise KeyError
-        schedule, kind, local = self.schedule, KINDS[op], EdgeKind("local")
+        schedule, local = self.schedule, EdgeKind("local")
         stages, beside = schedule.stages, schedule.placement.rank_beside
-        if kind.role == "send":
-            yield NodeInput(kind.takes, stage, local)
+        if op in SENDS:
+            yield NodeInput(MESSAGE_OPS[op].payload, stage, local)
             if (there := target(op, stage, stages)) is not None:
                 yield NodeInput(other_end(op), there, EdgeKind("rendezvous"))
-        elif op in ONCE:
-            pass  # `check` proves their place in the order of their rank
-        elif kind.role == "collective":
+        elif op in COLLECTIVES:
             made = needs(op, stage, stages)
             yield from (NodeInput(other, at, local) for other, at in made if schedule.rank_of(at, 0) == rank)
-        elif kind.role == "compute":
+        elif op == S:
+            made = () if self.lowered else needs(op, stage, stages)
+            yield from (NodeInput(other, at, EdgeKind("shards")) for other, at in made)
+        elif op in COMPUTE_OPS:  # `check` proves the place of all others in the order of their rank
             for receive in receives_before(schedule, op, stage) if self.lowered else ():
                 at = source(receive, stage, stages)
-                if KINDS[receive].hops > 1 and at is not None and (there := beside(rank, stage, at)) != rank:
+                if MESSAGE_OPS[receive].hops > 1 and at is not None and (there := beside(rank, stage, at)) != rank:
                     yield NodeInput(other_end(receive), at, EdgeKind("message", min(stage, at), there, rank))
             for other, at in needs(op, stage, stages):
-                there = rank if kind.made_at else beside(rank, stage, at)
-                if kind.made_at and not self.lowered:
-                    yield NodeInput(other, at, EdgeKind("shards"))
-                elif there != rank:
+                there = beside(rank, stage, at)
+                if there == rank:
+                    yield NodeInput(other, at, local)
+                else:
                     link = EdgeKind("message", min(stage, at), there, rank)
                     yield NodeInput(SEND_OF[other] if self.lowered else other, at, link)
-                elif not kind.made_at:
-                    yield NodeInput(other, at, local)
+        elif op not in OPS:
+            raise KeyError(op)
 
 
-_EVENT = {op: kind.event for op, kind in KINDS.items() if kind.event != op}
+_EVENT = {BW: B}
 
 
 class NodeTimes(NamedTuple):

@@ -11,19 +11,20 @@ everything else about them.
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
-from zbcompile.schedules.ir.kinds import KINDS, with_role, with_scope
+from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, EXCHANGE_OPS, MESSAGE_OPS, OPTIMIZER_OPS
 
 F, B, W, BW, S, T = "F", "B", "W", "BW", "S", "T"
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
 CAST, STATS, SUM = "CAST", "STATS", "SUM"
 LOOKUP, SPREAD = "LOOKUP", "SPREAD"
 VALIDATE, GATHER, REDUCE, OPT = "VALIDATE", "GATHER", "REDUCE", "OPT"
-COMPUTE = with_role("compute")
-ONCE = with_scope("stage")
-SENDS, RECEIVES = with_role("send"), with_role("receive")
+ONCE = frozenset(OPTIMIZER_OPS)
+COMPUTE = ONCE.union(COMPUTE_OPS)
+SENDS = frozenset(op for op, message in MESSAGE_OPS.items() if message.direction == "SEND")
+RECEIVES = frozenset(MESSAGE_OPS) - SENDS
 MESSAGES = SENDS | RECEIVES
-COLLECTIVES = with_role("collective")
-EXCHANGES = tuple(op for op, kind in KINDS.items() if kind.role == "exchange")  # in the order in which ranks run them
+COLLECTIVES = frozenset(COLLECTIVE_OPS)
+EXCHANGES = tuple(EXCHANGE_OPS)  # in the order in which ranks run them
 COMMUNICATION = frozenset((*MESSAGES, *COLLECTIVES, *EXCHANGES))
 
 

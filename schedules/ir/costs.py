@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMPUTE, Action, B, F, Step
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import COMPUTE_OPS, OPTIMIZER_OPS
 from zbcompile.untrusted_text import parse_json
 
 
@@ -129,7 +129,7 @@ class Costs:
         """Returns the time of the compute operation `op` on every stage."""
         if op not in COMPUTE:
             raise ScheduleError(f"costs: {op!r} has no time; expected one of {', '.join(sorted(COMPUTE))}")
-        total = self._sum(KINDS[op].time)
+        total = self._sum((COMPUTE_OPS.get(op) or OPTIMIZER_OPS[op]).time)
         if op == BW:
             hidden = map(min, self.backward_exchange, self.weight)
             columns = zip(total, hidden, self.saved, strict=True)
@@ -138,8 +138,8 @@ class Costs:
 
     def added(self, op: str) -> tuple[float, ...]:
         """Returns what the compute operation `op` adds to the memory of its rank on every stage; below 0: frees."""
-        kind = KINDS[op]
-        return tuple(a - f for a, f in zip(self._sum(kind.adds), self._sum(kind.frees), strict=True))
+        adds, frees = (COMPUTE_OPS[op].adds, COMPUTE_OPS[op].frees) if op in COMPUTE_OPS else ((), ())
+        return tuple(a - f for a, f in zip(self._sum(adds), self._sum(frees), strict=True))
 
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
         columns = [getattr(self, name) for name in names]

@@ -1,19 +1,20 @@
 """Dependencies: the one place that knows that F goes down the pipeline and B back up, and what W, S and T wait for.
 
-Everything is derived from the table of kinds (`zbcompile.schedules.ir.kinds`).
+The tables of `zbcompile.schedules.ir.kinds` say everything else about operations.
 """
 
 from functools import cache
 from typing import NamedTuple
 
 from zbcompile.schedules.ir.actions import BW, CAST, LOOKUP, STATS, SUM, B, F, S, T, W
-from zbcompile.schedules.ir.kinds import KINDS, message_op
+from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, MESSAGE_OPS, message_op, result_of
 from zbcompile.schedules.ir.schedule import Schedule
 
-# What travels between stages, by operation: a message is named by the operation whose result it carries.
-TRAVELS = {op: KINDS[kind.takes or op].along * kind.hops for op, kind in KINDS.items() if not kind.made_at}
-SEND_OF = {kind.takes: op for op, kind in KINDS.items() if kind.role == "send" and kind.hops == 1}
-RECEIVE_OF = {kind.takes: op for op, kind in KINDS.items() if kind.role == "receive" and kind.hops == 1}
+ALONG = {F: 1, B: -1}  # whose results go down the pipeline, from stage to stage + 1, and up
+TRAVELS = {op: ALONG.get(result_of(op), 0) for op in COMPUTE_OPS}
+TRAVELS |= {op: ALONG[message.payload] * message.hops for op, message in MESSAGE_OPS.items()}
+SEND_OF = {payload: message_op("SEND", payload) for payload in ALONG}
+RECEIVE_OF = {payload: message_op("RECV", payload) for payload in ALONG}
 
 
 def source(op: str, stage: int, stages: int) -> int | None:
@@ -46,7 +47,7 @@ def travels_as(op: str) -> str:
     >>> travels_as("BW"), travels_as("SEND_B"), travels_as("F")
     ('B', 'B', 'F')
     """
-    return KINDS[op].takes or KINDS[op].event
+    return MESSAGE_OPS[op].payload if op in MESSAGE_OPS else result_of(op)
 
 
 def sends_after(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
@@ -56,12 +57,12 @@ def sends_after(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
     >>> sends_after(build("1f1b", ranks=4, microbatches=1), "BW", 2)
     ('SEND_B',)
     """
-    return _messages(schedule, "SEND", KINDS[op].event, stage)
+    return _messages(schedule, "SEND", result_of(op), stage)
 
 
 def receives_before(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
     """The messages that bring what `op` on `stage` needs from other stages, the farthest first."""
-    return _messages(schedule, "RECV", KINDS[op].event, stage)
+    return _messages(schedule, "RECV", result_of(op), stage)
 
 
 def _messages(schedule: Schedule, direction: str, event: str, stage: int) -> tuple[str, ...]:
@@ -87,7 +88,7 @@ def other_end(op: str) -> str:
     >>> other_end("SEND3_F"), other_end("RECV_B")
     ('RECV3_F', 'SEND_B')
     """
-    return op.replace("SEND", "RECV") if KINDS[op].role == "send" else op.replace("RECV", "SEND")
+    return op.replace("SEND", "RECV") if op.startswith("SEND") else op.replace("RECV", "SEND")
 
 
 class Need(NamedTuple):
@@ -106,11 +107,14 @@ def needs(op: str, stage: int, stages: int) -> tuple[Need, ...]:
     >>> needs("W", 1, 4), needs("S", 1, 4)
     ((Need(op='B', stage=1),), (Need(op='F', stage=3),))
     """
-    kind = KINDS[op]
-    if kind.made_at:
-        return (Need(kind.takes, {"first": 0, "last": stages - 1, "own": stage}[kind.made_at]),)
+    if op in COLLECTIVE_OPS:
+        payload = COLLECTIVE_OPS[op].payload
+        return (Need(payload, {F: stages - 1, B: 0}.get(payload, stage)),) if payload else ()
+    if op == S:
+        return (Need(F, stages - 1),)
     before = source(op, stage, stages)
-    return tuple(Need(other, stage) for other in kind.after) if before is None else (Need(kind.event, before),)
+    after = COMPUTE_OPS[op].after
+    return tuple(Need(other, stage) for other in after) if before is None else (Need(result_of(op), before),)
 
 
 @cache

@@ -1,151 +1,127 @@
-"""Every kind of action, in one table that text, checks, simulation, memory, lowering and pictures read.
+"""The operations of a schedule: one small table each for passes, messages, collectives and the optimizer's actions.
 
-A new kind is one entry in the table; to run it, `zbcompile.runtime.action_loop` needs a handler for it, for what runs
-once `zbcompile.runtime.step_run`, and `zbcompile.schedules.visualization.svg` may give it a look of its own. Kinds that
-one stage runs once per step (those of the optimizer), or one rank (exchanges), are written with microbatch 0, the
-latter with the number of the rank in place of a stage.
+`EXCHANGE_OPS` are what all ranks run once, before or after everything else of a step.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Literal
-
-Role = Literal["compute", "send", "receive", "collective", "exchange"]
-Scope = Literal["microbatch", "shard", "stage", "rank"]
-Where = Literal["", "first", "last", "own"]
+from typing import NamedTuple
 
 
-@dataclass(frozen=True)
-class Kind:
-    """The properties of the actions written with the letters `op`.
+class ComputeOp(NamedTuple):
+    """A pass that a stage, or a vocabulary shard, runs for every microbatch.
 
-    * `torch`: the letters that torch writes ("": it has none).
-    * `scope`: a stage runs it for every "microbatch", a vocabulary "shard" for every microbatch, a "stage" once, a
-      "rank" once: exchanges, which all ranks run in the order of the table before or behind all other actions; none
-      goes on before all have come. They occur in lowered programs only.
+    * `torch`: the letter that torch writes ("": it has none).
     * `does`: the operations whose work it does; others wait for the first of them.
-    * `after`: operations that must have run before on its stage, for its microbatch (of scope "stage": for all);
-      `before`: of scope "stage" and "rank", those that must not have run yet.
-    * `along`: 1 if results go down the pipeline, from stage to stage + 1, -1 if they go up, 0 if they stay. It needs
-      the result of the stage before it on this way; only at the start of the way does it wait for `after` itself.
-    * `takes`: the operation whose result it takes from elsewhere: a message or collective carries it. Unless along the
-      pipeline, `made_at` says where it is made: on the "first" or "last" stage, or on its "own".
-    * `hops`: of a message, how many stages further its values are needed; neighbours exchange those of 1.
-    * `time`: the `Costs` per stage that add up to its time; `delay`: the `Costs` time until all shards have its result.
-      Of scope "stage": until its result can be taken; of one that awaits the previous step, from the start of the step.
-      Of an exchange: how long it takes a rank.
-    * `adds`, `frees`: the `Costs` per stage that it adds to the memory of its rank, and frees.
+    * `after`: what its microbatch must have run before on its stage.
+    * `time`: the `Costs` per stage that add up to its time; `adds`, `frees`: those that it adds to the memory of its
+      rank, and frees.
     """
 
-    op: str
     meaning: str
-    role: Role = "compute"
-    torch: str = ""
-    scope: Scope = "microbatch"
-    does: tuple[str, ...] = ()
-    after: tuple[str, ...] = ()
-    before: tuple[str, ...] = ()
-    along: int = 0
-    takes: str = ""
-    made_at: Where = ""
-    hops: int = 1
-    time: tuple[str, ...] = ()
-    delay: str = ""
+    torch: str
+    does: tuple[str, ...]
+    after: tuple[str, ...]
+    time: tuple[str, ...]
     adds: tuple[str, ...] = ()
     frees: tuple[str, ...] = ()
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "does", self.does or (self.op,))
 
-    @property
-    def event(self) -> str:
-        """The event that it causes, named by the operation that others wait for: B for BW."""
-        return self.does[0]
+COMPUTE_OPS = {
+    "F": ComputeOp("forward", "F", ("F",), (), ("forward",), ("activation",)),
+    "B": ComputeOp("input gradient", "I", ("B",), ("F",), ("backward",), ("residue",), ("activation",)),
+    "W": ComputeOp("weight gradient", "W", ("W",), ("B",), ("weight",), (), ("residue",)),
+    "BW": ComputeOp("fused backward", "B", ("B", "W"), ("F",), ("backward", "weight"), (), ("activation",)),
+    "S": ComputeOp("vocabulary S", "", ("S",), (), ("vocab_s",), ("vocab_state",)),
+    "T": ComputeOp("vocabulary T", "", ("T",), ("S",), ("vocab_t",), (), ("vocab_state",)),
+}
 
 
-# Properties that several kinds share.
-_backward = partial(Kind, after=("F",), along=-1, frees=("activation",))
-_shards = partial(Kind, scope="shard", delay="stats_time")
-_once = partial(Kind, scope="stage")
-_exchange = partial(Kind, role="exchange", scope="rank", delay="exchanges")
+class MessageOp(NamedTuple):
+    """A SEND or RECV of the result of `payload`, F or B; `hops`: how many stages further its values are needed."""
+
+    direction: str
+    payload: str
+    hops: int = 1
 
 
 FARTHEST = 64  # stages that a value goes straight
 
 
-def message_op(direction: str, op: str, hops: int = 1) -> str:
-    """The letters of a message.
+def message_op(direction: str, payload: str, hops: int = 1) -> str:
+    """Returns the letters of a message.
 
     >>> message_op("SEND", "F"), message_op("RECV", "B", 3)
     ('SEND_F', 'RECV3_B')
     """
-    return f"{direction}{'' if hops == 1 else hops}_{op}"
+    return f"{direction}{'' if hops == 1 else hops}_{payload}"
 
 
-def _message(direction: str, op: str) -> Kind:
-    role: Role = "send" if direction == "SEND" else "receive"
-    return Kind(f"{direction}_{op}", f"{role} {op}", role, torch=f"{direction}_{op}", takes=op)
+MESSAGE_OPS = {
+    message_op(direction, payload, hops): MessageOp(direction, payload, hops)
+    for hops in range(1, FARTHEST + 1)
+    for direction in ("RECV", "SEND")
+    for payload in "FB"
+}
 
 
-def _straight(direction: str, op: str, hops: int) -> Kind:
-    near = _message(direction, op)
-    return replace(
-        near,
-        op=message_op(direction, op, hops),
-        meaning=f"{near.meaning}, {hops} stages away",
-        torch="",
-        does=(),
-        hops=hops,
-    )
+class CollectiveOp(NamedTuple):
+    """A collective of the vocabulary shards; `payload`: the pass whose result it carries ("": it needs none)."""
+
+    meaning: str
+    payload: str
 
 
-def _collective(op: str, meaning: str, delay: str, takes: str = "", made_at: Where = "") -> Kind:
-    return Kind(op, meaning, "collective", torch=op, scope="shard", takes=takes, made_at=made_at, delay=delay)
+COLLECTIVE_OPS = {
+    "CAST": CollectiveOp("output to all shards", "F"),
+    "STATS": CollectiveOp("statistics of S", "S"),
+    "SUM": CollectiveOp("input gradient of T", "T"),
+    "LOOKUP": CollectiveOp("rows of the embedding", ""),
+    "SPREAD": CollectiveOp("their gradient", "B"),
+}
 
 
-_KINDS = (
-    Kind("F", "forward", torch="F", along=1, time=("forward",), delay="cast_time", adds=("activation",)),
-    _backward("B", "input gradient", torch="I", time=("backward",), adds=("residue",)),
-    Kind("W", "weight gradient", torch="W", after=("B",), time=("weight",), frees=("residue",)),
-    _backward("BW", "fused backward", torch="B", does=("B", "W"), time=("backward", "weight")),
-    _shards("S", "vocabulary S", takes="F", made_at="last", time=("vocab_s",), adds=("vocab_state",)),
-    _shards("T", "vocabulary T", after=("S",), time=("vocab_t",), frees=("vocab_state",)),
-    _once("VALIDATE", "total norm of the step before", before=("GATHER", "F"), delay="barrier"),
-    _once("GATHER", "arrival of parameters", before=("F",)),
-    _once("REDUCE", "start of the gradients' sum", after=("W",), delay="reduce"),
-    _once("OPT", "optimizer step", after=("W", "REDUCE"), takes="REDUCE", made_at="own", time=("optimizer",)),
-    _message("RECV", "F"),
-    _message("RECV", "B"),
-    _message("SEND", "F"),
-    _message("SEND", "B"),
-    _collective("CAST", "output to all shards", "cast_time", "F", "last"),
-    _collective("STATS", "statistics of S", "stats_time", "S", "own"),
-    _collective("SUM", "input gradient of T", "stats_time", "T", "own"),
-    _collective("LOOKUP", "rows of the embedding", "cast_time"),
-    _collective("SPREAD", "their gradient", "cast_time", "B", "first"),
-    _exchange("ROWS", "the rows of a tied embedding", before=("F",)),
-    _exchange("DRAIN", "the last sends"),
-    _exchange("TIE", "the sum of tied gradients"),
-    _exchange("SYNC", "the end of the sums of gradients"),
-    _exchange("BUFFERS", "the buffers of the first replica"),
-    _exchange("FINAL", "the update of what the end completes"),
-    _exchange("LOSS", "the end"),
-    _exchange("OUTPUT", "the exchange of outputs"),
-    *(_straight(way, op, hops) for hops in range(2, FARTHEST + 1) for way in ("RECV", "SEND") for op in "FB"),
-)
-KINDS: Mapping[str, Kind] = {kind.op: kind for kind in _KINDS}
+class OptimizerOp(NamedTuple):
+    """An action that each stage runs once per step, `after` all of some operations of its stage, `before` others."""
+
+    meaning: str
+    after: tuple[str, ...] = ()
+    before: tuple[str, ...] = ()
+    time: tuple[str, ...] = ()
 
 
-def with_role(*roles: Role) -> frozenset[str]:
-    """The operations that have one of these roles.
+OPTIMIZER_OPS = {
+    "VALIDATE": OptimizerOp("total norm of the step before", before=("GATHER", "F")),
+    "GATHER": OptimizerOp("arrival of parameters", before=("F",)),
+    "REDUCE": OptimizerOp("start of the gradients' sum", after=("W",)),
+    "OPT": OptimizerOp("optimizer step", after=("W", "REDUCE"), time=("optimizer",)),
+}
 
-    >>> sorted(with_role("exchange"))[:3]
-    ['BUFFERS', 'DRAIN', 'FINAL']
+FIRST_EXCHANGES = ("ROWS",)  # those that come before everything else
+EXCHANGE_OPS = {  # in the order in which all ranks run them
+    "ROWS": "the rows of a tied embedding",
+    "DRAIN": "the last sends",
+    "TIE": "the sum of tied gradients",
+    "SYNC": "the end of the sums of gradients",
+    "BUFFERS": "the buffers of the first replica",
+    "FINAL": "the update of what the end completes",
+    "LOSS": "the end",
+    "OUTPUT": "the exchange of outputs",
+}
+
+OPS = frozenset((*COMPUTE_OPS, *MESSAGE_OPS, *COLLECTIVE_OPS, *OPTIMIZER_OPS, *EXCHANGE_OPS))
+TORCH_LETTERS = {op: each.torch for op, each in COMPUTE_OPS.items() if each.torch}
+TORCH_LETTERS |= {op: op for op, message in MESSAGE_OPS.items() if message.hops == 1}
+TORCH_LETTERS |= {op: op for op in COLLECTIVE_OPS}
+
+
+def work_of(op: str) -> tuple[str, ...]:
+    """Returns the operations whose work `op` does: B and W for BW."""
+    return COMPUTE_OPS[op].does if op in COMPUTE_OPS else (op,)
+
+
+def result_of(op: str) -> str:
+    """Returns the operation that names the result of `op`: B for BW.
+
+    >>> result_of("BW"), result_of("F"), result_of("SEND_F")
+    ('B', 'F', 'SEND_F')
     """
-    return frozenset(op for op, kind in KINDS.items() if kind.role in roles)
-
-
-def with_scope(scope: Scope) -> frozenset[str]:
-    """The compute operations of one scope."""
-    return frozenset(op for op, kind in KINDS.items() if (kind.role, kind.scope) == ("compute", scope))
+    return work_of(op)[0]

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, B, Pair, S, Step, W, flatten
-from zbcompile.schedules.ir.kinds import FARTHEST, KINDS
+from zbcompile.schedules.ir.kinds import FARTHEST, OPS, TORCH_LETTERS, result_of
 from zbcompile.schedules.ir.placement import Placement, require_count
 
 Orders = tuple[tuple[Step, ...], ...]
@@ -116,7 +116,7 @@ class Schedule(Picturable):
         found: set[str] = set()
         for order in self.orders:
             heads = set(map(itemgetter(0), order))  # of a pair: its forward
-            found |= heads if heads <= KINDS.keys() else {action.op for action in flatten(order)}
+            found |= heads if heads <= OPS else {action.op for action in flatten(order)}
         return frozenset(found)
 
     @cached_property
@@ -137,7 +137,7 @@ class Schedule(Picturable):
         found: Counter[str] = Counter()
         for actions in (flatten((step,)) for order in self.orders for step in order):
             for action in actions:
-                if action.stage == stage and op in (action.op, KINDS[action.op].event):
+                if action.stage == stage and op in (action.op, result_of(action.op)):
                     others = [f"{other.op}{other.stage}" for other in actions if other != action]
                     found["own W" if action.op == BW and op == B else "".join(others) or "nothing"] += 1
         return found
@@ -157,7 +157,6 @@ def require_schedule(schedule: Any) -> None:
 
 Letters = Literal["papers", "torch"]
 
-TORCH_LETTERS = {op: kind.torch for op, kind in KINDS.items() if kind.torch}
 _FROM_TORCH = {theirs: ours for ours, theirs in TORCH_LETTERS.items()}
 _PAPERS = re.compile(r"([A-Z]+(?:\d{0,9}_[FB])?)(\d{1,9})\.(\d{1,9})")
 _TORCH = re.compile(r"(\d{1,9})([A-Z]+(?:_[FB])?)(\d{1,9})")
@@ -202,7 +201,7 @@ def _parse_action(text: str) -> Action:
         op = _FROM_TORCH.get(letter, "")
     else:
         op, stage, microbatch = "", "0", "0"
-    if op not in KINDS:
+    if op not in OPS:
         raise ScheduleError(f"{text!r:.80} is not an action such as F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3")
     return Action(op, int(stage), int(microbatch))
 

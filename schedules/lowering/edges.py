@@ -12,7 +12,7 @@ from zbcompile.schedules.ir.dependencies import (
     target,
     travels_as,
 )
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.ir.schedule import Schedule
 
 # Messages between stages and vocabulary shards: the last stage's output and its gradient, the gradient of what the
@@ -60,7 +60,7 @@ def _edge(schedule: Schedule, action: Action, collectives: Mapping[tuple[str, in
         return Edge(carries=_carried(op, there, microbatch), peer=schedule.rank_of(there, microbatch))
     needs = [_carried(receive, stage, microbatch) for receive in receives_before(schedule, op, stage)]
     if (op, stage) in collectives:
-        kind = GRADIENT_MESSAGE if KINDS[op].event == B else collectives[op, stage]
+        kind = GRADIENT_MESSAGE if result_of(op) == B else collectives[op, stage]
         needs.append(Message(kind, stage, microbatch))
     targets = [(send, target(send, stage, schedule.stages)) for send in sends_after(schedule, op, stage)]
     made = [_carried(send, there, microbatch) for send, there in targets if there is not None]
@@ -71,7 +71,7 @@ def _edge(schedule: Schedule, action: Action, collectives: Mapping[tuple[str, in
 
 def _carried(op: str, stage: int, microbatch: int) -> Message:
     """What a SEND or RECV brings to a stage."""
-    return Message(travels_as(op), stage, microbatch, KINDS[op].hops)
+    return Message(travels_as(op), stage, microbatch, MESSAGE_OPS[op].hops)
 
 
 def _handed_over(schedule: Schedule, action: Action) -> Message | None:
@@ -80,7 +80,7 @@ def _handed_over(schedule: Schedule, action: Action) -> Message | None:
     op, stage, microbatch = action
     if op == F and stage == schedule.stages - 1:
         return Message(HIDDEN_MESSAGE, stage, microbatch)
-    if KINDS[op].event == B and stage == 0 and schedule.lookups:
+    if result_of(op) == B and stage == 0 and schedule.lookups:
         return Message(ROWS_MESSAGE, stage, microbatch)
     if op == S or (op == T and schedule.barriers == 2):
         return Message(op, stage, microbatch)

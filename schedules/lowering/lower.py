@@ -25,7 +25,7 @@ from zbcompile.schedules.execution.order_graph import NodeTimes, OrderGraph, gc_
 from zbcompile.schedules.ir.actions import COMPUTE, Action, Pair, Step, flatten, has_pairs
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.dependencies import other_end, sends_after, target
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import COMPUTE_OPS, result_of
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 from zbcompile.schedules.lowering.collectives import Posts, post_collectives
 
@@ -70,7 +70,7 @@ def lower(schedule: Schedule, costs: Costs | None = None) -> Schedule:
 
 def _positive(costs: Costs) -> Costs:
     """The costs, in which a pass of no time takes a very short one: the proof above needs positive times."""
-    times = {name: getattr(costs, name) for op in COMPUTE for name in KINDS[op].time}
+    times = {name: getattr(costs, name) for each in COMPUTE_OPS.values() for name in each.time}
     tiny = min((t for values in times.values() for t in values if t > 0), default=1) / 1024
     positive: dict[str, Any] = {op: tuple(t or tiny for t in values) for op, values in times.items()}
     return replace(costs, **positive)
@@ -110,7 +110,7 @@ def _peers(schedule: Schedule, rank: int, microbatches: Sequence[int]) -> Peers:
     for stage in schedule.placement.stages_of(rank):
         made: dict[str, tuple[Peer, ...]] = {}
         for op in schedule.ops & COMPUTE:
-            event = KINDS[op].event  # B and BW send the same
+            event = result_of(op)  # B and BW send the same
             if event not in made:
                 nearest_first = reversed(sends_after(schedule, event, stage))
                 found = (_peer(schedule, rank, send, stage, microbatches) for send in nearest_first)

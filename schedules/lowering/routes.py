@@ -3,7 +3,7 @@
 from typing import NamedTuple
 
 from zbcompile.schedules.ir.dependencies import other_end, receives_before, sends_after, source, target
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import result_of
 from zbcompile.schedules.ir.schedule import Schedule
 
 Channel = tuple[int, int]  # source rank, destination rank
@@ -27,7 +27,7 @@ def routes_of(schedule: Schedule, rank: int) -> dict[tuple[str, int], Route]:
     """Returns the route of every kind of message that `rank` sends or receives, by operation and stage."""
     routes: dict[tuple[str, int], Route] = {}
     for stage in schedule.placement.stages_of(rank):
-        for op in {KINDS[op].event for op in schedule.ops}:
+        for op in {result_of(op) for op in schedule.ops}:
             for send in sends_after(schedule, op, stage):
                 there = target(send, stage, schedule.stages)
                 if there is not None and (peer := schedule.placement.rank_beside(rank, stage, there)) != rank:

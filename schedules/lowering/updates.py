@@ -29,7 +29,7 @@ from zbcompile.schedules.ir.actions import (
     W,
     flatten,
 )
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import FIRST_EXCHANGES, work_of
 from zbcompile.schedules.ir.schedule import Schedule
 
 UPDATES = (VALIDATE, GATHER, REDUCE, OPT)
@@ -61,7 +61,7 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
 def _updated(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
     actions = [(index, action) for index, step in enumerate(order) for action in flatten((step,))]
     first = {a.stage: index for index, a in reversed(actions) if a.op == F}
-    last = {a.stage: index for index, a in actions if W in KINDS[a.op].does}
+    last = {a.stage: index for index, a in actions if W in work_of(a.op)}
     awaited = max((index for index, a in actions if a.op != W), default=0)
     behind = int(REDUCE in kinds)
     updates = {stage: min(max(awaited, index + behind), len(order) - 1) for stage, index in last.items()}
@@ -93,7 +93,7 @@ def _with_communication(order: Sequence[Step], program: Sequence[Step]) -> tuple
 def _surrounded(rank: int, program: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
     """The program of a rank between its exchanges."""
     own = [Action(op, rank, 0) for op in EXCHANGES if op in kinds]
-    front = [action for action in own if KINDS[action.op].before]
+    front = [action for action in own if action.op in FIRST_EXCHANGES]
     return (*front, *program, *own[len(front) :])
 
 

@@ -12,7 +12,7 @@ from itertools import chain
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, Step, W, flatten
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import result_of, work_of
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
@@ -139,13 +139,13 @@ def _is_in_order(before: Order, after: Order) -> bool:
     for action in flatten(after):
         if action.op == W and action[1:] not in done:
             return False
-        done |= {action[1:]} if KINDS[action.op].event == B else set()
+        done |= {action[1:]} if result_of(action.op) == B else set()
     return _weights(before) == _weights(after)
 
 
 def _weights(order: Order) -> dict[int, list[int]]:
     found: dict[int, list[int]] = {}
     for action in flatten(order):
-        if W in KINDS[action.op].does:
+        if W in work_of(action.op):
             found.setdefault(action.stage, []).append(action.microbatch)
     return found

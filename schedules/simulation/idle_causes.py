@@ -6,7 +6,7 @@ from typing import Literal, NamedTuple, get_args
 from zbcompile.amounts import plain
 from zbcompile.schedules.execution.order_graph import OrderGraph, blocking
 from zbcompile.schedules.ir.actions import SENDS, Action, B, F, Step, flatten
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import result_of
 
 ROUNDING = 1e-9  # relative: sums of the same times differ in their last bits
 Cause = Literal["warm-up", "wait", "communication", "cool-down", "overhead"]
@@ -48,7 +48,7 @@ def idle_intervals(
     """Yields every interval in which `rank` stands still, between the first start and the last end of all ranks."""
     nodes, finish = graph.nodes(rank), max(end)
     least = ROUNDING * finish
-    ops = {n: {KINDS[action.op].event for action in flatten((graph.steps[n],))} for n in nodes}
+    ops = {n: {result_of(action.op) for action in flatten((graph.steps[n],))} for n in nodes}
     first_backward = next((n for n in nodes if B in ops[n]), graph.first[rank + 1])
     last_forward = max((n for n in nodes if F in ops[n]), default=-1)
     previous: float = 0

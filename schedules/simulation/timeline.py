@@ -11,7 +11,7 @@ from zbcompile.schedules.execution.memory import deltas, peak_memory
 from zbcompile.schedules.execution.order_graph import OrderGraph, blocking, gc_disabled
 from zbcompile.schedules.ir.actions import COMMUNICATION, GATHER, VALIDATE, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import OPTIMIZER_OPS
 from zbcompile.schedules.ir.schedule import Picturable, Schedule, require_schedule
 from zbcompile.schedules.simulation.idle_causes import CAUSES, Cause, Idle, idle_intervals
 
@@ -73,7 +73,7 @@ class Timeline(Picturable):
 
     @cached_property
     def _updates(self) -> bool:
-        return any("optimizer" in KINDS[op].time for op in self.schedule.ops)
+        return any(op in OPTIMIZER_OPS and OPTIMIZER_OPS[op].time for op in self.schedule.ops)
 
     @property
     def makespan(self) -> float:

@@ -6,12 +6,9 @@ hatching and its letter, and every cause of idle time its own hatching, fainter 
 
 from collections.abc import Iterator
 
-from zbcompile.schedules.ir.actions import COMPUTE
-from zbcompile.schedules.ir.kinds import KINDS
-
 # For every operation: its colour, the strokes in a tile of 6 x 6 (SVG path data), and the width of the strokes.
 PEN = 'stroke-width=".8"'
-_LOOKS = {
+LOOKS = {
     "F": ("#56b4e9", "", PEN),
     "B": ("#e69f00", "M-1,1 l2,-2 M0,6 l6,-6 M5,7 l2,-2", PEN),
     "W": ("#2bb58c", "M3,3 h.01", 'stroke-width="2" stroke-linecap="round"'),
@@ -23,7 +20,6 @@ _LOOKS = {
     "REDUCE": ("#9e9e9e", "M0,2 h6 M0,4 h6", PEN),
     "OPT": ("#b39ddb", "M0,3 h6 M3,0 v6", PEN),
 }
-LOOKS = {op: _LOOKS.get(op, ("#bbbbbb", "M0,0 h6", PEN)) for op in KINDS if op in COMPUTE}
 IDLE_LOOKS = {  # strokes in a tile of 8 x 8: sparser and thinner than those of operations
     "warm-up": ("#999999", "M4,3 v2"),
     "cool-down": ("#999999", "M2,2 h4"),

@@ -8,7 +8,7 @@ from statistics import median
 
 from zbcompile.amounts import plain
 from zbcompile.schedules.ir.actions import Action, flatten
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import COMPUTE_OPS, OPTIMIZER_OPS
 from zbcompile.schedules.simulation.critical_path import critical_path
 from zbcompile.schedules.simulation.timeline import Span, Timeline
 from zbcompile.schedules.visualization.looks import IDLE_LOOKS, patterns
@@ -87,7 +87,8 @@ def legend_of(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
     """The fill and the text of each entry: what any of the timelines has."""
     spans = [(t, action) for t in timelines for span in t.spans for action in flatten((span.step,))]
     ops, causes = {action.op for _, action in spans}, {gap.cause for t in timelines for gap in t.idle}
-    entries = [(op, f"{op} {kind.meaning}") for op, kind in KINDS.items() if op in ops]
+    table = {**COMPUTE_OPS, **OPTIMIZER_OPS}
+    entries = [(op, f"{op} {each.meaning}") for op, each in table.items() if op in ops]
     entries += [(f"idle-{cause}", f"idle: {cause}") for cause in IDLE_LOOKS if cause in causes]
     second = {"model copy" if t.schedule.placement.kind == "dual" else "chunk" for t, a in spans if is_second(t, a)}
     return entries + [("", f"pale: every second {' or '.join(sorted(second))}")] * bool(second)

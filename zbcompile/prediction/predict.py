@@ -18,7 +18,7 @@ from zbcompile.program.step_record import is_record, record_from
 from zbcompile.schedules import Costs, Placement, simulate
 from zbcompile.schedules.ir.actions import SENDS, flatten
 from zbcompile.schedules.ir.costs import Link
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import MESSAGE_OPS
 from zbcompile.schedules.visualization.svg import to_svg
 from zbcompile.schedules.visualization.units import in_units
 from zbcompile.untrusted_text import read_json
@@ -174,5 +174,8 @@ class Messages:
 def count_messages(program: Program) -> Messages:
     """The messages of one step between different ranks. One message may carry several tensors."""
     sends = Counter(a[:2] for order in program.lowered.orders for a in flatten(order) if a.op in SENDS)
-    sizes = {(op, stage): program.stages[stage].message_bytes(KINDS[op].takes, KINDS[op].hops) for op, stage in sends}
+    sizes = {
+        (op, stage): program.stages[stage].message_bytes(MESSAGE_OPS[op].payload, MESSAGE_OPS[op].hops)
+        for op, stage in sends
+    }
     return Messages(sends.total(), sum(count * sizes[key] for key, count in sends.items()))

@@ -37,7 +37,7 @@ from zbcompile.schedules.ir.actions import (
     flatten,
 )
 from zbcompile.schedules.ir.dependencies import RECEIVE_OF, receives_before
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.lowering.edges import Message, edges_of
 
 
@@ -218,7 +218,7 @@ class _Messages:
         elif action.op in SENDS and (sent := self.edges[action].carries) is not None:
             self.sent[sent] = self._made(action.stage, sent) - self._kept(action)
         elif action.op in COMPUTE:
-            event = KINDS[action.op].event
+            event = result_of(action.op)
             self.posted.pop((action[1:], event), None)
             for message in self.edges[action].needs:
                 self.posted.pop(message, None)
@@ -249,10 +249,10 @@ class _Messages:
     def _kept(self, action: Action) -> int:
         """The bytes of a message that the backward reads again: they count as an activation already. It has arrived
         before they are read for the last time."""
-        if KINDS[action.op].takes != F:
+        if MESSAGE_OPS[action.op].payload != F:
             return 0
         stage = self.program.stages[action.stage]
-        key = action.stage, KINDS[action.op].hops
+        key = action.stage, MESSAGE_OPS[action.op].hops
         if key not in self.kept:
             leaving = {name for name, spec in stage.sends.items() if spec.hops == key[1]}
             self.kept[key] = sent_and_kept(stage.pieces["F"], leaving)

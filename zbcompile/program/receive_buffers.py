@@ -21,7 +21,7 @@ from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import RECEIVES, SENDS, Action, flatten
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import MESSAGE_OPS
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.lowering.edges import Message, edges_of
 
@@ -87,8 +87,8 @@ def assign_buffers(
             stage = stage_of(action)
             if id(stage) not in arrivals:
                 arrivals[id(stage)] = arrivals_at(stage)
-            kind = KINDS[action.op]
-            found = [each for each in arrivals[id(stage)][kind.takes] if each.spec.hops == kind.hops]
+            message = MESSAGE_OPS[action.op]
+            found = [each for each in arrivals[id(stage)][message.payload] if each.spec.hops == message.hops]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
             waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
         elif action.op in AFTER:

@@ -17,7 +17,7 @@ from zbcompile.program.receive_buffers import assign_buffers, completed_sends
 from zbcompile.runtime.data_parallel import Sum, SumPlan, plan_sums
 from zbcompile.runtime.stage_plan import CompiledStage
 from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, SENDS, Action, F, Pair, Step, flatten
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.lowering.edges import Message, edges_of
 
 
@@ -132,8 +132,8 @@ def _send_within_pairs(
     placed = [step[0] for step in steps if step[0].op in SENDS]
     sends: dict[tuple[str, int, int], list[Action]] = defaultdict(list)
     for send in placed:
-        sends[KINDS[send.op].takes, *send[1:]].append(send)
-    within = [sends.get((KINDS[step[0].op].event, *step[0][1:]), []) if len(step) == 2 else [] for step in steps]
+        sends[MESSAGE_OPS[send.op].payload, *send[1:]].append(send)
+    within = [sends.get((result_of(step[0].op), *step[0][1:]), []) if len(step) == 2 else [] for step in steps]
     early = {send for each in within for send in each}
     for step, own in zip(steps, within, strict=True):
         if step in merged:

@@ -41,7 +41,7 @@ from zbcompile.runtime.vocabulary_collectives import Collectives, ShardStep
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
 from zbcompile.schedules import Schedule
 from zbcompile.schedules.ir.actions import EXCHANGES, Action
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import EXCHANGE_OPS
 from zbcompile.torch_private import profiler_is_on
 
 
@@ -216,7 +216,7 @@ class StepRun:
             ONCE_ACTIONS[op].run(self, self.reductions[rank], action.stage)
         else:
             self.done.add(op)
-            with self.ranks.watch.position.waiting(KINDS[op].meaning):
+            with self.ranks.watch.position.waiting(EXCHANGE_OPS[op]):
                 ONCE_ACTIONS[op].run(self)
 
     # For a stage

@@ -1,11 +1,10 @@
-"""The table of actions."""
+"""The tables of operations."""
 
-from zbcompile.schedules.ir.kinds import KINDS
+from zbcompile.schedules.ir.kinds import COMPUTE_OPS, OPS, OPTIMIZER_OPS, TORCH_LETTERS, work_of
 
 
-def test_every_kind_is_reached_by_its_letters_in_one_way() -> None:
-    """Nothing is written twice: torch's letters are distinct, and what a kind refers to is in the table."""
-    torch = [kind.torch for kind in KINDS.values() if kind.torch]
-    assert len(torch) == len(set(torch))
-    for kind in KINDS.values():
-        assert {*kind.does, *kind.after, *kind.before, *([kind.takes] if kind.takes else [])} <= KINDS.keys()
+def test_what_the_tables_refer_to_is_in_them() -> None:
+    """Nothing is written twice: torch's letters are distinct, and what an operation refers to is in a table."""
+    assert len(TORCH_LETTERS) == len(set(TORCH_LETTERS.values()))
+    for op, each in {**COMPUTE_OPS, **OPTIMIZER_OPS}.items():
+        assert {*work_of(op), *each.after} <= OPS

@@ -127,7 +127,7 @@ def test_any_map_of_stages_to_ranks(owners: tuple[int, ...], tmp_path: Path) -> 
     for ending in ("csv", "json"):
         save(schedule, tmp_path / f"mine.{ending}")
         assert load(tmp_path / f"mine.{ending}").orders == schedule.orders
-    found = search(Costs.uniform(len(owners)), schedule.ranks, 3, placements=[str(schedule.placement)], moves=50)
+    found = search(Costs.uniform(len(owners)), schedule.ranks, 3, placements=[str(schedule.placement)], passes=8)
     assert found.simulation.makespan <= simulate(schedule, Costs.uniform(len(owners))).makespan
     check(found.schedule)
     pipe, ours = step_of(found.schedule)
