@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.errors import CompileError
@@ -29,6 +29,7 @@ from zbcompile.passes.exported.stage.pass_graph import KINDS, ROLES, PassGraph, 
 from zbcompile.passes.exported.step_graph import tensors_of
 from zbcompile.passes.exported.torch_private import (
     FakeTensorMode,
+    LazyGraphModule,
     OpOverload,
     kernel_strides,
     storage_key,
@@ -130,7 +131,7 @@ class _Reader:
                 raise CompileError("two inputs or outputs of a graph have one role and name.")
         self.graph.output(tuple(results))
         self.graph.lint()
-        module = GraphModule({}, self.graph, class_name="Pass")
+        module = LazyGraphModule({}, self.graph, class_name="Pass")
         kind, stage = data["kind"], data["stage"]
         return PassGraph(stage, kind, module, tuple(inputs), tuple(outputs), readers)
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch.fx
 import torch.fx.traceback as fx_traceback
+from torch import Tensor
 
 from zbcompile.passes.exported.torch_private import replaced_checkpoint_regions
 
@@ -29,7 +30,10 @@ def checkpoint_hints() -> Iterator[None]:
     class ReentrantRegion:
         @staticmethod
         def apply(function: Any, preserve_rng_state: bool, *args: Any) -> Any:
-            with _numbered(numbers):
+            # Eager's region is an autograd.Function: without a tensor that requires gradients
+            # among its arguments, nothing in it gets any.
+            trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
+            with _numbered(numbers), torch.set_grad_enabled(trains and torch.is_grad_enabled()):
                 return function(*args)
 
     with replaced_checkpoint_regions(region, ReentrantRegion):

@@ -11,7 +11,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.torch_collectives import COLLECTIVES
-from zbcompile.passes.exported.torch_private import OpOverload
+from zbcompile.passes.exported.torch_private import LazyGraphModule, OpOverload
 
 GROUP = "group_name"  # the argument by which collectives, and custom operators, take their group
 WAIT = "wait_tensor"
@@ -50,10 +50,9 @@ def with_process_groups(module: GraphModule, names: Mapping[str, str]) -> GraphM
     """Returns a graph whose collectives name the groups of this process; itself if it has none."""
     if not any(map(is_collective, module.graph.nodes)):
         return module
-    copied = GraphModule(module, copy_graph(module.graph))
+    copied = LazyGraphModule(module, copy_graph(module.graph))
     for node in filter(is_collective, copied.graph.nodes):
         set_group(node, names[str(group_of(node))])
-    copied.recompile()
     return copied
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 
 from zbcompile.passes.exported.capture.process_groups import copy_graph
 from zbcompile.passes.exported.stage.pass_graph import (
@@ -22,7 +22,7 @@ from zbcompile.passes.exported.stage.pass_graph import (
     PassGraph,
     Slot,
 )
-from zbcompile.passes.exported.torch_private import FakeTensorMode, OpOverload
+from zbcompile.passes.exported.torch_private import FakeTensorMode, LazyGraphModule, OpOverload
 
 aten = torch.ops.aten
 View = tuple[Any, tuple[Any, ...]]  # operator and its further arguments
@@ -58,7 +58,7 @@ def accumulate(
     copied.lint()
     return replace(
         graph,
-        module=GraphModule(graph.module, copied, class_name="Pass"),
+        module=LazyGraphModule(graph.module, copied, class_name="Pass"),
         inputs=tuple(inputs),
         outputs=tuple(slot for slot, _ in others),
     )

@@ -15,6 +15,7 @@ from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.exported.capture.process_groups import is_collective, is_wait
 from zbcompile.passes.exported.stage.pass_graph import GRADIENT, PassGraph
+from zbcompile.passes.exported.torch_private import LazyGraphModule
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def merge_passes(first: PassGraph, second: PassGraph) -> MergedPass:
     for node in interleave([*one, sent], urgent, [node for node in other if node in later]):
         output.prepend(node)
     graph.lint()
-    module = GraphModule(attributes, graph, class_name="Merged")
+    module = LazyGraphModule(attributes, graph, class_name="Merged")
     return MergedPass(module, first, second)
 
 
@@ -92,7 +93,7 @@ def sink_waits(graph: PassGraph) -> PassGraph:
         copies[node] = reordered.node_copy(node, copies.__getitem__)
     reordered.output(tuple(copies[node] for node in graph.results))
     reordered.lint()
-    return replace(graph, module=GraphModule(graph.module, reordered, class_name="Pass"))
+    return replace(graph, module=LazyGraphModule(graph.module, reordered, class_name="Pass"))
 
 
 def weight_only_nodes(graph: PassGraph) -> list[Node]:

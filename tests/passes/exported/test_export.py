@@ -303,6 +303,22 @@ def test_checkpointed_regions_are_annotated(reentrant: bool) -> None:
     assert regions == {None, 0, 1}
 
 
+def test_a_reentrant_region_without_gradients_trains_nothing() -> None:
+    """None of the region's arguments requires gradients: eager mode loses those of its weights."""
+    from torch.utils.checkpoint import checkpoint
+
+    class Model(Repeated):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.first = nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(checkpoint(self.first, x, use_reentrant=True))
+
+    step = assert_equals_eager(Model(), torch.randn(4, WIDTH))
+    assert step.gradients["first.weight"] is None
+
+
 @pytest.mark.parametrize("p", [0.025, 0.1, 0.5])
 def test_dropout_has_eagers_bits_in_any_layout(p: float) -> None:
     class Model(Repeated):
