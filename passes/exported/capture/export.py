@@ -113,16 +113,18 @@ def export_step(
     example = (torch.ones((), device=device), *batch) if kind is TrainingStep else batch
     try:
         program = _export(step, example, device)
-    except DATA_DEPENDENT_ERRORS as eager_error:
+    except CaptureError:
+        raise
+    except Exception as eager_error:  # torch.cond, for one, needs the flags of a compiler
         step = kind(model, function, eager_path=False, **arguments)
         try:
             program = _export(step, example, device)
         except DATA_DEPENDENT_ERRORS as compiler_error:
             raise data_dependent_error(compiler_error) from eager_error
         warnings.warn(
-            "the model reads values of its inputs in Python, so it was captured on the path that "
-            "it has for compilers: results may differ from eager mode in the last bits. The first "
-            f"value read: {eager_error}",
+            "the model was captured on the path that it has for compilers, because it reads values "
+            "of its inputs in Python: results may differ from eager mode in the last bits. Without "
+            f"that path: {eager_error}",
             stacklevel=3,
         )
     described = describe(program, step, batch)

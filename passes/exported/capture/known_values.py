@@ -43,6 +43,8 @@ class KnownValues(TorchDispatchMode):
         static_values: Real tensors by the traced input whose values the model may read.
     """
 
+    supports_higher_order_operators = True  # torch.cond, flex_attention
+
     def __init__(self) -> None:
         super().__init__()
         self._real = WeakTensorKeyDictionary()
@@ -87,6 +89,8 @@ class KnownValues(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         set_node_annotation(LINE, users_line(sys._getframe(1)))
+        if not isinstance(func, OpOverload):  # its results are not known
+            return func(*args, **kwargs)
         if func in _FILLED_IN_MEMORY_ORDER:
             func(_in_memory_order(args[0]), *args[1:], **kwargs)
             return args[0]

@@ -198,3 +198,44 @@ def test_albert() -> None:
 
     compiled = check("zb-v", 2, model.train(), batches_of(text), None)
     assert max(map(len, compiled.owners.values())) == 4
+
+
+class Hooked(Residual):
+    """Hooks on an activation and on a module, and a write into a slice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tanh = nn.Tanh()
+        self.tanh.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.tanh(self.layers[0](x))
+        x.register_hook(lambda grad: grad.clamp(-0.01, 0.01))
+        y = torch.zeros_like(x)
+        y[:, :4] = x[:, 4:] * 2
+        y[:, 4:].add_(x[:, :4])
+        return super().forward(y)
+
+
+class Penalized(Residual):
+    """The gradient of the output is part of the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.detach().requires_grad_()
+        y = super().forward(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+        return y + gradient.square().mean()
+
+
+def parametrized() -> nn.Module:
+    """Weight norm and spectral norm: operations on parameters alone, and buffers of those."""
+    parametrize = torch.nn.utils.parametrizations
+    first = parametrize.weight_norm(nn.Linear(WIDTH, WIDTH))
+    second = parametrize.spectral_norm(nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(first, nn.Tanh(), second, nn.Tanh(), nn.Linear(WIDTH, WIDTH)).train()
+
+
+@pytest.mark.parametrize("make", [Hooked, Penalized, parametrized])
+def test_autograd_of_any_kind(make: Any) -> None:
+    torch.manual_seed(0)
+    check("zb-h1", 2, make(), batches_of(rows), F.mse_loss)
