@@ -10,6 +10,7 @@ from torch import nn
 
 from gpt import GPT, next_byte_loss
 from tests.support.exported_runner import Batch, Runner, differences, eager_step
+from tests.support.random_models import WIDTH as FEATURES, RandomModel
 from tests.support.zoo import ZOO
 from zbcompile import schedules
 from zbcompile.passes.exported.capture.export import export_training_step
@@ -125,3 +126,12 @@ def test_default_sums_over_stages_are_within_rounding() -> None:
     for name, gradient in expected.gradients.items():
         error = (result.gradients[name] - gradient).abs().max()
         assert error <= 1e-6 * gradient.abs().max()
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_generated_models(seed: int) -> None:
+    """Shared layers, buffers, dropout, writes in place, no_grad regions in any combination."""
+    torch.manual_seed(seed)
+    batches = [((torch.randn(6, FEATURES),), {}, torch.randn(6, FEATURES)) for _ in range(4)]
+    placements = [("zb-h1", 2), ("zb-v", 2)]
+    check_schedules(placements, RandomModel(seed).train(), batches, nn.functional.mse_loss)
