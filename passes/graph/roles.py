@@ -45,15 +45,13 @@ class Slot(NamedTuple):
 
 
 class TensorSpec(NamedTuple):
-    """Shape, dtype, strides and device of a tensor: enough to allocate one that a graph accepts. `hops` is how many
-    stages further the tensor is sent, if it is."""
+    """Shape, dtype, strides and device of a tensor: enough to allocate one that a graph accepts."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: str
     device: str
     needs_gradient: bool = False
-    hops: int = 1
 
     @property
     def bytes(self) -> int:

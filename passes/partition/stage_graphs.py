@@ -1,7 +1,7 @@
 """Cutting: from the canonical graph and an assignment of its nodes to stages to one graph per stage."""
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -23,18 +23,12 @@ Assignment = Mapping[Node, int]
 
 @dataclass(frozen=True)
 class Stage:
-    """A pure forward graph: every input is a placeholder with `meta["slot"]`, `outputs` names what it returns.
-
-    `hops` says of activations that come from or go to a stage which is not a neighbour how far away it is. A value that
-    leaves for several stages leaves under a name for each, the last of them first, so that its gradients are added in
-    the order of eager.
-    """
+    """A pure forward graph: every input is a placeholder with `meta["slot"]`, `outputs` names what it returns."""
 
     index: int
     module: GraphModule
     outputs: tuple[Slot, ...]
     random: bool
-    hops: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def inputs(self) -> tuple[Slot, ...]:
@@ -89,20 +83,14 @@ def _home(node: Node, earliest: int, owned: Sequence[tuple[int, ...]]) -> int:
 
 
 class ValueLeg(NamedTuple):
-    """A value on its way from one stage to another."""
+    """A value on its way from one stage to the next."""
 
     value: Node
     source: int
-    target: int
-
-    @property
-    def hops(self) -> int:
-        return self.target - self.source
 
     @property
     def slot(self) -> Slot:
-        """A value may leave a stage for several others; it has its name on the way to the next."""
-        return Slot("activation", self.value.name if self.hops == 1 else f"{self.value.name}__to{self.target}")
+        return Slot("activation", self.value.name)
 
 
 def cut(
@@ -119,11 +107,10 @@ def cut(
     """
     anywhere = replicable(canonical, line.flops)
     legs = list(legs_of(canonical, line.nodes, assigned.get, stages - 1))
-    legs.sort(key=lambda leg: -leg.hops)  # in execution order otherwise; the last message of a stage is for the next
-    arriving = ([leg for leg in legs if leg.target == s] for s in range(stages))
+    arriving = ([leg for leg in legs if leg.source == s - 1] for s in range(stages))
     leaving = ([leg for leg in legs if leg.source == s] for s in range(stages))
     return tuple(
-        _build(canonical, line, assigned, _Builder(anywhere, exact, came), came, left, s, s == stages - 1)
+        _build(canonical, line, assigned, _Builder(anywhere, exact, came), left, s, s == stages - 1)
         for s, (came, left) in enumerate(zip(arriving, leaving, strict=True))
     )
 
@@ -141,7 +128,7 @@ def legs_of(
         maker = stage_of(node, -1)
         readers = [stage_of(user, -1) for user in node.users]
         farthest = max([*readers, *[last] * (node in ends)], default=maker)
-        yield from (ValueLeg(node, stage, stage + 1) for stage in range(maker, farthest))
+        yield from (ValueLeg(node, stage) for stage in range(maker, farthest))
 
 
 class _Builder:
@@ -206,7 +193,6 @@ def _build(
     line: Line,
     assigned: Assignment,
     builder: _Builder,
-    arriving: Sequence[ValueLeg],
     leaving: Sequence[ValueLeg],
     stage: int,
     last: bool,
@@ -222,8 +208,7 @@ def _build(
     builder.graph.output(tuple(node for _, node in outputs))
     _placeholders_first(builder.graph)
     module = LazyGraphModule(canonical.module, builder.graph, class_name=f"Stage{stage}")
-    hops = {leg.slot.name: leg.hops for leg in (*arriving, *leaving) if leg.hops > 1}
-    return Stage(stage, module, tuple(slot for slot, _ in outputs), any(is_random(node) for node in own), hops)
+    return Stage(stage, module, tuple(slot for slot, _ in outputs), any(is_random(node) for node in own))
 
 
 def _placeholders_first(graph: Graph) -> None:

@@ -144,7 +144,6 @@ class Renaming:
     stage: int
     names: Mapping[tuple[str, str], str]
     descriptions: Mapping[Any, Mapping[str, Any]]
-    hops: Mapping[str, int]
 
     def slot(self, slot: Slot) -> Slot:
         return slot.called(self.names.get(_key(slot), slot.name))
@@ -154,9 +153,8 @@ class Renaming:
         return {self.slot(Slot(kind, name)).name: value for name, value in values.items()}
 
     def travelling(self, specs: Mapping[str, TensorSpec]) -> dict[str, TensorSpec]:
-        """What travels, to the stages to which it does so under its new name."""
-        found = self.by_name(specs, "activation")
-        return {name: spec._replace(hops=self.hops.get(name, 1)) for name, spec in found.items()}
+        """What travels, under its new name."""
+        return self.by_name(specs, "activation")
 
     def source_of(self, node: Node) -> Mapping[str, Any]:
         """Where what `node` is in the old stage comes from in the new one."""
@@ -171,7 +169,7 @@ def renaming(old: tuple[Stage, Tangents], new: tuple[Stage, Tangents]) -> Renami
     names = {before: after for before, (_, after) in zip(_keys(*old), _keys(*new), strict=True)}
     twins = zip(old[0].module.graph.nodes, new[0].module.graph.nodes, strict=True)
     lines = {_description_key(a): source_of(b) for a, b in twins}
-    return Renaming(new[0].index, names, {key: line for key, line in lines.items() if any(key)}, new[0].hops)
+    return Renaming(new[0].index, names, {key: line for key, line in lines.items() if any(key)})
 
 
 def _description_key(node: Node) -> tuple[str, tuple[str, ...]]:

@@ -53,7 +53,7 @@ from zbcompile.passes.torch_private import FakeTensorMode, LazyGraphModule, make
 class StageProgram:
     """One compiled stage. `pieces` has F, B, W and BW, or F alone if the stage only runs forward.
 
-    Boundary tensors are listed in the order in which they travel, those of the farthest stages first: `receives` and
+    Boundary tensors are listed in the order in which they travel: `receives` and
     `sends` are the activations that arrive and leave in F; `gradients_in` and `gradients_out` the gradients that arrive
     and leave in B, by the name of their activation. `flops` is per pass and microbatch, a multiply-add counts as two.
     `original` is the stage that was compiled: another one where its graphs are used, renamed. `recomputed` says what B
@@ -94,15 +94,10 @@ class StageProgram:
         """Bytes of activations that leave per microbatch."""
         return sum(spec.bytes for spec in self.sends.values())
 
-    @property
-    def largest_message(self) -> int:
-        """Bytes of the largest message that leaves in F: what goes to stages further away has messages of its own."""
-        return max((self.message_bytes("F", hops) for hops in {spec.hops for spec in self.sends.values()}), default=0)
-
-    def message_bytes(self, event: str, hops: int) -> int:
-        """Bytes of what F sends to the stage that is `hops` further on, or B to the one that is `hops` back."""
+    def message_bytes(self, event: str) -> int:
+        """Bytes of what F sends to the next stage, or B to the one before."""
         leaving = self.sends if event == "F" else self.gradients_out
-        return sum(spec.bytes for spec in leaving.values() if spec.hops == hops)
+        return sum(spec.bytes for spec in leaving.values())
 
 
 def finish_stage(split: Split, choices: Choices) -> StageProgram:
@@ -121,8 +116,8 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
         pieces=pieces,
         receives=_received(stage, gradients),
         sends=_sent(stage, tangents, choices.exact),
-        gradients_in=_travelling(stage, {n: node.meta["val"] for n, node in tangents.items() if n != "loss"}),
-        gradients_out=_travelling(stage, gradients),
+        gradients_in=_travelling({n: node.meta["val"] for n, node in tangents.items() if n != "loss"}),
+        gradients_out=_travelling(gradients),
         parameters=stage.named("parameter"),
         buffers=stage.named("buffer"),
         trained=tuple(dict.fromkeys(slot.name for slot, _ in split.joint.outputs if slot.kind == "gradient")),
@@ -183,25 +178,22 @@ def _forward_program(stage: Stage, receives: Mapping[str, TensorSpec], sends: Ma
 def _received(stage: Stage, gradients: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
     nodes = [n for n in stage.module.graph.find_nodes(op="placeholder") if n.meta["slot"].kind == "activation"]
     names = [n.meta["slot"].name for n in nodes]
-    specs = [tensor_spec(n.meta["val"], name in gradients) for n, name in zip(nodes, names, strict=True)]
-    return {name: spec._replace(hops=stage.hops.get(name, 1)) for name, spec in zip(names, specs, strict=True)}
+    return {name: tensor_spec(n.meta["val"], name in gradients) for n, name in zip(nodes, names, strict=True)}
 
 
 def _sent_as_received(stage: Stage, received: Sequence[Mapping[str, TensorSpec]]) -> dict[str, TensorSpec]:
     names = [slot.name for slot in stage.outputs if slot.kind == "activation"]
-    return {name: received[stage.index + stage.hops.get(name, 1)][name] for name in names}
+    return {name: received[stage.index + 1][name] for name in names}
 
 
-def _travelling(stage: Stage, values: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
-    return {name: tensor_spec(value)._replace(hops=stage.hops.get(name, 1)) for name, value in values.items()}
+def _travelling(values: Mapping[str, torch.Tensor]) -> dict[str, TensorSpec]:
+    return {name: tensor_spec(value) for name, value in values.items()}
 
 
 def _sent(stage: Stage, tangents: Mapping[str, object], exact: bool) -> dict[str, TensorSpec]:
     pairs: list[tuple[Slot, torch.fx.Node]] = list(zip(stage.outputs, output_values(stage.module.graph), strict=True))
     return {
-        slot.name: tensor_spec(boundary_like(node.meta["val"], exact), slot.name in tangents)._replace(
-            hops=stage.hops.get(slot.name, 1)
-        )
+        slot.name: tensor_spec(boundary_like(node.meta["val"], exact), slot.name in tangents)
         for slot, node in pairs
         if slot.kind == "activation"
     }

@@ -1,7 +1,7 @@
 """What holds of the model's graph after each canonicalisation, and of the stages that it is cut into."""
 
 from collections.abc import Iterator, Sequence
-from itertools import combinations
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -67,19 +67,14 @@ def differentiability_known(view: GraphView) -> Iterator[Break]:
 @rule("a stage receives, in this order and form, what other stages send it")
 def boundaries_agree(made: Sequence[Stage], before: Any) -> Iterator[Break]:
     views = list(graphs_of(tuple(made)))
-    for i, j in combinations(range(len(made)), 2):
-        first, second, hops = views[i], views[j], j - i
-        sent = [(slot, node) for slot, node in first.leaving if _goes(made[i], slot, hops)]
-        received = [(slot, node) for slot, node in second.arriving if _goes(made[j], slot, hops)]
+    for first, second in pairwise(views):
+        sent = [(slot, node) for slot, node in first.leaving if slot.kind == "activation"]
+        received = [(slot, node) for slot, node in second.arriving if slot.kind == "activation"]
         if [slot for slot, _ in sent] != [slot for slot, _ in received]:
             yield Break(f"receives {_names(received)}, and {first.title} sends {_names(sent)}", None, second.title)
         for (slot, one), (_, other) in zip(sent, received, strict=False):
             if _layout(one) != _layout(other):
                 yield Break(f"receives {slot.name} as {_layout(other)}, sent as {_layout(one)}", other, second.title)
-
-
-def _goes(stage: Stage, slot: Slot, hops: int) -> bool:
-    return slot.kind == "activation" and stage.hops.get(slot.name, 1) == hops
 
 
 def _names(pairs: Sequence[tuple[Slot, Any]]) -> str:

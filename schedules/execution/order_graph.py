@@ -23,8 +23,6 @@ from zbcompile.schedules.ir.dependencies import (
     awaited,
     needs,
     other_end,
-    receives_before,
-    source,
     target,
 )
 from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, OPS
@@ -212,10 +210,6 @@ class OrderGraph:
             made = () if self.lowered else needs(op, stage, stages)
             yield from (NodeInput(other, at, EdgeKind("shards")) for other, at in made)
         elif op in COMPUTE_OPS:  # `check` proves the place of all others in the order of their rank
-            for receive in receives_before(schedule, op, stage) if self.lowered else ():
-                at = source(receive, stage, stages)
-                if MESSAGE_OPS[receive].hops > 1 and at is not None and (there := beside(rank, stage, at)) != rank:
-                    yield NodeInput(other_end(receive), at, EdgeKind("message", min(stage, at), there, rank))
             for other, at in needs(op, stage, stages):
                 there = beside(rank, stage, at)
                 if there == rank:

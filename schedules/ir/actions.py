@@ -34,8 +34,6 @@ class Action(NamedTuple):
     In a lowered program `SEND_F` stage s sends what s made in F to stage s+1 and `RECV_F` stage s receives what stage
     s-1 sent; `SEND_B` stage s sends the gradient of its input to stage s-1 and `RECV_B` stage s receives the gradient
     of its output from stage s+1. A receive is posted, never waited for: the compute action that needs the value waits.
-    What goes straight to a stage further away has the number of stages in its letters: `SEND3_F` stage s sends to stage
-    s+3, and `SEND3_B` stage s+3 sends the gradient back.
 
     S, T and the collectives name a shard of the vocabulary by the first stage of its rank. A collective is posted by
     every shard and never waited for by the one that posts it: CAST carries the last stage's output to all shards (C0),

@@ -12,7 +12,7 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 ALONG = {F: 1, B: -1}  # whose results go down the pipeline, from stage to stage + 1, and up
 TRAVELS = {op: ALONG.get(result_of(op), 0) for op in COMPUTE_OPS}
-TRAVELS |= {op: ALONG[message.payload] * message.hops for op, message in MESSAGE_OPS.items()}
+TRAVELS |= {op: ALONG[message.payload] for op, message in MESSAGE_OPS.items()}
 SEND_OF = {payload: message_op("SEND", payload) for payload in ALONG}
 RECEIVE_OF = {payload: message_op("RECV", payload) for payload in ALONG}
 
@@ -51,7 +51,7 @@ def travels_as(op: str) -> str:
 
 
 def sends_after(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
-    """The messages in which the results of `op` on `stage` leave for other stages, the farthest first.
+    """The message in which the results of `op` on `stage` leave for another stage, if any.
 
     >>> from zbcompile.schedules import build
     >>> sends_after(build("1f1b", ranks=4, microbatches=1), "BW", 2)
@@ -61,7 +61,7 @@ def sends_after(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
 
 
 def receives_before(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
-    """The messages that bring what `op` on `stage` needs from other stages, the farthest first."""
+    """The message that brings what `op` on `stage` needs from another stage, if any."""
     return _messages(schedule, "RECV", result_of(op), stage)
 
 
@@ -69,24 +69,14 @@ def _messages(schedule: Schedule, direction: str, event: str, stage: int) -> tup
     if event not in SEND_OF:
         return ()
     neighbour = (target if direction == "SEND" else source)(event, stage, schedule.stages)
-    starts = (direction == "SEND") == (event == "F")  # else the way ends here
-    ways = (way for way in schedule.ways if (way.source if starts else way.target) == stage)
-    hops = sorted((way.target - way.source for way in ways if event == "F" or way.back), reverse=True)
-    return tuple(message_op(direction, event, each) for each in [*hops, *[1] * (neighbour is not None)])
-
-
-def messages_of(schedule: Schedule) -> frozenset[str]:
-    """The letters of all messages that a schedule may have."""
-    near = {*SEND_OF.values(), *RECEIVE_OF.values()}
-    hops = {way.target - way.source for way in schedule.ways}
-    return frozenset(near | {message_op(way, op, each) for way in ("SEND", "RECV") for op in SEND_OF for each in hops})
+    return () if neighbour is None else (message_op(direction, event),)
 
 
 def other_end(op: str) -> str:
     """The receive of a send, and the send of a receive.
 
-    >>> other_end("SEND3_F"), other_end("RECV_B")
-    ('RECV3_F', 'SEND_B')
+    >>> other_end("SEND_F"), other_end("RECV_B")
+    ('RECV_F', 'SEND_B')
     """
     return op.replace("SEND", "RECV") if op.startswith("SEND") else op.replace("RECV", "SEND")
 

@@ -9,7 +9,7 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,7 +26,6 @@ from zbcompile.schedules.ir.schedule import (
     parse_step,
     require_counts,
     require_schedule,
-    require_ways,
 )
 from zbcompile.untrusted_text import parse_json, read_text
 
@@ -154,8 +153,6 @@ def to_json(schedule: Schedule, costs: Costs | None = None) -> str:
         data["barriers"] = schedule.barriers
     if schedule.lookups:
         data["lookups"] = True
-    if schedule.ways:
-        data["ways"] = schedule.ways
     if costs is not None:
         data["costs"] = json.loads(costs.to_json())
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
@@ -183,7 +180,6 @@ def from_dict(data: Any) -> Document:
         if type(data["name"]) is not str or passes not in PASSES:
             raise ScheduleError(f"a schedule called {data['name']!r:.80} with barriers and lookups of {passes!r:.80}")
         schedule = Schedule(data["name"], placement, data["microbatches"], orders, *passes)
-        schedule = replace(schedule, ways=require_ways(data.get("ways", ()), schedule.stages))
         return Document(schedule, Costs.from_dict(data["costs"]) if "costs" in data else None)
     except (KeyError, TypeError, AttributeError) as error:
         raise ScheduleError(f"JSON that describes no schedule: {error!r:.200}; write it with `to_json`") from None

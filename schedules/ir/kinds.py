@@ -36,30 +36,23 @@ COMPUTE_OPS = {
 
 
 class MessageOp(NamedTuple):
-    """A SEND or RECV of the result of `payload`, F or B; `hops`: how many stages further its values are needed."""
+    """A SEND or RECV of the result of `payload`, F or B, to or from the stage beside."""
 
     direction: str
     payload: str
-    hops: int = 1
 
 
-FARTHEST = 64  # stages that a value goes straight
-
-
-def message_op(direction: str, payload: str, hops: int = 1) -> str:
+def message_op(direction: str, payload: str) -> str:
     """Returns the letters of a message.
 
-    >>> message_op("SEND", "F"), message_op("RECV", "B", 3)
-    ('SEND_F', 'RECV3_B')
+    >>> message_op("SEND", "F")
+    'SEND_F'
     """
-    return f"{direction}{'' if hops == 1 else hops}_{payload}"
+    return f"{direction}_{payload}"
 
 
 MESSAGE_OPS = {
-    message_op(direction, payload, hops): MessageOp(direction, payload, hops)
-    for hops in range(1, FARTHEST + 1)
-    for direction in ("RECV", "SEND")
-    for payload in "FB"
+    message_op(direction, payload): MessageOp(direction, payload) for direction in ("RECV", "SEND") for payload in "FB"
 }
 
 
@@ -109,7 +102,7 @@ EXCHANGE_OPS = {  # in the order in which all ranks run them
 
 OPS = frozenset((*COMPUTE_OPS, *MESSAGE_OPS, *COLLECTIVE_OPS, *OPTIMIZER_OPS, *EXCHANGE_OPS))
 TORCH_LETTERS = {op: each.torch for op, each in COMPUTE_OPS.items() if each.torch}
-TORCH_LETTERS |= {op: op for op, message in MESSAGE_OPS.items() if message.hops == 1}
+TORCH_LETTERS |= {op: op for op in MESSAGE_OPS}
 TORCH_LETTERS |= {op: op for op in COLLECTIVE_OPS}
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
 from operator import itemgetter
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, B, Pair, S, Step, W, flatten
-from zbcompile.schedules.ir.kinds import FARTHEST, OPS, TORCH_LETTERS, result_of
+from zbcompile.schedules.ir.kinds import OPS, TORCH_LETTERS, result_of
 from zbcompile.schedules.ir.placement import Placement, require_count
 
 Orders = tuple[tuple[Step, ...], ...]
@@ -31,26 +31,6 @@ class Picturable:
         return type(self).picture(self)
 
 
-class Way(NamedTuple):
-    """From stage `source` straight to stage `target`, at least two behind it; `back` if gradients return."""
-
-    source: int
-    target: int
-    back: bool
-
-
-def require_ways(ways: Iterable[Iterable[Any]], stages: int) -> tuple[Way, ...]:
-    """Returns ways that were read from a file. Raises `ScheduleError` if these stages cannot have them."""
-    found = tuple(Way(*way) for way in ways)
-    for way in found:
-        whole = type(way.source) is int and type(way.target) is int and type(way.back) is bool
-        if not whole or not 0 <= way.source < way.target < stages or not 2 <= way.target - way.source <= FARTHEST:
-            raise ScheduleError(f"way {tuple(way)!r:.80}: expected two stages of {stages}, 2 to {FARTHEST} apart")
-    if len({way[:2] for way in found}) < len(found):
-        raise ScheduleError("two ways between the same two stages; expected one")
-    return tuple(sorted(found))
-
-
 @dataclass(frozen=True)
 class Schedule(Picturable):
     """`orders[rank]` is the tuple of that rank's actions, or pairs of them.
@@ -62,7 +42,7 @@ class Schedule(Picturable):
 
     If there are vocabulary passes, `barriers` says what the backward of the last stage waits for: S of every shard (1)
     or T of every shard (2). `lookups` says that the embedding is sharded too: the first stage receives the rows that
-    all shards have looked up. `ways` are those of values that go straight to a stage which is not the next.
+    all shards have looked up.
     """
 
     name: str
@@ -71,7 +51,6 @@ class Schedule(Picturable):
     orders: Orders
     barriers: int = 1
     lookups: bool = False
-    ways: tuple[Way, ...] = ()
 
     @property
     def ranks(self) -> int:

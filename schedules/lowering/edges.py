@@ -12,7 +12,7 @@ from zbcompile.schedules.ir.dependencies import (
     target,
     travels_as,
 )
-from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
+from zbcompile.schedules.ir.kinds import result_of
 from zbcompile.schedules.ir.schedule import Schedule
 
 # Messages between stages and vocabulary shards: the last stage's output and its gradient, the gradient of what the
@@ -21,18 +21,17 @@ HIDDEN_MESSAGE, GRADIENT_MESSAGE, ROWS_MESSAGE = "HIDDEN", "GRADIENT", "ROWS"
 
 
 class Message(NamedTuple):
-    """The `F` or `B` values that arrive at `stage` for `microbatch`, from a stage that is `hops` away; or what a
-    collective of the vocabulary passes takes from there or brings there."""
+    """The `F` or `B` values that arrive at `stage` for `microbatch`; or what a collective of the vocabulary passes
+    takes from there or brings there."""
 
     kind: str
     stage: int
     microbatch: int
-    hops: int = 1
 
 
 class Edge(NamedTuple):
     """The values of an action. A compute action waits for `needs` and makes messages, each for a rank; a SEND `carries`
-    one to `peer`, a RECV one from there. Those from and to the farthest stages are the first."""
+    one to `peer`, a RECV one from there."""
 
     needs: tuple[Message, ...] = ()
     makes: tuple[tuple[Message, int], ...] = ()
@@ -46,7 +45,7 @@ def edges_of(schedule: Schedule, rank: int) -> dict[Action, Edge]:
     >>> from zbcompile.schedules import build, lower
     >>> edge = edges_of(lower(build("1f1b", ranks=2, microbatches=1)), 1)[Action("BW", 1, 0)]
     >>> edge.needs, edge.makes
-    ((), ((Message(kind='B', stage=0, microbatch=0, hops=1), 0),))
+    ((), ((Message(kind='B', stage=0, microbatch=0), 0),))
     """
     collectives = awaited(schedule, lowered=True) if schedule.shards else {}
     return {action: _edge(schedule, action, collectives) for action in flatten(schedule.orders[rank])}
@@ -71,7 +70,7 @@ def _edge(schedule: Schedule, action: Action, collectives: Mapping[tuple[str, in
 
 def _carried(op: str, stage: int, microbatch: int) -> Message:
     """What a SEND or RECV brings to a stage."""
-    return Message(travels_as(op), stage, microbatch, MESSAGE_OPS[op].hops)
+    return Message(travels_as(op), stage, microbatch)
 
 
 def _handed_over(schedule: Schedule, action: Action) -> Message | None:

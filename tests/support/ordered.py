@@ -26,7 +26,7 @@ class InOrder(Transport):
     posted: dict[Channel, deque[Message]] = field(default_factory=lambda: defaultdict(deque))
 
     def send(self, message: Message, tensors: Tensors, peer: int) -> None:
-        source = message.stage + (-message.hops if message.kind == "F" else message.hops)
+        source = message.stage + (-1 if message.kind == "F" else 1)
         channel = self.rank_of(source, message.microbatch), peer
         self.sent[channel].append(tensors)
         self._match(channel)

@@ -38,7 +38,7 @@ from zbcompile.passes.vocabulary.logits import NotShardable
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import FORWARDS
-from zbcompile.program.program import Program, call_of, listed, ways_of
+from zbcompile.program.program import Program, call_of, listed
 from zbcompile.schedules import Placement, Schedule, lower
 from zbcompile.schedules.generators.forward_only import forward_only
 
@@ -220,4 +220,4 @@ def _in_order(
 ) -> Schedule:
     lookups = vocabulary is not None and bool(vocabulary.lookup)
     schedule = forward_only(placement, count, shards=vocabulary is not None, lookups=lookups)
-    return lower(replace(schedule, ways=ways_of(stages)))
+    return lower(schedule)

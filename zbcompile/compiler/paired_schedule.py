@@ -8,7 +8,7 @@ from zbcompile.compiler.vocabulary_sharding import insert
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.machine.hardware import hardware_for
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
-from zbcompile.program.program import Program, ways_of
+from zbcompile.program.program import Program
 from zbcompile.schedules import Costs, Schedule, lower
 from zbcompile.schedules.searching.pairs import with_pairs
 
@@ -35,7 +35,7 @@ def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choic
     """The schedule with its messages and, unless `pairs` says otherwise, with pairs that hide the collectives."""
     pairs = any(each.hides for stage in stages for each in collectives_of(stage))
     if choices.pairs == "given" or not pairs or any("W" not in stage.pieces for stage in stages):
-        return lower(replace(with_pairs(schedule, Costs.uniform(schedule.stages)), ways=ways_of(stages)))
+        return lower(with_pairs(schedule, Costs.uniform(schedule.stages)))
     speed = max((choices.hardware or hardware_for(device)).peak.values())
     times = {op: [stage.flops[op] / speed for stage in stages] for op in "FBW"}
     waits = {op: [exchange_of(stage, op, choices, device) for stage in stages] for op in "FB"}
@@ -43,4 +43,4 @@ def lower_for(stages: Sequence[StageProgram], schedule: Schedule, choices: Choic
     in_forward, in_backward = (tuple(wait[1] for wait in waits[op]) for op in "FB")
     costs = Costs(forward, backward, tuple(times["W"]), **bytes_of(stages))
     costs = replace(costs, forward_exchange=in_forward, backward_exchange=in_backward)
-    return lower(replace(with_pairs(schedule, costs), ways=ways_of(stages)))
+    return lower(with_pairs(schedule, costs))

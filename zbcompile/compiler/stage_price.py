@@ -43,7 +43,7 @@ def price_of(
     forward, backward, weight = (times.get(op, 0.0) for op in "FBW")
     saved = max(0.0, backward + weight - times["BW"]) if "BW" in times else 0.0
     (all_f, hides_f), (all_b, hides_b) = (exchange_of(stage, op, choices, device) for op in "FB")
-    sizes = stage.crossing.kept, stage.crossing.residue, running_bytes(stage), stage.largest_message
+    sizes = stage.crossing.kept, stage.crossing.residue, running_bytes(stage), stage.send_bytes
     seconds, again = (forward + all_f, backward + all_b, weight), recomputed_seconds(stage, hardware)
     return StagePrice(seconds, again, (hides_f, hides_b), *sizes, saved)
 
@@ -102,7 +102,7 @@ def bytes_of(stages: Sequence[StageProgram]) -> dict[str, Any]:
     return {
         "activation": tuple(stage.crossing.kept for stage in stages),
         "residue": tuple(stage.crossing.residue for stage in stages),
-        "message": tuple(stage.largest_message for stage in stages),
+        "message": tuple(stage.send_bytes for stage in stages),
     }
 
 

@@ -166,7 +166,7 @@ class GroupRanks(Ranks):
         schedule = traffic.schedule
         if not self.ordered:
             return TaggedLinks(self.group, traffic.microbatches, f"{self.watch.position.doing} ({traffic.number})")
-        needs = schedule.placement, schedule.ops, schedule.ways
+        needs = schedule.placement, schedule.ops
         if self.opened is None or needs not in self.opened_for:
             found = self.opened or OrderedLinks({}, {})
             store, pairs = self.watch.board.private_store(self.group), found.missing(channels_of(schedule), self.rank)

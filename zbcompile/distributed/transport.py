@@ -28,7 +28,6 @@ from zbcompile.torch_private import gloo_link, nccl_link
 
 Pair = tuple[int, int]  # source rank, destination rank
 SOURCE, DESTINATION = 0, 1  # the ranks of a link
-STAGES = 1024  # of a program with messages to stages that are not the next
 
 
 @dataclass(frozen=True)
@@ -51,8 +50,7 @@ class TaggedLinks:
         return self.group.recv([tensor], peer, self._tag(message, index))
 
     def _tag(self, message: Message, index: int) -> int:
-        place = (message.hops - 1) * STAGES + message.stage
-        number = (place * 2 + (message.kind == "B")) * self.microbatches + message.microbatch
+        number = (message.stage * 2 + (message.kind == "B")) * self.microbatches + message.microbatch
         return (zlib.crc32(self.call.encode()) + number * 64 + index) % (UNUSED_TAG - 1) + 1
 
 

@@ -85,8 +85,8 @@ def _local(stage: StageProgram, placement: Placement) -> set[Slot]:
     def is_near(hops: int) -> bool:
         return placement.rank(stage.stage + hops) == placement.rank(stage.stage)
 
-    activations = {Slot("activation", name) for name, spec in stage.receives.items() if is_near(-spec.hops)}
-    return activations | {Slot("tangent", name) for name, spec in stage.gradients_in.items() if is_near(spec.hops)}
+    activations = {Slot("activation", name) for name in stage.receives if is_near(-1)}
+    return activations | {Slot("tangent", name) for name in stage.gradients_in if is_near(1)}
 
 
 def predicted_costs(
@@ -119,7 +119,6 @@ def _links(program: Program, hardware: Hardware) -> dict[str, Any]:
         return {}
     rank, stages = program.schedule.placement.rank, program.schedule.stages
     pairs = {(rank(s), rank(s + 1)) for s in range(stages - 1)}
-    pairs |= {(rank(way.source), rank(way.target)) for way in program.schedule.ways}
     apart = {(a, b): hardware.connection(a, b) for pair in pairs for a, b in (pair, pair[::-1])}
     links = [Link(*pair, *c) for pair, c in sorted(apart.items()) if c is not None and c != hardware.within]
     return {"comm": hardware.within.latency, "bandwidth": hardware.within.bandwidth, "links": tuple(links)}
@@ -174,8 +173,5 @@ class Messages:
 def count_messages(program: Program) -> Messages:
     """The messages of one step between different ranks. One message may carry several tensors."""
     sends = Counter(a[:2] for order in program.lowered.orders for a in flatten(order) if a.op in SENDS)
-    sizes = {
-        (op, stage): program.stages[stage].message_bytes(MESSAGE_OPS[op].payload, MESSAGE_OPS[op].hops)
-        for op, stage in sends
-    }
+    sizes = {(op, stage): program.stages[stage].message_bytes(MESSAGE_OPS[op].payload) for op, stage in sends}
     return Messages(sends.total(), sum(count * sizes[key] for key, count in sends.items()))

@@ -252,15 +252,13 @@ class _Messages:
         if MESSAGE_OPS[action.op].payload != F:
             return 0
         stage = self.program.stages[action.stage]
-        key = action.stage, MESSAGE_OPS[action.op].hops
-        if key not in self.kept:
-            leaving = {name for name, spec in stage.sends.items() if spec.hops == key[1]}
-            self.kept[key] = sent_and_kept(stage.pieces["F"], leaving)
-        return self.kept[key]
+        if action.stage not in self.kept:
+            self.kept[action.stage] = sent_and_kept(stage.pieces["F"], stage.sends.keys())
+        return self.kept[action.stage]
 
     def _made(self, stage: int, message: Message) -> int:
         """The bytes of a message that a pass makes."""
-        return self.program.stages[stage].message_bytes(message.kind, message.hops)
+        return self.program.stages[stage].message_bytes(message.kind)
 
 
 def sent_and_kept(forward: Piece, leaving: Collection[str]) -> int:

@@ -101,16 +101,14 @@ def _from_data(data: Any) -> Any:
 
 
 def spec_to_data(spec: TensorSpec) -> list[Any]:
-    return [list(spec.shape), list(spec.stride), spec.dtype, spec.needs_gradient, spec.hops]
+    return [list(spec.shape), list(spec.stride), spec.dtype, spec.needs_gradient]
 
 
 def spec_from_data(data: list[Any], device: str) -> TensorSpec:
-    shape, stride, dtype, needs_gradient, hops = data
+    shape, stride, dtype, needs_gradient = data
     sizes = sizes_from_data(shape), sizes_from_data(stride)
     dtype_named(dtype)  # a name that torch has
-    if type(hops) is not int or hops < 1:
-        raise TypeError(f"{hops!r} is no number of stages")
-    return TensorSpec(*sizes, dtype, device, bool(needs_gradient), hops)
+    return TensorSpec(*sizes, dtype, device, bool(needs_gradient))
 
 
 def sizes_from_data(data: Any) -> tuple[int, ...]:

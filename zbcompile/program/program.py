@@ -1,7 +1,7 @@
 """The program: everything that the compiler decided, for all ranks, printable and hashable."""
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +23,7 @@ from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.output import FORWARDS, Output
-from zbcompile.schedules.ir.schedule import Schedule, Way
+from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.version import __version__
 
 ANSWERS = "answers-"  # and a number: a program for other answers, in the directory of the first
@@ -69,19 +69,6 @@ class Program:
     plan: str = field(default="", compare=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
     picture: ClassVar[Callable[["Program"], str]]
-
-    def __post_init__(self) -> None:
-        """Raises PipelineError if values that go straight to their stages have no messages in the order: they would
-        arrive with those for the next stage, and be taken for others."""
-        own = self.schedule.ways
-        lacking = [way for way in ways_of(self.stages) if way not in own and way._replace(back=True) not in own]
-        if lacking:
-            there, needed = (", ".join(map(str, ways)) or "none" for ways in (own, lacking))
-            raise PipelineError(
-                f"a program whose values go straight from stage to stage along {needed}, for which the order "
-                f"{self.schedule.name} has no messages; its ways are {there}. Place the messages for these stages "
-                "(`zbcompile.compiler.paired_schedule.in_order`)."
-            )
 
     def _repr_html_(self) -> str:
         """In notebooks, the predicted step: prediction says how in `picture`, because it imports this room."""
@@ -237,14 +224,6 @@ class Program:
         modules = [each[name].module for each in found.pieces for name in sorted(each)]
         graphs = [_digest(module.code + _types(module)) for module in modules]
         return [found.weight, found.barriers, list(map(list, found.bounds)), graphs]
-
-
-def ways_of(stages: Sequence[StageProgram]) -> tuple[Way, ...]:
-    """The ways of all values that go straight from a stage to one that is not the next, in any of these programs."""
-    arriving = {(stage.stage - spec.hops, stage.stage) for stage in stages for spec in stage.receives.values()}
-    back = {(stage.stage - spec.hops, stage.stage) for stage in stages for spec in stage.gradients_out.values()}
-    far = sorted((source, target) for source, target in arriving if target - source > 1)
-    return tuple(Way(*each, each in back) for each in far)
 
 
 def call_of(microbatch: Microbatch) -> tuple[str, ...]:

@@ -87,8 +87,7 @@ def assign_buffers(
             stage = stage_of(action)
             if id(stage) not in arrivals:
                 arrivals[id(stage)] = arrivals_at(stage)
-            message = MESSAGE_OPS[action.op]
-            found = [each for each in arrivals[id(stage)][message.payload] if each.spec.hops == message.hops]
+            found = arrivals[id(stage)][MESSAGE_OPS[action.op].payload]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
             waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
         elif action.op in AFTER:
@@ -122,13 +121,9 @@ def arrivals_at(stage: Receiver) -> dict[str, tuple[ArrivalUses, ...]]:
 def completed_sends(
     program: Program, rank: int, buffers: Mapping[Action, Sequence[Buffer]]
 ) -> dict[Action, tuple[Message, ...]]:
-    """For every action that needs a message: the sends known to be over once that message has arrived.
-
-    They are those that its sender has used before. A gradient also tells of values that went straight to a stage from
-    which none comes back (a mask): those of its microbatch up to the last stage that its backward has come from.
-    """
+    """For every action that needs a message: the sends known to be over once that message has arrived. They are those
+    that its sender has used before."""
     places: dict[int, _Places] = {}  # a rank has few peers
-    behind = _last_behind(program)
     open_sends: dict[int, list[tuple[int, Message]]] = defaultdict(list)  # by receiver: where it has used the message
     received: dict[Message, int] = {}  # from another rank
     completes: dict[Action, tuple[Message, ...]] = {}
@@ -146,26 +141,7 @@ def completed_sends(
                 over = [send for send in open_sends[peer] if send[0] < at]
                 completes[action] = (*completes.get(action, ()), *(message for _, message in over))
                 open_sends[peer] = [send for send in open_sends[peer] if send[0] >= at]
-                if need.kind == "B" and program.schedule.ways:
-                    stages = range(need.stage + need.hops, behind[need.stage + need.hops] + 1)
-                    for far, sends in open_sends.items():
-                        over = [send for send in sends if _is_straight(send[1], need.microbatch, stages)]
-                        completes[action] += tuple(message for _, message in over)
-                        open_sends[far] = [send for send in sends if send not in over]
     return completes
-
-
-def _last_behind(program: Program) -> list[int]:
-    """For each stage, the last stage whose forward has run when its backward has: gradients came from there to it."""
-    found = list(range(len(program.stages)))
-    for stage in reversed(program.stages[:-1]):
-        if any(spec.hops == 1 for spec in stage.gradients_in.values()):
-            found[stage.stage] = found[stage.stage + 1]
-    return found
-
-
-def _is_straight(message: Message, microbatch: int, stages: range) -> bool:
-    return message.kind == "F" and message.hops > 1 and message.microbatch == microbatch and message.stage in stages
 
 
 class _Places(NamedTuple):

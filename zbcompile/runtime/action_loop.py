@@ -163,12 +163,11 @@ class RankRun:
         return [value for message in needs for value in self.transport.take(message)]
 
     def _pass_on(self, to: Instruction, values: Tensors) -> None:
-        for message, local, part in to.makes:
-            carried = values if part is None else values[part]
+        for message, local in to.makes:
             if local:
-                self.transport.deliver(message, carried)
+                self.transport.deliver(message, values)
             else:
-                self.outbox[message] = carried
+                self.outbox[message] = values
 
     def _send(self, to: Instruction) -> None:
         assert to.carries is not None

@@ -13,7 +13,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.program.output import Output
-from zbcompile.program.program import Program, ways_of
+from zbcompile.program.program import Program
 from zbcompile.runtime.action_loop import StepRecorder
 from zbcompile.runtime.data_parallel import Sum
 from zbcompile.runtime.gradient_sums import Gradients
@@ -21,7 +21,7 @@ from zbcompile.runtime.rank_plan import RankPlan, Stages, plan_rank
 from zbcompile.runtime.slices import Slices
 from zbcompile.runtime.step_agreement import StepAgreement
 from zbcompile.runtime.vocabulary_parameters import VocabularyExecutable
-from zbcompile.schedules import Schedule, lower, with_updates
+from zbcompile.schedules import Schedule, with_updates
 
 
 @dataclass(frozen=True)
@@ -126,8 +126,7 @@ def plan_step(
 ) -> Executable:
     """The executable of a step in the order `lowered`, in which microbatch i runs `graphs[i]`. Microbatches of other
     replicas run any of `everywhere` (listed in one order on all ranks). All of them are programs with every parameter
-    in the same place. If the values of some microbatches go ways that those of others do not, messages are placed for
-    all ways, and are empty where a microbatch has no value.
+    in the same place.
 
     Raises PipelineError if what runs at the end of the step cannot serve all of them.
     """
@@ -141,9 +140,6 @@ def plan_step(
                 "cannot share a step. Put samples that are alike in that into one batch."
             )
         program = replace(program, stages=_trained_by_any(program, programs))
-    ways = ways_of([stage for each in graphs for stage in each.program.stages])
-    if ways != lowered.ways:
-        lowered = lower(replace(lowered, ways=ways))
     if program.lowered is not lowered:
         program = replace(program, lowered=lowered)
     stages, sums = [each.stages for each in graphs], graphs[0].sums

@@ -10,23 +10,21 @@ from zbcompile.compiler.compile_stage import make_manager
 from zbcompile.distributed.packing import Buffer
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.pass_list.passes_in_order import OVERLAP
-from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import assign_buffers, completed_sends
 from zbcompile.runtime.data_parallel import Sum, SumPlan, plan_sums
 from zbcompile.runtime.stage_plan import CompiledStage
-from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, SENDS, Action, F, Pair, Step, flatten
+from zbcompile.schedules.ir.actions import EXCHANGES, ONCE, SENDS, Action, Pair, Step, flatten
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.lowering.edges import Message, edges_of
 
 
 class MadeMessage(NamedTuple):
-    """A message that a pass makes, `local` if for a stage on this rank, of `values` of its results (None: all)."""
+    """A message that a pass makes, `local` if for a stage on this rank."""
 
     message: Message
     local: bool
-    values: slice | None = None
 
 
 class Instruction(NamedTuple):
@@ -99,25 +97,12 @@ def plan_rank(program: Program, rank: int, graphs: Sequence[Stages], sums: Mappi
 
     def instruction(action: Action) -> Instruction:
         needs, makes, carries, peer = edges[action]
-        parcels = _parcels(stage_of(action).program, makes, rank) if makes else ()
+        parcels = tuple(MadeMessage(message, to == rank) for message, to in makes)
         return Instruction(action, needs, parcels, carries, peer, buffers.get(action, ()), completes.get(action, ()))
 
     steps = _send_within_pairs(_steps(program, rank), merged)
     instructions = tuple(tuple(map(instruction, step)) for step in steps)
     return RankPlan(rank, instructions, merged, program.stages_of(rank), plan_sums(program, rank, sums))
-
-
-def _parcels(stage: StageProgram, makes: Sequence[tuple[Message, int]], rank: int) -> tuple[MadeMessage, ...]:
-    """The messages of a pass: first those straight to farther stages; the next stage gets all values that are left."""
-    if len(makes) == 1:
-        return tuple(MadeMessage(message, peer == rank) for message, peer in makes)
-    found, begin = [], 0
-    for message, peer in makes:
-        leaving = stage.sends if message.kind == F else stage.gradients_out
-        end = begin + sum(spec.hops == message.hops for spec in leaving.values())
-        found.append(MadeMessage(message, peer == rank, slice(begin, None if message.hops == 1 else end)))
-        begin = end
-    return tuple(found)
 
 
 def _steps(program: Program, rank: int) -> list[Sequence[Action]]:
