@@ -33,15 +33,14 @@ from typing import Any
 import torch
 from torch.fx import Graph, Node
 
-from zbcompile.passes.graph.fx import is_getitem, is_random, nodes_behind, operations_behind
+from zbcompile.passes.graph.fx import is_getitem, is_random, operations_behind
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.graph.storage import storages_read
 from zbcompile.passes.split.joint_graph import Joint
-from zbcompile.passes.split.saved_bytes import Crossing, crossing_of, keys_of
+from zbcompile.passes.split.saved_bytes import Crossing, crossing_of
 from zbcompile.passes.split.simplify import copy_joint
 from zbcompile.passes.split.subgraphs import Assignment, Piece, extract, share_views
-from zbcompile.passes.split.weight_cut import WeightCut, cut_weight, is_cheap
+from zbcompile.passes.split.weight_cut import cut_weight, is_cheap
 
 _MASK = 10  # position of output_mask in a convolution's backward: (gradient of input, of weight, of bias)
 
@@ -70,28 +69,22 @@ class Split:
     improvements: tuple[Improvement, ...]
 
 
-def split(joint: Joint, recompute: bool = False) -> Split:
+def split(joint: Joint) -> Split:
     """Split the joint graph of a stage. B then W compute the same bits as BW.
 
-    Every value is computed in exactly one of F, B and W, but for views and, with `recompute`, cheap values that W
-    recomputes if that lowers the bytes that wait for it.
+    Every value is computed in exactly one of F, B and W, but for views.
     """
     plain = closure(joint)
     joint = copy_joint(joint)
     convolutions = cut_convolutions(joint.module.graph)
     cut = closure(joint)
-    moved = cut_weight(cut, recompute=False)
-    lean = final = apply(cut, moved)
-    repeated: frozenset[Node] = frozenset()
-    if recompute:
-        moved = cut_weight(cut, recompute=True)
-        repeated, final = moved.again, apply(cut, moved)
+    early = cut_weight(cut)
+    lean = apply(cut, early)
     steps = [
         _improvement("convolution backwards cut", convolutions, plain, cut),
-        _improvement("cheap operations of W computed in B", len(moved.early), cut, lean),
-        _improvement("cheap operations computed again in W", len(repeated), lean, final),
+        _improvement("cheap operations of W computed in B", len(early), cut, lean),
     ]
-    final = share_views(final)
+    final = share_views(lean)
     forward, backward, weight, fused = (extract(final, name) for name in ("F", "B", "W", "BW"))
     merge_convolutions(fused.module.graph)
     fused.module.recompile()
@@ -129,20 +122,11 @@ def _assign(joint: Joint, forward: Set[Node], backward: Set[Node], weight: Set[N
     return Assignment(joint, {"F": forward, "B": backward, "W": weight, "BW": backward | weight})
 
 
-def apply(plain: Assignment, moved: WeightCut) -> Assignment:
-    """`plain` with the operations of `moved` on their new sides."""
+def apply(plain: Assignment, early: Set[Node]) -> Assignment:
+    """`plain` with the operations in `early` of W computed in B."""
     joint, nodes = plain.joint, plain.nodes
-    backward = nodes["B"] | _close(operations_behind(moved.early) & nodes["W"], joint)
-    own = nodes["W"] - backward
-    return _assign(joint, nodes["F"], backward, own | _repeated(joint, own, moved.again))
-
-
-def _repeated(joint: Joint, own: Set[Node], again: Set[Node]) -> set[Node]:
-    """The nodes that W repeats: those that `own` needs of the operations in `again` and the views of their results."""
-    made = {key for node in again for key in keys_of(node) - storages_read(node).keys()}
-    read = [argument for node in own for argument in node.all_input_nodes]
-    read += [node for slot, node in joint.outputs if slot.kind == "gradient"]
-    return nodes_behind(read, lambda n: n.op == "call_function" and n not in own and not made.isdisjoint(keys_of(n)))
+    backward = nodes["B"] | _close(operations_behind(early) & nodes["W"], joint)
+    return _assign(joint, nodes["F"], backward, nodes["W"] - backward)
 
 
 def needed_nodes(joint: Joint, wanted: Callable[[Slot], bool]) -> set[Node]:

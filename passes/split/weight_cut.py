@@ -2,9 +2,7 @@
 
 The dependency closure gives W everything that no input gradient needs. That keeps more than it must if a cheap
 operation of W reads large values that nothing else in W reads: the gradient of a hand-written norm's weight sums
-g * x_hat, and drags both along; computed in B, its result of one row is all that waits. With `recompute` W may also
-repeat cheap operations of F and B, so that what they read waits instead of what they make: often B keeps their inputs
-anyway.
+g * x_hat, and drags both along; computed in B, its result of one row is all that waits.
 
 Every operation is on one of two sides: before W, or in W. A storage is paid for when it is made before W and read in W
 (it waits between B and W), and once more when it is made in F and B does not need it anyway (it waits between F and B).
@@ -12,14 +10,13 @@ Both prices are those of a cut in a network, so the least sum is a minimum cut. 
 chosen whose changed operations move the fewest bytes, so nothing changes without a gain.
 """
 
-from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Set
 from typing import Any
 
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.graph.fx import is_random, operations_behind
+from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.min_cut import SINK, SOURCE, Network
 from zbcompile.passes.graph.storage import bytes_moved, storages_read
 from zbcompile.passes.split.joint_graph import Joint
@@ -28,14 +25,6 @@ from zbcompile.passes.split.subgraphs import Assignment
 from zbcompile.passes.torch_private import MEMORY_BOUND, OpOverload
 
 IN_W, BEFORE = SOURCE, SINK
-
-
-@dataclass(frozen=True)
-class WeightCut:
-    """Operations that changed sides: `early` ones B computes for W, `again` ones W repeats."""
-
-    early: frozenset[Node]
-    again: frozenset[Node]
 
 
 def is_cheap(node: Node) -> bool:
@@ -49,11 +38,11 @@ def is_cheap(node: Node) -> bool:
     return bool(tagged) or node.target.overloadpacket in MEMORY_BOUND
 
 
-def cut_weight(plain: Assignment, recompute: bool) -> WeightCut:
-    """The cheapest sides, given F's nodes, what B must compute and what is left for W."""
-    network = _WeightNetwork(plain, recompute)
-    in_w = network.solve()
-    return WeightCut(frozenset(network.movable - in_w), frozenset(network.repeatable & in_w))
+def cut_weight(plain: Assignment) -> frozenset[Node]:
+    """The operations left for W that B computes for it at the cheapest sides, given F's nodes and what B must
+    compute."""
+    network = _WeightNetwork(plain)
+    return frozenset(network.movable - network.solve())
 
 
 class _WeightNetwork:
@@ -63,7 +52,7 @@ class _WeightNetwork:
     its tail is in W and its head is not.
     """
 
-    def __init__(self, plain: Assignment, recompute: bool) -> None:
+    def __init__(self, plain: Assignment) -> None:
         joint, forward, backward, weight = plain.joint, *(plain.nodes[name] for name in "FBW")
         self.storages: Storages = find_storages(joint)
         self.forward = forward
@@ -72,9 +61,7 @@ class _WeightNetwork:
         self.gradients = {key for slot, node in joint.outputs if slot.kind == "gradient" for key in keys_of(node)}
         self.later = set(weight) - self.storages.views
         self.movable = {node for node in self.later if is_cheap(node)}
-        candidates = (operations_behind(weight) & (forward | backward)) - self.storages.views if recompute else set()
-        self.repeatable = {node for node in candidates if is_cheap(node)}
-        self.work = {node: bytes_moved(node) + 1 for node in self.movable | self.repeatable}
+        self.work = {node: bytes_moved(node) + 1 for node in self.movable}
         self.scale = 1 + sum(self.work.values())
         self.network = Network()
 
@@ -88,12 +75,10 @@ class _WeightNetwork:
     def _add_operations(self) -> None:
         for node in self.later:
             self.network.connect(IN_W, node, self.work.get(node))
-        for node in self.repeatable:
-            self.network.connect(node, BEFORE, self.work[node])
 
     def _add_storage(self, key: int) -> None:
         maker, readers = self.storages.maker[key], self.storages.readers.get(key, ())
-        readers = tuple(node for node in readers if node in self.later or node in self.repeatable)
+        readers = tuple(node for node in readers if node in self.later)
         wanted: list[Any] = [*readers, *([IN_W] if key in self.gradients else [])]
         if maker in self.later:
             for node in readers:
@@ -101,27 +86,12 @@ class _WeightNetwork:
         size = self.storages.bytes[key] * self.scale
         if not size or not wanted:
             return
-        start = maker if maker in self.later or maker in self.repeatable else BEFORE
-        self.network.connect(("waits", key), start, size + self._price_between_f_and_b(key, maker, readers, size))
+        start = maker if maker in self.later else BEFORE
+        # between F and B, what W itself reads is kept whichever side the readers are on
+        kept = not readers and key not in self.waiting_anyway and (maker in self.forward or maker in self.arrives)
+        self.network.connect(("waits", key), start, 2 * size if kept else size)
         for node in wanted:
             self.network.connect(node, ("waits", key))
-
-    def _price_between_f_and_b(self, key: int, maker: Node, readers: Iterable[Node], size: int) -> int:
-        """Add the price of a storage between F and B if it is made before W and read in W.
-
-        If W itself has readers, it is kept whichever side they are on, unless its maker is repeated and all of them are
-        in W.
-        """
-        if key in self.waiting_anyway or not (maker in self.forward or maker in self.arrives):
-            return 0
-        own = [node for node in readers if node in self.later]
-        if not own:
-            return size
-        if maker in self.repeatable:
-            for node in (maker, *own):
-                self.network.connect(("kept", key), node)
-            self.network.connect(IN_W, ("kept", key), size)
-        return 0
 
 
 def _read_outside_w(joint: Joint, backward: Set[Node]) -> set[int]:

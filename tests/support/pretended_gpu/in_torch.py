@@ -174,7 +174,6 @@ class ProcessGroupNCCL(metaclass=_AnyBackend):
     class Options:
         def __init__(self, is_high_priority_stream: bool = False) -> None:
             self.is_high_priority_stream, self._timeout = is_high_priority_stream, dist.default_pg_timeout
-            self.config = SimpleNamespace(max_ctas=None)
             self.group_name, self.global_ranks_in_group = "", []
 
     made: ClassVar[list[Any]] = []  # the options of all groups, as a flight recorder would name them
