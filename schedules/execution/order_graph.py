@@ -155,9 +155,9 @@ class OrderGraph:
                 self.inputs.append(tuple(found))
         local = self._number(EdgeKind("local"))
         for step in self.steps[self.first[-1] :]:
-            op, _, microbatch = step
-            tables = [self._nodes.get((op, shard), none) for shard in self.schedule.shards]  # type: ignore[arg-type]
-            self.inputs.append(tuple((table[microbatch], local) for table in tables))  # type: ignore[index]
+            assert isinstance(step, Action)
+            tables = [self._nodes.get((step.op, shard), none) for shard in self.schedule.shards]
+            self.inputs.append(tuple((table[step.microbatch], local) for table in tables))
 
     def _add_barriers(self) -> dict[str, list[int]]:
         """Appends one node per microbatch for each operation of which something awaits every shard."""
@@ -210,13 +210,13 @@ class OrderGraph:
             made = () if self.lowered else needs(op, stage, stages)
             yield from (NodeInput(other, at, EdgeKind("shards")) for other, at in made)
         elif op in COMPUTE_OPS:  # `check` proves the place of all others in the order of their rank
-            for other, at in needs(op, stage, stages):
-                there = beside(rank, stage, at)
-                if there == rank:
-                    yield NodeInput(other, at, local)
+            for other, origin in needs(op, stage, stages):
+                source_rank = beside(rank, stage, origin)
+                if source_rank == rank:
+                    yield NodeInput(other, origin, local)
                 else:
-                    link = EdgeKind("message", min(stage, at), there, rank)
-                    yield NodeInput(SEND_OF[other] if self.lowered else other, at, link)
+                    link = EdgeKind("message", min(stage, origin), source_rank, rank)
+                    yield NodeInput(SEND_OF[other] if self.lowered else other, origin, link)
         elif op not in OPS:
             raise KeyError(op)
 

@@ -92,15 +92,8 @@ def repeated_with_barriers(name: str, placement: Placement, microbatches: int, b
 
 
 def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
-    """The shortest order under the costs, made under these or, as published, at equal times. The latter may hold no
-    more than the former, or as much as the limit of memory allows."""
-    given = _shortest_cool_down(task, block)
-    if task.costs is None:
-        return given
-    equal = _shortest_cool_down(replace(task, costs=None), block)
-    most = max(task.peaks(given)) if task.memory_limit is None else task.memory_limit
-    fits = max(task.peaks(equal)) <= most * (1 + 1e-9)
-    return min((given, equal) if fits else (given,), key=lambda orders: spans(task, orders))
+    """Returns the order that is made at equal times, as published, whatever the costs."""
+    return _shortest_cool_down(replace(task, costs=None), block)
 
 
 def _shortest_cool_down(task: Task, block: Callable[[int, int], Block]) -> Orders:

@@ -87,8 +87,9 @@ def legend_of(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
     """The fill and the text of each entry: what any of the timelines has."""
     spans = [(t, action) for t in timelines for span in t.spans for action in flatten((span.step,))]
     ops, causes = {action.op for _, action in spans}, {gap.cause for t in timelines for gap in t.idle}
-    table = {**COMPUTE_OPS, **OPTIMIZER_OPS}
-    entries = [(op, f"{op} {each.meaning}") for op, each in table.items() if op in ops]
+    meanings = {op: each.meaning for op, each in COMPUTE_OPS.items()}
+    meanings |= {op: each.meaning for op, each in OPTIMIZER_OPS.items()}
+    entries = [(op, f"{op} {meaning}") for op, meaning in meanings.items() if op in ops]
     entries += [(f"idle-{cause}", f"idle: {cause}") for cause in IDLE_LOOKS if cause in causes]
     second = {"model copy" if t.schedule.placement.kind == "dual" else "chunk" for t, a in spans if is_second(t, a)}
     return entries + [("", f"pale: every second {' or '.join(sorted(second))}")] * bool(second)
