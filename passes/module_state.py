@@ -4,10 +4,11 @@ They are part of the key of a compiled program: a step compares them with those 
 read once, as with torch.export. Values that forward itself changes leave the key.
 """
 
-import copy
+import argparse
 import functools
 import itertools
 import types
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import is_dataclass
 from enum import Enum
@@ -47,8 +48,8 @@ class ModuleState:
         for path, read, key in _values(model, loss):
             value = read(key)
             if value is not _ABSENT and path not in without and path not in self.entries:
-                kept = copy.copy(value) if isinstance(value, list | dict | set) else value
-                self.entries[path] = StateEntry(read, key, kept, _token(value), not isinstance(value, _IMMUTABLE))
+                mutable = not isinstance(value, (*_IMMUTABLE, nn.Module))
+                self.entries[path] = StateEntry(read, key, _kept(value), _token(value), mutable)
 
     def hold(self) -> bool:
         """Returns whether all values are what they were."""
@@ -122,7 +123,8 @@ def _names(module: nn.Module) -> Iterator[str]:
 
 
 def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]:
-    """Returns the user's functions: forwards of modules, functions that modules hold, and those of the loss."""
+    """Returns the user's functions: forwards of modules, functions that modules hold, and those of the loss, with what
+    decorators wrap."""
     found: dict[int, types.FunctionType] = {}
     for _, module in _modules(model, loss):
         for each in (getattr(type(module), "forward", None), *vars(module).values()):
@@ -133,6 +135,9 @@ def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]
         loss = inner if isinstance(inner, types.FunctionType | types.MethodType | functools.partial) else None
     if isinstance(loss, types.FunctionType):
         found[id(loss)] = loss
+    for each in list(found.values()):
+        while isinstance(each := getattr(each, "__wrapped__", None), types.FunctionType) and id(each) not in found:
+            found[id(each)] = each
     return [each for each in found.values() if is_users_name(each.__module__)]
 
 
@@ -149,6 +154,11 @@ def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
         own = vars(module)
         yield f"the class of {path}", type, module
         yield f"the number of attributes of {path}", len, own
+        children: dict[str, Any] = own.get("_modules") or {}
+        if children:
+            yield f"the order of submodules in {path}", tuple, children
+        for name in children:
+            yield f"{path}.{name}", _reader(children, name), name
         for name in _names(module):
             yield f"{path}.{name}", _reader(own, name), name
             if _is_config(name, own[name]) and id(own[name]) not in configs:
@@ -159,8 +169,11 @@ def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
         for name in buffer_table(module):
             yield f"{path}.{name}", _reader(buffer_table(module), name), name
     yield from _of_loss("loss", loss)
+    names: Counter[str] = Counter()
     for function in functions_of(model, loss):
-        yield from _of_function(function)
+        name = function.__qualname__
+        names[name] += 1
+        yield from _of_function(f"{name} ({names[name]})" if names[name] > 1 else name, function)
 
 
 def _modules(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, nn.Module]]:
@@ -171,8 +184,9 @@ def _modules(model: nn.Module | None, loss: Any) -> Iterator[tuple[str, nn.Modul
 
 def _is_config(name: str, value: Any) -> bool:
     """Returns whether the values inside of an object count."""
-    is_namespace = is_dataclass(value) or isinstance(value, types.SimpleNamespace)
-    return (name == "config" or is_namespace) and not isinstance(value, type | nn.Module) and hasattr(value, "__dict__")
+    is_namespace = is_dataclass(value) or isinstance(value, types.SimpleNamespace | argparse.Namespace)
+    is_other = isinstance(value, type | types.ModuleType | nn.Module)
+    return (name == "config" or is_namespace) and not is_other and hasattr(value, "__dict__")
 
 
 def _of_loss(path: str, loss: Any) -> Iterator[Value]:
@@ -186,6 +200,9 @@ def _of_loss(path: str, loss: Any) -> Iterator[Value]:
         yield from _of_loss(path, loss.__self__)
     elif not isinstance(loss, nn.Module | types.FunctionType | type) and is_users_name(type(loss).__module__):
         yield from _of_object(path, loss)
+        for name, value in getattr(loss, "__dict__", {}).items():
+            if _is_config(name, value):
+                yield from _of_object(f"{path}.{name}", value)
 
 
 def _of_object(path: str, value: Any) -> Iterator[Value]:
@@ -193,14 +210,20 @@ def _of_object(path: str, value: Any) -> Iterator[Value]:
         yield f"{path}.{key}", _reader(vars(value), key), key
 
 
-def _of_function(function: types.FunctionType) -> Iterator[Value]:
-    """Yields what a function names directly: globals, variables of its closure, defaults."""
+def _of_function(function_name: str, function: types.FunctionType) -> Iterator[Value]:
+    """Yields what a function names directly: globals, variables of its closure, defaults; of a namespace its values."""
     for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
-        yield f"{function.__module__}.{name}", _reader(function.__globals__, name), name
+        path, value = f"{function.__globals__.get('__name__')}.{name}", function.__globals__[name]
+        yield path, _reader(function.__globals__, name), name
+        if _is_config(name, value):
+            yield from _of_object(path, value)
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        yield f"{name} in the closure of {function.__qualname__}", functools.partial(_of_cell, cell), name
+        path, value = f"{name} in the closure of {function_name}", _of_cell(cell, name)
+        yield path, functools.partial(_of_cell, cell), name
+        if _is_config(name, value):
+            yield from _of_object(path, value)
     for name in ("__defaults__", "__kwdefaults__"):
-        yield f"{function.__qualname__}.{name}", functools.partial(getattr, function), name
+        yield f"{function_name}.{name}", functools.partial(getattr, function), name
 
 
 def _of_cell(cell: types.CellType, _: str) -> Any:
@@ -239,6 +262,15 @@ def _token(value: Any, depth: int = 0) -> Any:
 
 def _items(value: Any) -> Iterable[Any]:
     return itertools.chain.from_iterable(dict.items(value)) if isinstance(value, dict) else value
+
+
+def _kept(value: Any, depth: int = 0) -> Any:
+    """Returns a value as it is now: a copy of a container, which may change in place."""
+    if isinstance(value, dict) and depth < MAX_DEPTH:
+        return {key: _kept(each, depth + 1) for key, each in value.items()}
+    if isinstance(value, list) and depth < MAX_DEPTH:
+        return [_kept(each, depth + 1) for each in value]
+    return set(value) if isinstance(value, set) else value
 
 
 def _text(value: Any) -> str:

@@ -339,6 +339,8 @@ def what_is_new(model: nn.Module, microbatch: Microbatch, key: ProgramKey, known
 
 
 def _of_modules(model: nn.Module, key: ProgramKey, near: ProgramKey) -> list[str]:
+    if len(key.modules) != len(near.modules):
+        return [f"{len(key.modules)} modules instead of {len(near.modules)}"]
     changed = [(i, now, was) for i, (now, was) in enumerate(zip(key.modules, near.modules, strict=False)) if now != was]
     modes = [i for i, now, was in changed if now[0] != was[0]]
     hooks = [i for i, now, was in changed if now[1] != was[1]]

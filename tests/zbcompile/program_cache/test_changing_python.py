@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import zbcompile
 from tests.support import shared_captures
-from tests.support.changing import STEPS, Net, batch, eager, saved, scaled
+from tests.support.changing import REPLACED, STEPS, Net, batch, eager, saved, scaled
 from tests.support.generated import examples
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
@@ -65,6 +65,38 @@ def test_a_change_is_seen(name: str) -> None:
         case.change(net, loss)
         compare(pipe, net, loss, 1)
         compare(pipe, net, loss, 2)
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_a_replaced_module_or_a_wrapped_value_is_seen(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    test_a_change_is_seen(name)
+    assert capsys.readouterr().out.count("compiling again for") == 1
+
+
+def test_functions_of_one_name_have_closures_of_their_own() -> None:
+    def scaling(rate: float) -> Any:
+        return lambda x, shift=0.0: x * rate + shift
+
+    net = Net(lambda net, x: net.other(net.function(x)))  # type: ignore[operator]
+    net.function, net.other = scaling(1.0), scaling(1.0)  # type: ignore[assignment]
+    pipe = pipeline_of(net)
+    compare(pipe, net, F.mse_loss, 0)
+    net.other.__closure__[0].cell_contents = 2.0  # type: ignore[union-attr]
+    compare(pipe, net, F.mse_loss, 1)
+    net.other.__defaults__ = (1.0,)  # type: ignore[assignment]
+    compare(pipe, net, F.mse_loss, 2)
+    net.function.__defaults__ = (1.0,)
+    compare(pipe, net, F.mse_loss, 3)
+
+
+@pytest.mark.slow
+def test_a_module_that_is_gone_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    net = Net(lambda net, x: x if net.act is None else net.act(x))
+    pipe = pipeline_of(net)
+    compare(pipe, net, F.mse_loss, 0)
+    net.act = None
+    compare(pipe, net, F.mse_loss, 1)
+    assert "compiling again for 7 modules instead of 8" in capsys.readouterr().out
 
 
 @pytest.mark.slow
