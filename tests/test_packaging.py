@@ -228,7 +228,7 @@ def strings(tree: ast.AST) -> set[str]:
 
 def private_attributes(tree: ast.AST) -> set[str]:
     names = attributes(tree)
-    public = {"_replace", "_asdict", "_fields"}  # of named tuples
+    public = {"_replace", "_asdict", "_fields", "_getframe"}  # of named tuples and of sys, documented by Python
     return {name for name in names if name.startswith("_") and not name.startswith("__")} - public
 
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree  # torch.export's own pytree; torch.ut
 from zbcompile.passes.torch_private import Change, backward_hooks, forward_hooks, is_in_place, make_fx, tensor_hooks
 
 pytree = pytree
+READ_SCALAR = torch.ops.aten._local_scalar_dense.default  # what Tensor.item calls
 TRIED = ("2.11", "2.13", "2.14", "2.15")  # docs/supporting-a-new-torch.md says with which tests
 
 

@@ -36,7 +36,7 @@ from zbcompile.passes.exported.step_graph import (
     is_random,
     tensors_of,
 )
-from zbcompile.passes.exported.torch_private import OpOverload
+from zbcompile.passes.exported.torch_private import OpOverload, schema_of
 
 # Roles that a pass of each kind may read and return.
 INPUTS = {
@@ -87,7 +87,7 @@ def _check_pass(step: StepGraph, label: Label, graph: PassGraph) -> None:
         _require(not repeated, label, f"each slot once, not {repeated}")
     for node in graph.calls:
         if isinstance(node.target, OpOverload):
-            _require(not node.target._schema.is_mutable, label, f"functional {node.target}")
+            _require(not schema_of(node.target).is_mutable, label, f"functional {node.target}")
         if label.kind != FORWARD:
             _require(not is_random(node), label, f"random numbers in F alone, not {node.target}")
 

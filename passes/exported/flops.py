@@ -10,7 +10,14 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry
 
 from zbcompile.passes.exported.step_graph import tensors_of
-from zbcompile.passes.exported.torch_private import is_view, storage_key
+from zbcompile.passes.exported.torch_private import (
+    CPU_FLASH_ATTENTION,
+    CPU_FLASH_ATTENTION_BACKWARD,
+    GROUPED_MM,
+    is_view,
+    pytree,
+    storage_key,
+)
 
 aten = torch.ops.aten
 FLOPS_PER_BYTE = 8  # a byte of memory traffic costs as much as this many FLOPs
@@ -29,9 +36,7 @@ def node_flops(node: Node) -> int:
         return 0
     args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))
     if packet in _MISSING:
-        args, kwargs = torch.utils._pytree.tree_map_only(
-            torch.Tensor, lambda value: value.shape, (args, kwargs)
-        )
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda value: value.shape, (args, kwargs))
         return int(formula(*args, **kwargs))
     return int(formula(*args, **kwargs, out_val=node.meta["val"]))
 
@@ -81,9 +86,9 @@ def _grouped_product(first: Any, second: Any, *args: Any, **kwargs: Any) -> int:
 
 # torch's table (2.11 to 2.13) has no formula for these.
 _MISSING: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward,
+    CPU_FLASH_ATTENTION: _attention,
+    CPU_FLASH_ATTENTION_BACKWARD: _attention_backward,
     **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _product),
     **dict.fromkeys((aten.addmv, aten.addbmm, aten.baddbmm), _added_product),
-    aten._grouped_mm: _grouped_product,
+    GROUPED_MM: _grouped_product,
 }

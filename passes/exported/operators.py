@@ -9,7 +9,12 @@ import torch
 
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.exported.torch_collectives import COLLECTIVES
-from zbcompile.passes.exported.torch_private import OpOverload
+from zbcompile.passes.exported.torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    has_kernel,
+    schema_of,
+)
 
 LIBRARIES = ("aten", "prims", *COLLECTIVES)
 GETITEM = "getitem"
@@ -60,7 +65,7 @@ def name_of_operator(target: Any) -> str:
 
 def _is_allowed(found: OpOverload, function: str) -> bool:
     """Returns True if an operator of torch only computes tensors, and reads no file."""
-    schema = found._schema
+    schema = schema_of(found)
     return (
         any("Tensor" in str(result.type) for result in schema.returns)
         and all(argument.name != "filename" for argument in schema.arguments)
@@ -76,8 +81,8 @@ def _dispatcher_operator(library: str, function: str, overload: str) -> OpOverlo
     None for anything else that `torch.ops` has: attributes, methods, operators of TorchScript.
     """
     packet = getattr(getattr(torch.ops, library), function, None)
-    if not isinstance(packet, torch._ops.OpOverloadPacket) or overload not in packet.overloads():
+    if not isinstance(packet, OpOverloadPacket) or overload not in packet.overloads():
         return None
     found = getattr(packet, overload)
-    known = isinstance(found, OpOverload) and torch._C._dispatch_has_kernel(found.name())
+    known = isinstance(found, OpOverload) and has_kernel(found)
     return found if known and str(found) == f"{library}.{function}.{overload}" else None

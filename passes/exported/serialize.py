@@ -28,10 +28,13 @@ from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
 from zbcompile.passes.exported.stage.pass_graph import KINDS, ROLES, PassGraph, Slot
 from zbcompile.passes.exported.step_graph import tensors_of
 from zbcompile.passes.exported.torch_private import (
+    ANNOTATIONS,
     FakeTensorMode,
     LazyGraphModule,
     OpOverload,
+    annotations_of,
     kernel_strides,
+    schema_of,
     storage_key,
 )
 from zbcompile.passes.torch_names import NAMED, dtype_named, name_in_torch, named
@@ -163,13 +166,13 @@ class _Reader:
         args = tuple(self._argument(value) for value in data["args"])
         kwargs = {str(name): self._argument(v) for name, v in data.get("kwargs", {}).items()}
         if isinstance(target, OpOverload):
-            known = {argument.name for argument in target._schema.arguments}
+            known = {argument.name for argument in schema_of(target).arguments}
             if not kwargs.keys() <= known:
                 raise CompileError(f"{target} has no arguments {sorted(kwargs.keys() - known)}.")
         node = self.graph.call_function(target, args, kwargs)
         self._append(node, self._run(node))
         custom = {LINE: str(data["line"])} if "line" in data else {}
-        node.meta["custom"] = custom
+        node.meta[ANNOTATIONS] = custom
         if data.get("recomputed"):
             node.meta[RECOMPUTED] = True
 
@@ -268,7 +271,7 @@ def _node_to_data(node: Node, numbers: Mapping[Node, int]) -> Data:
         data["kwargs"] = {
             name: _argument_to_data(value, numbers) for name, value in node.kwargs.items()
         }
-    line = (node.meta.get("custom") or {}).get(LINE)
+    line = annotations_of(node).get(LINE)
     if line:
         data["line"] = os.path.basename(line)  # without the folders of this machine
     if node.meta.get(RECOMPUTED):

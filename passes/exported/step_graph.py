@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.exported.torch_private import LazyGraphModule, OpOverload, argument
+from zbcompile.passes.exported.torch_private import LazyGraphModule, OpOverload, argument, pytree
 
 Rebuild = Callable[[Any], Any]
 
@@ -168,5 +168,5 @@ def is_random(node: Node) -> bool:
 
 def tensors_of(node: Node) -> list[Tensor]:
     """Returns the fake tensors of a node's value."""
-    leaves = torch.utils._pytree.tree_leaves(node.meta.get("val"))
+    leaves = pytree.tree_leaves(node.meta.get("val"))
     return [leaf for leaf in leaves if isinstance(leaf, Tensor)]

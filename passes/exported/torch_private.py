@@ -15,7 +15,10 @@ import torch.fx.traceback as fx_traceback
 import torch.utils.checkpoint
 from torch import Tensor
 from torch._C import DispatchKey
-from torch._ops import OpOverload as OpOverload  # the class of torch.ops.aten.add.Tensor
+from torch._ops import (
+    OpOverload as OpOverload,  # the class of torch.ops.aten.add.Tensor
+    OpOverloadPacket as OpOverloadPacket,  # the class of torch.ops.aten.add
+)
 from torch._subclasses import fake_impls
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -34,14 +37,26 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import (
     _reparametrize_module as reparametrize_module,  # functional_call ends before the backward
 )
+from torch.utils import _pytree as pytree  # torch.export flattens with it
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,
     _disable_current_modes,
 )
 
 reparametrize_module = reparametrize_module
+pytree = pytree
 LazyGraphModule = LazyGraphModule
 aten = torch.ops.aten
+
+# Operators that torch has under private names only.
+TO_COPY = aten._to_copy.default  # what a cast becomes
+UNSAFE_VIEW = aten._unsafe_view.default
+READ_SCALAR = aten._local_scalar_dense.default  # what Tensor.item becomes
+GROUPED_MM = aten._grouped_mm
+CPU_FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
+CPU_FLASH_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
+
+ANNOTATIONS = "custom"  # key in node.meta of what torch.fx.traceback.annotate adds
 
 # Raised if Python reads a value, or a shape, that depends on the inputs.
 DATA_DEPENDENT_ERRORS = (
@@ -297,6 +312,36 @@ def is_unlifted_constant(tensor: Tensor) -> bool:
         and not torch._is_functional_tensor(tensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
+
+
+def annotations_of(node: torch.fx.Node) -> dict[str, Any]:
+    """Returns the annotations of a node; an empty dict if it has none."""
+    return node.meta.get(ANNOTATIONS) or {}
+
+
+def schema_of(operator: OpOverload) -> Any:
+    """Returns the schema of an operator: its arguments and results, and which it writes."""
+    return operator._schema
+
+
+def has_kernel(operator: OpOverload) -> bool:
+    """Returns True if the dispatcher has a kernel for an operator."""
+    return torch._C._dispatch_has_kernel(operator.name())
+
+
+def plain_hooks(tensor: Tensor) -> Any:
+    """Returns the hooks that `register_hook` added, by number; None if there are none."""
+    return tensor._backward_hooks
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns how many times a tensor was written in place."""
+    return tensor._version
+
+
+def without_torch_function() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which tensor subclasses do not intercept functions of torch."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def storage_key(tensor: Tensor) -> int:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from zbcompile.torch_private import pytree, wrapper_like
+from zbcompile.torch_private import READ_SCALAR, pytree, wrapper_like
 
 
 @dataclass
@@ -65,7 +65,7 @@ class PendingLoss(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        is_read = func is torch.ops.aten._local_scalar_dense.default or str((kwargs or {}).get("device")) == "cpu"
+        is_read = func is READ_SCALAR or str((kwargs or {}).get("device")) == "cpu"
         args, kwargs = pytree.tree_map_only(PendingLoss, partial(_value_of, is_read), (args, kwargs or {}))
         return func(*args, **kwargs)
 

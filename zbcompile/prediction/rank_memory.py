@@ -189,7 +189,7 @@ class _Messages:
         self.completes = completed_sends(program, rank, self.buffers)
         self.pool = _bytes({b for each in self.buffers.values() for b in each if b.number >= 0})
         self.sent: dict[Message, int] = {}
-        self.kept: dict[tuple[int, int], int] = {}  # by stage, and how far its message goes
+        self.kept: dict[int, int] = {}  # by stage
         self.readers: dict[tuple[int, str], list[frozenset[str]]] = {}  # by stage and event
         self.posted: dict[object, int] = {}  # received without a buffer that stays, or from this rank itself
         self.reading: list[tuple[int, frozenset[str], tuple[int, int]]] = []  # in buffers, and an activation

@@ -16,6 +16,9 @@ from torch.overrides import TorchFunctionMode
 from zbcompile.passes.exported.capture.backward_marks import forward_number, is_gradient_sum
 from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.exported.torch_private import (
+    ANNOTATIONS,
+    TO_COPY,
+    annotations_of,
     is_any_autocast_enabled,
     remove_node_annotation,
     replaced,
@@ -23,7 +26,7 @@ from zbcompile.passes.exported.torch_private import (
 )
 
 aten = torch.ops.aten
-AUTOCAST = "autocast"  # key in node.meta["custom"]: number of the autocast region
+AUTOCAST = "autocast"  # key of an annotation: number of the autocast region
 _CASTS = frozenset({"to", "type", "type_as", "bfloat16", "half", "float", "double"})
 
 
@@ -71,8 +74,8 @@ def merge_autocast_casts(step: StepGraph) -> None:
     for name, gradient in step.gradients.items():
         groups: dict[Any, list[Node]] = {}
         for user in list(step.parameters[name].users):
-            region = (user.meta.get("custom") or {}).get(AUTOCAST)
-            if user.target is aten._to_copy.default and region is not None and user not in backward:
+            region = annotations_of(user).get(AUTOCAST)
+            if user.target is TO_COPY and region is not None and user not in backward:
                 groups.setdefault((region, user.kwargs.get("dtype")), []).append(user)
         for casts in groups.values():
             if len(casts) > 1:
@@ -125,11 +128,11 @@ def _parts(node: Node, root: Node, sums: list[Node]) -> list[Node]:
 
 
 def _is_cast_back(node: Node, numbers: set[int | None]) -> bool:
-    return node.target is aten._to_copy.default and forward_number(node) in numbers
+    return node.target is TO_COPY and forward_number(node) in numbers
 
 
 def _add(step: StepGraph, before: Node, first: Any, second: Any) -> Node:
     with step.graph.inserting_before(before):
         node = step.graph.call_function(aten.add.Tensor, (first, second))
-    node.meta = {"val": second.meta["val"], "custom": {}}
+    node.meta = {"val": second.meta["val"], ANNOTATIONS: {}}
     return node

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from zbcompile.passes.exported.torch_private import (
+    annotations_of,
     remove_node_annotation,
     sequence_number,
     set_node_annotation,
 )
 
-BACKWARD_OF = "backward_of"  # key in node.meta["custom"]: seq_nr of the forward node
+BACKWARD_OF = "backward_of"  # key of an annotation: seq_nr of the forward node
 
 
 def mark_backward_nodes(loss: Tensor) -> None:
@@ -30,7 +31,7 @@ def mark_backward_nodes(loss: Tensor) -> None:
 
 def forward_number(node: torch.fx.Node) -> int | None:
     """Returns the seq_nr of the forward node of a backward node; None for a sum of gradients."""
-    return (node.meta.get("custom") or {}).get(BACKWARD_OF)
+    return annotations_of(node).get(BACKWARD_OF)
 
 
 def is_gradient_sum(node: torch.fx.Node) -> bool:

@@ -13,9 +13,13 @@ import torch.fx
 import torch.fx.traceback as fx_traceback
 from torch import Tensor
 
-from zbcompile.passes.exported.torch_private import replaced_checkpoint_regions
+from zbcompile.passes.exported.torch_private import (
+    ANNOTATIONS,
+    annotations_of,
+    replaced_checkpoint_regions,
+)
 
-CHECKPOINT = "checkpoint"  # key in node.meta["custom"]: number of the outermost region
+CHECKPOINT = "checkpoint"  # key of an annotation: number of the outermost region
 
 
 @contextlib.contextmanager
@@ -42,11 +46,11 @@ def checkpoint_hints() -> Iterator[None]:
 
 def checkpoint_region(node: torch.fx.Node) -> int | None:
     """Returns the number of the checkpointed region of a forward node, or None."""
-    return (node.meta.get("custom") or {}).get(CHECKPOINT)
+    return annotations_of(node).get(CHECKPOINT)
 
 
 @contextlib.contextmanager
 def _numbered(numbers: Iterator[int]) -> Iterator[None]:
-    outer = fx_traceback.current_meta.get("custom", {}).get(CHECKPOINT)
+    outer = fx_traceback.current_meta.get(ANNOTATIONS, {}).get(CHECKPOINT)
     with fx_traceback.annotate({CHECKPOINT: next(numbers) if outer is None else outer}):
         yield

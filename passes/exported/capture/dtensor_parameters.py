@@ -19,7 +19,7 @@ from zbcompile.passes.exported.capture.known_values import LINE
 from zbcompile.passes.exported.capture.process_groups import collective_name, group_of
 from zbcompile.passes.exported.step_graph import StepGraph, is_random
 from zbcompile.passes.exported.torch_collectives import is_dtensor
-from zbcompile.passes.exported.torch_private import reparametrize_module
+from zbcompile.passes.exported.torch_private import annotations_of, reparametrize_module
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,7 @@ def warn_of_random_numbers_on_shards(step: StepGraph) -> None:
     for node in step.calls():
         dimensions = set().union(*(varying.get(source, set()) for source in node.all_input_nodes))
         if is_random(node) and dimensions:
-            line = (node.meta.get("custom") or {}).get(LINE, "")
+            line = annotations_of(node).get(LINE, "")
             warnings.warn(
                 f"{node.target} at {line} draws random numbers for a tensor that is sharded over "
                 f"{', '.join(sorted(dimensions))}: dropout on a sharded activation repeats its "

@@ -38,9 +38,12 @@ from zbcompile.passes.exported.capture.unsupported import (
 from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.exported.torch_collectives import functional_collectives
 from zbcompile.passes.exported.torch_private import (
+    ANNOTATIONS,
     ASSERTIONS,
     DATA_DEPENDENT_ERRORS,
+    annotations_of,
     export_below_autograd,
+    pytree,
 )
 
 aten = torch.ops.aten
@@ -155,7 +158,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
     nodes = {node.name: node for node in graph.nodes}
     for output in signature.output_specs:
         if output.kind.name == "PARAMETER_MUTATION":
-            line = (nodes[output.arg.name].meta.get("custom") or {}).get(LINE, output.target)
+            line = annotations_of(nodes[output.arg.name]).get(LINE, output.target)
             raise CaptureError(WRITES_A_PARAMETER.format(line=line))
     parameters: dict[str, Node] = {}
     buffers: dict[str, Node] = {}
@@ -235,8 +238,8 @@ def _clean(step: StepGraph) -> None:
     for node in step.calls():
         if node.target in ASSERTIONS:
             step.graph.erase_node(node)
-        custom = node.meta.get("custom") or {}
-        node.meta["custom"] = {key: custom[key] for key in _ANNOTATIONS if key in custom}
+        custom = annotations_of(node)
+        node.meta[ANNOTATIONS] = {key: custom[key] for key in _ANNOTATIONS if key in custom}
     for name, update in step.buffer_updates.items():
         step.buffer_updates[name] = _assigned_value(update)
     step.refresh_output()
@@ -280,6 +283,6 @@ def _static_paths(names: Sequence[str]) -> set[str]:
 
 def _device_of(model: nn.Module, batch: Any) -> torch.device:
     """Returns the device of the first tensor that is not on the meta device; else the CPU."""
-    leaves = [*model.parameters(), *model.buffers(), *torch.utils._pytree.tree_leaves(batch)]
+    leaves = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
     devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta)
     return next(devices, torch.device("cpu"))

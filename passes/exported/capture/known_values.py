@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zbcompile.passes.exported.torch_private import (
+    READ_SCALAR,
     OpOverload,
     TorchDispatchMode,
     is_unlifted_constant,
+    pytree,
     real_mode,
     replaced_tolist,
     set_node_annotation,
@@ -29,7 +30,7 @@ from zbcompile.passes.exported.torch_private import (
 )
 
 aten = torch.ops.aten
-LINE = "line"  # key in node.meta["custom"]: file and line of the user's code
+LINE = "line"  # key of an annotation: file and line of the user's code
 # Kernels that draw a number per element in the order of memory. Functionalization would replace
 # them by operators that draw in the order of indices.
 _FILLED_IN_MEMORY_ORDER = (aten.bernoulli_.float, aten.uniform_.default)
@@ -94,21 +95,21 @@ class KnownValues(TorchDispatchMode):
         if func in _FILLED_IN_MEMORY_ORDER:
             func(_in_memory_order(args[0]), *args[1:], **kwargs)
             return args[0]
-        tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if torch.Tag.nondeterministic_seeded in func.tags or any(
             self.value_of(tensor) is None for tensor in tensors
         ):
             result = func(*args, **kwargs)
             self._forget_written(func, args, kwargs)
             return result
-        if tensors and func is aten._local_scalar_dense.default:
+        if tensors and func is READ_SCALAR:
             return self._run(func, args, kwargs)
         if tensors and torch.Tag.dynamic_output_shape in func.tags:  # nonzero, unique
-            return tree_map_only(Tensor, self._constant, self._run(func, args, kwargs))
+            return pytree.tree_map_only(Tensor, self._constant, self._run(func, args, kwargs))
         result = func(*args, **kwargs)
-        traced = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        traced = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, Tensor)]
         if traced and all(tensor.numel() <= MAX_ELEMENTS for tensor in traced):
-            real = tree_leaves(self._run(func, args, kwargs))
+            real = pytree.tree_leaves(self._run(func, args, kwargs))
             values = [leaf for leaf in real if isinstance(leaf, Tensor)]
             for tensor, value in zip(traced, values, strict=True):
                 self._real[tensor] = value
@@ -119,7 +120,7 @@ class KnownValues(TorchDispatchMode):
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator on the known values of its operands, on the CPU."""
         with real_mode():
-            args, kwargs = tree_map_only(Tensor, self.value_of, (args, kwargs))
+            args, kwargs = pytree.tree_map_only(Tensor, self.value_of, (args, kwargs))
             if kwargs.get("device") is not None:
                 kwargs["device"] = torch.device("cpu")
             return func(*args, **kwargs)
@@ -131,7 +132,7 @@ class KnownValues(TorchDispatchMode):
         return tensor
 
     def _forget_written(self, func: OpOverload, args: Any, kwargs: Any) -> None:
-        for leaf in tree_leaves(written_arguments(func, args, kwargs)):
+        for leaf in pytree.tree_leaves(written_arguments(func, args, kwargs)):
             value = self._real.get(leaf) if isinstance(leaf, Tensor) else None
             if value is not None:
                 self._overwritten.add(storage_key(value))

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.capture.unsupported import HOOK_NEVER_RUNS, WRITES_GRAD
+from zbcompile.passes.exported.torch_private import plain_hooks, version_of, without_torch_function
 
 
 @contextlib.contextmanager
@@ -21,7 +23,7 @@ def traced_hooks(originals: Mapping[str, Tensor], traced: Mapping[str, Tensor]) 
     """Context in which the hooks of the original parameters are registered on the traced ones."""
     with contextlib.ExitStack() as stack:
         for name, parameter in originals.items():
-            for hook in (parameter._backward_hooks or {}).values():
+            for hook in (plain_hooks(parameter) or {}).values():
                 handle = traced[name].register_hook(hook)
                 stack.callback(handle.remove)
         yield
@@ -35,12 +37,7 @@ def refuse_accumulation_hooks(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         kind = _accumulation_hook(parameter)
         if kind:
-            raise CaptureError(
-                f"{kind} on the parameter {name!r}: a pipeline adds gradients of microbatches "
-                "without autograd, so the hook would never run. Use "
-                "`parameter.register_hook(hook)`, which sees the gradient of each microbatch, or "
-                "call the function after `pipe.step`."
-            )
+            raise CaptureError(HOOK_NEVER_RUNS.format(kind=kind, name=name))
 
 
 class GradWrites:
@@ -58,18 +55,14 @@ class GradWrites:
         after = self._state()
         for name, state in self._before.items():
             if after[name] != state:
-                raise CaptureError(
-                    f"the backward writes {name}.grad itself: the exported step contains only "
-                    "gradients that autograd returns. Return the gradient from "
-                    "`autograd.Function.backward` instead."
-                )
+                raise CaptureError(WRITES_GRAD.format(name=name))
 
     def _state(self) -> dict[str, tuple[int, int]]:
         with warnings.catch_warnings():  # traced parameters are not leaves
             warnings.simplefilter("ignore")
             grads = {name: parameter.grad for name, parameter in self._parameters.items()}
         return {
-            name: (0, 0) if grad is None else (id(grad), grad._version)
+            name: (0, 0) if grad is None else (id(grad), version_of(grad))
             for name, grad in grads.items()
         }
 
@@ -81,11 +74,11 @@ def _accumulation_hook(parameter: Tensor) -> str:
         return ""
     if torch.nn.parameter.is_lazy(parameter):
         return ""
-    with torch._C.DisableTorchFunctionSubclass():
+    with without_torch_function():
         node: Any = torch.autograd.graph.get_gradient_edge(parameter).node
     # The node keeps its hooks in mappings that only the garbage collector can name. Plain hooks of
     # the parameter are among them.
-    plain = parameter._backward_hooks
+    plain = plain_hooks(parameter)
     hooked = any(
         isinstance(table, dict) and table and table is not plain for table in gc.get_referents(node)
     )

@@ -10,8 +10,9 @@ from typing import Any
 from torch.fx import Graph, GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.capture.unsupported import COMMUNICATES_IN_A_BRANCH, UNNAMED_GROUP
 from zbcompile.passes.exported.torch_collectives import COLLECTIVES
-from zbcompile.passes.exported.torch_private import LazyGraphModule, OpOverload
+from zbcompile.passes.exported.torch_private import LazyGraphModule, OpOverload, schema_of
 
 GROUP = "group_name"  # the argument by which collectives, and custom operators, take their group
 WAIT = "wait_tensor"
@@ -35,10 +36,8 @@ def name_process_groups(module: GraphModule, dimensions: Mapping[str, str]) -> d
         if group is None:
             continue
         if not isinstance(group, str):
-            raise CaptureError(
-                f"{node.target} communicates over a {type(group).__name__}; expected the name of a "
-                "process group."
-            )
+            kind = type(group).__name__
+            raise CaptureError(UNNAMED_GROUP.format(operator=node.target, kind=kind))
         if group not in labels:
             number = sum(name not in dimensions for name in labels)
             labels[group] = dimensions.get(group, f"group{number}")
@@ -116,14 +115,11 @@ def is_collective(node: Node) -> bool:
 def _position(node: Node) -> int | None:
     if not isinstance(node.target, OpOverload):
         return None
-    names = [argument.name for argument in node.target._schema.arguments]
+    names = [argument.name for argument in schema_of(node.target).arguments]
     return names.index(GROUP) if GROUP in names else None
 
 
 def _refuse_collectives(graph: Graph) -> None:
     for node in graph.nodes:
         if is_collective(node):
-            raise CaptureError(
-                f"{node.target} communicates inside of torch.cond: ranks that take another branch "
-                "would not take part. Communicate before or after the branch."
-            )
+            raise CaptureError(COMMUNICATES_IN_A_BRANCH.format(operator=node.target))

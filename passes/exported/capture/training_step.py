@@ -26,8 +26,14 @@ from zbcompile.passes.exported.capture.known_values import KnownValues
 from zbcompile.passes.exported.capture.module_state import ModuleState, module_state
 from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
 from zbcompile.passes.exported.capture.structures import Rebuild, flatten_output
-from zbcompile.passes.exported.capture.unsupported import WRITES_A_PARAMETER, InexactCalls
-from zbcompile.passes.exported.torch_private import not_compiling, reparametrize_module
+from zbcompile.passes.exported.capture.unsupported import (
+    LOSS_HAS_A_SHAPE,
+    LOSS_IS_NO_TENSOR,
+    NOTHING_TO_TRAIN,
+    WRITES_A_PARAMETER,
+    InexactCalls,
+)
+from zbcompile.passes.exported.torch_private import not_compiling, pytree, reparametrize_module
 
 LossFunction = Callable[[Any, Any], Any]
 LOSS_MODULE = "loss_function"  # prefix of parameters that belong to a loss module
@@ -229,29 +235,19 @@ def leaves_with_paths(batch: tuple[Any, ...]) -> list[tuple[str, Any]]:
     args, kwargs, target = batch
     leaves = []
     for root, value in (("args", args), ("kwargs", kwargs), ("target", target)):
-        for path, leaf in torch.utils._pytree.tree_flatten_with_path(value)[0]:
-            keys = torch.utils._pytree.keystr(path)
+        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+            keys = pytree.keystr(path)
             leaves.append((f"{root}{keys}", leaf))
     return leaves
 
 
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
-        raise CaptureError(
-            f"the loss is {type(loss).__name__}; expected a tensor with one element. Pass "
-            "`loss=` as a function of (output, target), or return the loss from forward, "
-            "alone or as `.loss`."
-        )
+        raise CaptureError(LOSS_IS_NO_TENSOR.format(kind=type(loss).__name__))
     if loss.numel() != 1:
-        raise CaptureError(
-            f"the loss has shape {tuple(loss.shape)}; expected one element. Reduce it with "
-            "`.mean()` or `.sum()`."
-        )
+        raise CaptureError(LOSS_HAS_A_SHAPE.format(shape=tuple(loss.shape)))
     if not loss.requires_grad:
-        raise CaptureError(
-            "the loss does not depend on a trained parameter: there is nothing to train. Check "
-            "`requires_grad`, `detach()` and `torch.no_grad()` in forward and loss."
-        )
+        raise CaptureError(NOTHING_TO_TRAIN)
 
 
 def _tied_names(module: nn.Module) -> dict[str, str]:

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.known_values import LINE, users_line
 from zbcompile.passes.exported.step_graph import tensors_of
-from zbcompile.passes.exported.torch_private import DynamicOutputShapeException
+from zbcompile.passes.exported.torch_private import DynamicOutputShapeException, annotations_of
 
 # Functions of torch whose trace computes other bits than their kernel: composite recurrences, and
 # a draw in place whose numbers depend on the input.
@@ -60,6 +60,40 @@ READS_A_VALUE = (
     "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks), "
     'or name the input in static_inputs=("...",): then every value of it compiles a program.'
 )
+DRAWS_IN_BACKWARD = (
+    "the backward draws random numbers ({operator}, of {line}): under a pipeline the backwards of "
+    "microbatches run in another order than in eager mode. Draw the numbers in forward and save "
+    "them."
+)
+UNNAMED_GROUP = "{operator} communicates over a {kind}; expected the name of a process group."
+COMMUNICATES_IN_A_BRANCH = (
+    "{operator} communicates inside of torch.cond: ranks that take another branch would not take "
+    "part. Communicate before or after the branch."
+)
+LOSS_IS_NO_TENSOR = (
+    "the loss is {kind}; expected a tensor with one element. Pass `loss=` as a function of "
+    "(output, target), or return the loss from forward, alone or as `.loss`."
+)
+LOSS_HAS_A_SHAPE = (
+    "the loss has shape {shape}; expected one element. Reduce it with `.mean()` or `.sum()`."
+)
+NOTHING_TO_TRAIN = (
+    "the loss does not depend on a trained parameter: there is nothing to train. Check "
+    "`requires_grad`, `detach()` and `torch.no_grad()` in forward and loss."
+)
+HOOK_NEVER_RUNS = (
+    "{kind} on the parameter {name!r}: a pipeline adds gradients of microbatches without autograd, "
+    "so the hook would never run. Use `parameter.register_hook(hook)`, which sees the gradient of "
+    "each microbatch, or call the function after `pipe.step`."
+)
+WRITES_GRAD = (
+    "the backward writes {name}.grad itself: the exported step contains only gradients that "
+    "autograd returns. Return the gradient from `autograd.Function.backward` instead."
+)
+INEXACT = (
+    "exact=True: {call} is traced as other operations than those that eager mode runs, so its last "
+    "bits differ. Use exact=False, which allows it, or another layer."
+)
 HAS_A_DYNAMIC_SHAPE = (
     "the shape of a result depends on values of the inputs ({line}): nonzero, masked_select and "
     "x[mask] return as many elements as there are. Multiply by the mask, use ignore_index, or name "
@@ -80,7 +114,7 @@ def refuse_dynamic_shapes(nodes: Iterable[Node]) -> None:
     for node in nodes:
         for tensor in tensors_of(node):
             if any(not isinstance(size, int) for size in tensor.shape):
-                line = (node.meta.get("custom") or {}).get(LINE, "")
+                line = annotations_of(node).get(LINE, "")
                 raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(line=line))
 
 
@@ -98,7 +132,4 @@ def _line_of(error: Exception) -> str:
 def refuse_inexact(calls: Sequence[str]) -> None:
     """Raises CaptureError if `exact=True` cannot hold."""
     if calls:
-        raise CaptureError(
-            f"exact=True: {calls[0]} is traced as other operations than those that eager mode "
-            "runs, so its last bits differ. Use exact=False, which allows it, or another layer."
-        )
+        raise CaptureError(INEXACT.format(call=calls[0]))

@@ -10,6 +10,7 @@ from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.exported.capture.backward_marks import forward_number
 from zbcompile.passes.exported.partition.cut_points import ForwardLine
 from zbcompile.passes.exported.step_graph import StepGraph, operator_name
+from zbcompile.passes.exported.torch_private import ANNOTATIONS, annotations_of
 
 Stages = dict[Node, int]
 
@@ -57,7 +58,7 @@ def keep_updated_buffers(step: StepGraph, stages: Stages) -> None:
         first = next(iter(step.calls()))
         with step.graph.inserting_before(first):
             copy = step.graph.call_function(torch.ops.aten.clone.default, (holder,))
-        copy.meta = {"val": holder.meta["val"], "custom": dict(update.meta.get("custom") or {})}
+        copy.meta = {"val": holder.meta["val"], ANNOTATIONS: dict(annotations_of(update))}
         stages[copy] = stages[update]
         for node in readers:
             node.replace_input_with(holder, copy)

@@ -9,9 +9,9 @@ from torch.fx import Node
 from zbcompile.passes.exported.capture.backward_marks import forward_number
 from zbcompile.passes.exported.flops import node_flops, storage_bytes
 from zbcompile.passes.exported.step_graph import StepGraph, is_random, operator_name, tensors_of
-from zbcompile.passes.exported.torch_private import is_view
+from zbcompile.passes.exported.torch_private import TO_COPY, is_view
 
-CASTS = (torch.ops.aten._to_copy.default, torch.ops.aten.detach.default)
+CASTS = (TO_COPY, torch.ops.aten.detach.default)
 PARAMETER, BATCH, STATE = "parameter", "batch", "state"  # kinds of values that a node depends on
 
 

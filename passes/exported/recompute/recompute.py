@@ -31,7 +31,7 @@ from zbcompile.passes.exported.step_graph import (
     operator_name,
     tensors_of,
 )
-from zbcompile.passes.exported.torch_private import OpOverload, is_view, storage_key
+from zbcompile.passes.exported.torch_private import OpOverload, is_view, schema_of, storage_key
 
 Policy = str | int | float  # "off", "hints", "selective", "full", bytes, or a share of the bytes
 RECOMPUTED = "recomputed"  # key in node.meta of the duplicates
@@ -160,7 +160,7 @@ def can_recompute(node: Node) -> bool:
     if not isinstance(target, OpOverload) or target.namespace not in ("aten", "prims"):
         return False  # nothing is known of other libraries' operators
     return not (
-        target._schema.is_mutable
+        schema_of(target).is_mutable
         or is_random(node)
         or torch.Tag.nondeterministic_bitwise in target.tags
         or operator_name(node) in _UNINITIALIZED

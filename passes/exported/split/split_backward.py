@@ -15,6 +15,7 @@ from torch.fx import GraphModule, Node
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.backward_marks import is_gradient_sum
 from zbcompile.passes.exported.capture.known_values import LINE
+from zbcompile.passes.exported.capture.unsupported import DRAWS_IN_BACKWARD
 from zbcompile.passes.exported.partition.assign_stages import Stages
 from zbcompile.passes.exported.step_graph import (
     BACKWARD,
@@ -27,13 +28,13 @@ from zbcompile.passes.exported.step_graph import (
     operator_name,
     tensors_of,
 )
-from zbcompile.passes.exported.torch_private import is_view, storage_key
+from zbcompile.passes.exported.torch_private import GROUPED_MM, annotations_of, is_view, storage_key
 
 aten = torch.ops.aten
 PRODUCTS = frozenset(
     {
         *(aten.mm.default, aten.bmm.default, aten.addmm.default, aten.baddbmm.default),
-        *(aten.mv.default, aten.dot.default, aten._grouped_mm.default),
+        *(aten.mv.default, aten.dot.default, GROUPED_MM.default),
         *(aten.embedding_dense_backward.default, aten.convolution_backward.default),
     }
 )
@@ -171,9 +172,5 @@ def _operands(node: Node) -> Iterator[torch.Tensor]:
 def _refuse_random(backward: dict[Node, None]) -> None:
     for node in backward:
         if is_random(node):
-            line = (node.meta.get("custom") or {}).get(LINE, "")
-            raise CaptureError(
-                f"the backward draws random numbers ({node.target}, of {line}): under a pipeline "
-                "the backwards of microbatches run in another order than in eager mode. Draw the "
-                "numbers in forward and save them."
-            )
+            line = annotations_of(node).get(LINE, "")
+            raise CaptureError(DRAWS_IN_BACKWARD.format(operator=node.target, line=line))

@@ -19,6 +19,7 @@ from zbcompile.passes.exported.step_graph import (
     Labels,
     StepGraph,
 )
+from zbcompile.passes.exported.torch_private import ANNOTATIONS, TO_COPY, annotations_of
 
 
 def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> None:
@@ -73,7 +74,7 @@ def _reaches_gradients_only(node: Node, labels: Labels) -> bool:
 
 _TAIL = frozenset(
     {
-        torch.ops.aten._to_copy.default,
+        TO_COPY,
         torch.ops.aten.t.default,
         torch.ops.aten.view.default,
         torch.ops.aten.permute.default,
@@ -116,7 +117,7 @@ def _add_parts(step: StepGraph, labels: Labels, parts: list[Node]) -> Node:
     for part in parts[1:]:
         with step.graph.inserting_after(last):
             node = step.graph.call_function(torch.ops.aten.add.Tensor, (total, part))
-        node.meta = {"val": part.meta["val"], "custom": dict(part.meta.get("custom") or {})}
+        node.meta = {"val": part.meta["val"], ANNOTATIONS: dict(annotations_of(part))}
         labels[node] = Label(labels[part].stage, kind)
         total = last = node
     return total

@@ -22,7 +22,13 @@ from zbcompile.passes.exported.stage.pass_graph import (
     PassGraph,
     Slot,
 )
-from zbcompile.passes.exported.torch_private import FakeTensorMode, LazyGraphModule, OpOverload
+from zbcompile.passes.exported.torch_private import (
+    UNSAFE_VIEW,
+    FakeTensorMode,
+    LazyGraphModule,
+    OpOverload,
+    schema_of,
+)
 
 aten = torch.ops.aten
 View = tuple[Any, tuple[Any, ...]]  # operator and its further arguments
@@ -173,7 +179,7 @@ def _remove_unused(graph: Graph) -> None:
     for node in reversed(list(graph.nodes)):
         if node.users or node.op != "call_function":
             continue
-        if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        if not isinstance(node.target, OpOverload) or not schema_of(node.target).is_mutable:
             graph.erase_node(node)
 
 
@@ -223,7 +229,7 @@ _INVERSES: Mapping[Any, Callable[[Node], View]] = {
     aten.transpose.int: lambda node: (aten.transpose.int, node.args[1:]),
     aten.permute.default: _unpermuted,
     aten.view.default: _shape_before,
-    aten._unsafe_view.default: _shape_before,
+    UNSAFE_VIEW: _shape_before,
     aten.unsqueeze.default: _shape_before,
     aten.squeeze.dim: _shape_before,
     aten.squeeze.dims: _shape_before,
