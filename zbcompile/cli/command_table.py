@@ -17,7 +17,7 @@ COMMANDS = {
     "inspect": ("zbcompile.inspection.inspect_command", "what a model would be compiled to, and how long a step takes"),
     "compile": ("zbcompile.cli.compile_command", "compile ahead of time into a directory"),
     "run": ("zbcompile.cli.run_command", "train a compiled program with a data function"),
-    "schedules": ("zbcompile.schedules.__main__", "orders without a model: list, show, check, compare, search"),
+    "schedules": ("zbcompile.schedules.__main__", "orders without a model: list, show, check, compare"),
 }
 Main = Callable[..., int]
 

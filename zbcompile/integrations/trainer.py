@@ -111,7 +111,8 @@ class PipelineTrainer(Trainer):
         """Forward and backward of a batch; returns its loss."""
         model.train()
         inputs = send_to_device(inputs, self.pipe.device)
-        require_same_batch(self.pipe.ranks, inputs)
+        with self.pipe.ranks.watch.region("comparing batches"):
+            require_same_batch(self.pipe.ranks, inputs)
         call = self._call(inputs, num_items_in_batch)
         with self.accelerator.autocast():
             self._compile_for(call)
@@ -157,7 +158,8 @@ class PipelineTrainer(Trainer):
 
     def evaluated(self, inputs: Mapping[str, Any]) -> Any:
         """The model's output for a batch."""
-        require_same_batch(self.pipe.ranks, inputs)
+        with self.pipe.ranks.watch.region("comparing batches"):
+            require_same_batch(self.pipe.ranks, inputs)
         with self.accelerator.autocast():
             if self._pending or not self.pipe.compilations:
                 self._compile_from(inputs)

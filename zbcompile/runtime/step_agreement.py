@@ -69,15 +69,15 @@ class StepAgreement:
 
 def require_same_batch(ranks: Ranks, inputs: Mapping[str, Any]) -> None:
     """Raise PipelineError, on every rank, if another rank of this pipeline got another batch: before a compilation, and
-    for callers of evaluations. Later steps compare integer inputs, with the losses."""
+    for callers of evaluations. Later steps compare integer inputs, with the losses. The caller is in a region: one that
+    a rank enters alone, as it compiles alone, would hide from the watch that the others are in another call."""
     if ranks.group is None:
         return
     own = {name: _checksums(pytree.tree_leaves(inputs[name])) for name in sorted(inputs)}
-    with ranks.watch.region("comparing batches"):
-        if any(Digests(ranks, (own, ranks.mesh.beside("pp"))).differ):
-            for text in _what_differs(ranks, own).values():
-                raise ranks.refusal(f"{text}, and every rank must get the same batch. {SEED}")
-            raise ranks.refusal(f"the ranks of another replica's pipeline got batches that differ. {SEED}")
+    if any(Digests(ranks, (own, ranks.mesh.beside("pp"))).differ):
+        for text in _what_differs(ranks, own).values():
+            raise ranks.refusal(f"{text}, and every rank must get the same batch. {SEED}")
+        raise ranks.refusal(f"the ranks of another replica's pipeline got batches that differ. {SEED}")
 
 
 def integer_marks(microbatches: Sequence[Mapping[str, torch.Tensor]], mesh: Mesh, like: torch.Tensor) -> torch.Tensor:
