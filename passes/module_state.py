@@ -8,7 +8,7 @@ import argparse
 import functools
 import itertools
 import types
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import is_dataclass
 from enum import Enum
@@ -253,7 +253,7 @@ def _token(value: Any, depth: int = 0) -> Any:
         return _token(value.__func__), id(value.__self__)
     if isinstance(value, functools.partial):
         return _token(value.func), _token(value.args), _token(value.keywords)
-    if isinstance(value, list | tuple | dict | set | frozenset) and depth < MAX_DEPTH:
+    if isinstance(value, list | tuple | dict | set | frozenset | deque) and depth < MAX_DEPTH:
         items = sorted(value, key=repr) if isinstance(value, set | frozenset) else _items(value)
         tokens = (_token(each, depth + 1) for each in itertools.islice(items, MAX_ITEMS))
         return type(value), len(value), tuple(tokens)
@@ -268,7 +268,7 @@ def _kept(value: Any, depth: int = 0) -> Any:
     """Returns a value as it is now: a copy of a container, which may change in place."""
     if isinstance(value, dict) and depth < MAX_DEPTH:
         return {key: _kept(each, depth + 1) for key, each in value.items()}
-    if isinstance(value, list) and depth < MAX_DEPTH:
+    if isinstance(value, list | deque) and depth < MAX_DEPTH:
         return [_kept(each, depth + 1) for each in value]
     return set(value) if isinstance(value, set) else value
 

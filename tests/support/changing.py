@@ -3,6 +3,7 @@
 import argparse
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -41,6 +42,7 @@ class Net(nn.Module):
         self.middle, self.config = middle, Config()
         self.alpha, self.active, self.keep, self.flag = 1.0, 3, WIDTH, True
         self.numbers, self.table, self.shift = [1.0, 2.0], {"a": 1.0}, torch.ones(WIDTH)
+        self.recent = deque([1.0])
         self.space = types.SimpleNamespace(tau=1.0)
         self.function: Any = torch.tanh
         self.number = torch.tensor(1.0)
@@ -164,6 +166,7 @@ _module = globals()
 REPLACED = {  # modules of other values, and values behind a decorator or in a namespace
     "another dropout": Case(lambda net, x: net.drop(x), of_model("drop", nn.Dropout(0.5))),
     "another activation": Case(lambda net, x: net.act(x), of_model("act", nn.SiLU())),
+    "deque": Case(lambda net, x: x * net.recent[0], lambda net, _: net.recent.appendleft(2.0)),
     "wrapped loss's global": Case(scaled, store(_module, "TAU", 2.0), lambda: wrapped_loss),
     "loss's namespace": Case(scaled, store(ARGUMENTS, "weight", 2.0), lambda: loss_by_arguments),
     "loss's dataclass": Case(scaled, lambda _, loss: setattr(loss.weights, "tau", 2.0), Judge),

@@ -73,6 +73,16 @@ def test_a_replaced_module_or_a_wrapped_value_is_seen(name: str, capsys: pytest.
     assert capsys.readouterr().out.count("compiling again for") == 1
 
 
+def test_a_capture_leaves_the_state_of_other_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    """torch.export makes other objects of some containers, such as a deque."""
+    net = Net(scaled)
+    pipe = pipeline_of(net)
+    for step in range(5):
+        with torch.autocast("cpu", torch.bfloat16, enabled=step % 2 == 1):
+            compare(pipe, net, F.mse_loss, step)
+    assert capsys.readouterr().out.count("compiling again for") == 1
+
+
 def test_functions_of_one_name_have_closures_of_their_own() -> None:
     def scaling(rate: float) -> Any:
         return lambda x, shift=0.0: x * rate + shift
