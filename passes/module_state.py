@@ -155,7 +155,7 @@ def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
         yield f"the class of {path}", type, module
         yield f"the number of attributes of {path}", len, own
         children: dict[str, Any] = own.get("_modules") or {}
-        if children:
+        if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict):
             yield f"the order of submodules in {path}", tuple, children
         for name in children:
             yield f"{path}.{name}", _reader(children, name), name
