@@ -1,0 +1,1 @@
+"""Vocabulary parallelism: the output layer and its loss on all ranks of a pipeline."""
