@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from zbcompile.passes.graph.source_location import is_users_name
-from zbcompile.passes.torch_private import buffer_table, forward_hook_tables, storage_key
+from zbcompile.passes.torch_private import buffer_table, forward_hook_tables, storage_key, written_so_far
 
 MAX_ITEMS = 64  # of a container that are compared; of a longer one also the number of items
 MAX_DEPTH = 3  # of containers in containers
@@ -38,6 +38,12 @@ class StateEntry(NamedTuple):
     value: Any
     token: Any
     mutable: bool
+
+
+class RegisteredBuffer(NamedTuple):
+    """A buffer of a loss module: a step reads its present value, so only which tensor it is counts."""
+
+    tensor: torch.Tensor | None
 
 
 class ModuleState:
@@ -70,7 +76,8 @@ class ModuleState:
     @property
     def memories(self) -> Set[int]:
         """The storages of the tensors among the values."""
-        return {storage_key(each.value) for each in self.entries.values() if isinstance(each.value, torch.Tensor)}
+        values = (getattr(each.value, "tensor", each.value) for each in self.entries.values())
+        return {storage_key(each) for each in values if isinstance(each, torch.Tensor)}
 
 
 class AttributeSnapshot:
@@ -88,6 +95,20 @@ class AttributeSnapshot:
             self.values |= {f"{path}.{name}": value for name, value in before.items()}
         found = {id(value): (path, value) for path, value in self.values.items() if type(value) in (list, dict, set)}
         self._containers = [(path, value, value.copy()) for path, value in found.values()]
+
+    def installed_hooks(self) -> bool:
+        """Returns whether forward has installed hooks on modules without any. These, and what it set beside them, such
+        as a flag that says so, are then the state to which `restore` returns, but for tensors and containers."""
+        changed = [hooks for _, table, hooks in self._hooks if list(table) != list(hooks)]
+        if not changed or any(changed):
+            return False
+        self._hooks = [(path, table, dict(table)) for path, table, _ in self._hooks]
+        for _, own, before in self._attributes:
+            for name, value in own.items():
+                is_flag = not isinstance(value, torch.Tensor | nn.Module | list | tuple | dict | set | deque)
+                if is_flag and name not in _TABLES and (name[0] != "_" or name in before):
+                    before[name] = value
+        return True
 
     def restore(self) -> list[tuple[str, bool]]:
         """Undoes what was changed since. Returns the paths, and whether a tensor or hooks are passed on to the next
@@ -167,7 +188,7 @@ def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
     for path, module in _modules(None, loss):
         yield f"{path}.training", _reader(vars(module), "training"), "training"
         for name in buffer_table(module):
-            yield f"{path}.{name}", _reader(buffer_table(module), name), name
+            yield f"{path}.{name}", functools.partial(_registered, buffer_table(module)), name
     yield from _of_loss("loss", loss)
     names: Counter[str] = Counter()
     for function in functions_of(model, loss):
@@ -241,14 +262,20 @@ def _get(table: Mapping[str, Any], key: str) -> Any:
     return table.get(key, _ABSENT)
 
 
+def _registered(table: Mapping[str, Any], key: str) -> RegisteredBuffer:
+    return RegisteredBuffer(table.get(key))
+
+
 def _token(value: Any, depth: int = 0) -> Any:
     """Returns what is equal for values that make the same graph: of an object its identity."""
     if isinstance(value, float | complex):
         return type(value), repr(value)  # 0.0 and -0.0 are equal, their graphs are not
     if isinstance(value, _IMMUTABLE):
         return type(value), value
-    if isinstance(value, torch.Tensor):
-        return id(value), storage_key(value)
+    if isinstance(value, RegisteredBuffer):
+        return id(value.tensor), None if value.tensor is None else storage_key(value.tensor)
+    if isinstance(value, torch.Tensor):  # Python may have decided by its value
+        return id(value), storage_key(value), 0 if value.is_inference() else written_so_far(value)
     if isinstance(value, types.MethodType):
         return _token(value.__func__), id(value.__self__)
     if isinstance(value, functools.partial):

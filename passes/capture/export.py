@@ -26,7 +26,7 @@ from zbcompile.passes.capture.joined_loss import without_joined_loss
 from zbcompile.passes.capture.mutations import detach_no_grad_regions, separate_written
 from zbcompile.passes.capture.opaque_calls import OpaqueCall
 from zbcompile.passes.capture.questions import ForeignAnswers, Questions
-from zbcompile.passes.capture.side_effects import EffectsSeen
+from zbcompile.passes.capture.side_effects import EffectsSeen, HooksInstalled
 from zbcompile.passes.capture.torch_private import (
     eagers_kernels,
     own_functions,
@@ -230,6 +230,9 @@ def _exported_on_eagers_path(wrapper: Traced, watch: EffectsSeen, example: Any) 
                 return program
             if not watch.questions.left_open:
                 raise CaptureError(watch.unanswered)
+        except HooksInstalled:
+            watch.settled = True
+            continue
         except Exception as error:
             innermost = traceback.extract_tb(error.__traceback__)[-1].filename
             is_ours = is_own(innermost) and not failing_line(error)  # a fault that a second trace would hide

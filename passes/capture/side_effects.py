@@ -60,6 +60,10 @@ _PRODUCTS = (torch.prod, torch.Tensor.prod)
 _GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
+class HooksInstalled(Exception):
+    """Forward has installed hooks, as a model does that installs them when it first runs: the next one may not."""
+
+
 @dataclass
 class EffectsSeen:
     """What was seen: `problems` forbid the capture, `warnings` are worth telling the user.
@@ -75,6 +79,7 @@ class EffectsSeen:
     calls: OpaqueCalls = field(default_factory=dict)
     questions: Questions = field(default_factory=Questions)
     changed: frozenset[str] = frozenset()  # the values of modules and functions that forward changes
+    settled: bool = False  # a forward has installed its hooks, and this one is traced after it
     _unset: frozenset[str] = frozenset()  # the attributes that reports would set, which were left out
     _roots: tuple[nn.Module, Any] | None = None  # the model and the loss: the tracer may hand out proxies
     _around: contextlib.ExitStack | None = None
@@ -130,10 +135,14 @@ class EffectsSeen:
     @contextlib.contextmanager
     def _restored(self, snapshot: AttributeSnapshot) -> Iterator[None]:
         """Around forward: what it writes into attributes and containers is undone, and mentioned."""
+        installs = False
         try:
             yield
+            installs = not self.settled and snapshot.installed_hooks()
         finally:
             changed = snapshot.restore()
+        if installs:
+            raise HooksInstalled
         for path, carries in changed:
             name = path.rpartition(".")[2]
             line, is_read = self._line_that_sets(name), path.startswith("the hooks") or name in self._names_read

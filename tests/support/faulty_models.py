@@ -216,7 +216,7 @@ FAULTS = {
     "output summed twice": Fault(Columns, "tp", _SHARDS, None),
     "sum in both directions": Fault(Columns, "tp", _SHARDS, None),
     "bias added by all": Fault(Columns, "tp", _SHARDS, None),
-    "dropout of a part": Fault(Columns, "tp", _SHARDS, "loss"),
+    "dropout of a part": Fault(Columns, "tp", _SHARDS, None),
     "slice without a sum": Fault(Sliced, "tp", {}, "mix"),
     "shared norm of parts": Fault(Sliced, "tp", {}, "scale"),
     "norm of a sequence's part": Fault(Sequence, "tp", _SHARDS | {"router.*": {"tp": "partial"}}, "norm"),

@@ -36,7 +36,7 @@ from zbcompile.passes.module_state import PLAIN as PLAIN_VALUES, functions_of, n
 from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CAPTURE_INFERENCE, canonicalise
 from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
-from zbcompile.passes.torch_private import global_hooks, is_compiled, storage_key, tensor_hooks
+from zbcompile.passes.torch_private import global_hooks, is_compiled, storage_key, tensor_hooks, written_so_far
 from zbcompile.program.program import Program
 
 PASS_LIST = "zbcompile.passes.pass_list.passes_in_order"
@@ -73,7 +73,9 @@ class _Sketch(pickle.Pickler):
         number = self.numbers.setdefault(id(tensor), len(self.numbers))
         memory = self.memories.setdefault(storage_key(tensor), len(self.memories))
         place = tensor.device.type, index_of(tensor.device), tensor.stride(), tensor.storage_offset()
-        return number, *map(str, (memory, type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad, *place))
+        written = 0 if isinstance(tensor, nn.Parameter) or tensor.is_inference() else written_so_far(tensor)
+        kind = type(tensor), tensor.shape, tensor.dtype, tensor.requires_grad
+        return number, *map(str, (memory, *kind, written, *place))
 
 
 def _globals(given: tuple[Any, ...]) -> list[tuple[str, str]]:

@@ -119,8 +119,16 @@ def _what_differs(ranks: Ranks, sums: Mapping[str, Any]) -> dict[str, str]:
     reports = [{name: each.get(name) for name in names} for each in found]
     differs: dict[str, str] = {}
     for name, first, rank, _, _ in unlike(range(len(found)), reports):
-        differs.setdefault(name, f"{name} of this batch differs between rank {first} and rank {rank} of the pipeline")
+        one, other = (_described(found[place].get(name, ())) for place in (first, rank))
+        text = f"{name} of this batch differs between rank {first} and rank {rank} of the pipeline"
+        differs.setdefault(name, text if one == other else f"{text} ({one}, and {other})")
     return dict(sorted(differs.items()))
+
+
+def _described(sums: Sequence[Any]) -> str:
+    """Returns the number of microbatches of an input, and the dtype and shape of the first one's tensor."""
+    form = f" of {sums[0][0].removeprefix('torch.')} {list(sums[0][1])}" if sums and isinstance(sums[0], tuple) else ""
+    return f"{len(sums)} microbatch{'es' if len(sums) != 1 else ''}{form}"
 
 
 def _checksums(leaves: Sequence[Any]) -> list[Any]:

@@ -99,7 +99,7 @@ def hostile_node(chance: random.Random, names: list[str]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
-def test_a_thousand_hostile_operations() -> None:
+def test_thousands_of_hostile_operations() -> None:
     """Each is refused with a line, or makes tensors and numbers of what it is given."""
     chance, packets = random.Random(0), (*SILENT, FOREIGN, "aten.relu", "aten.unbind", "aten.item")
     names = [f"{packet}.{attribute}" for packet in packets for attribute in attributes_of(packet)]
@@ -107,7 +107,7 @@ def test_a_thousand_hostile_operations() -> None:
     taken = {"op": "placeholder", "name": "x", "target": "x", "value": ["float32", "cpu", [4], [1], 0, 0]}
     result = {"op": "output", "name": "output", "args": [{"tuple": [{"node": "x"}]}]}
     reading, read = GraphReading(torch.device("cpu"), {}, {"zbtests::doubled"}), 0
-    for _ in range(1000):
+    for _ in range(4000):
         nodes = [taken, *(hostile_node(chance, names) for _ in range(chance.choice((1, 1, 2)))), result]
         slots = {"inputs": [["input", "x"]], "outputs": [["output", "0"]]}
         try:
@@ -117,7 +117,7 @@ def test_a_thousand_hostile_operations() -> None:
         read += 1
         calls = [node.target for node in piece.module.graph.nodes if node.op == "call_function"]
         assert all(target is operator.getitem or type(target) is OpOverload for target in calls)
-    assert 0 < read < 200
+    assert 0 < read < 800
 
 
 def read_with(*nodes: dict[str, Any]) -> Any:

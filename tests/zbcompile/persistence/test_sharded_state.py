@@ -14,7 +14,7 @@ from tests.support.sharded_optimizers import Training, saved_and_moved
 from tests.support.training import assert_same_tensors
 from zbcompile.persistence.sharded_state import pieces, rectangles
 
-MOVES = (("zb-v", 2, 2), ("1f1b", 1, 4), ("zb-h1", 0, 2))
+MOVES = (("zb-v", 1, 2), ("1f1b", 1, 4), ("zb-h1", 0, 2))
 
 
 def in_one_process(training: Training, folder: Path) -> State:

@@ -157,35 +157,6 @@ def test_a_sharded_output_layer_beside_tensor_parallelism(pool: Pool) -> None:
     assert max(pool.run(vocabulary_sharded, 2, ranks=4)) <= BOUND
 
 
-class Dropping(nn.Module):
-    """Its gradient is the mask that was drawn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(64))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.dropout(x * self.weight, 0.5).sum()
-
-
-def masks(dimension: str, placement: str) -> Tensor:
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=(dimension,))
-    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": 2, "placements": {"weight": {dimension: placement}}}
-    pipe = zbcompile.pipeline(Dropping(), mesh=mesh, **options)
-    pipe.step(torch.ones(4, 64))
-    (parameter,) = pipe.parameters()
-    pipe.close()
-    assert parameter.grad is not None
-    return parameter.grad
-
-
-@pytest.mark.mostly_slow(every=3, suite=1)
-@pytest.mark.parametrize(("dimension", "placement"), [("tp", "replicate"), ("cp", "shard"), ("ep", "shard")])
-def test_what_a_sharded_parameter_makes_draws_apart(dimension: str, placement: str, pool: Pool) -> None:
-    one, other = pool.run(masks, dimension, placement, ranks=2)
-    assert torch.equal(one, other) == (placement == "replicate")
-
-
 def trained_on(names: tuple[str, ...], shape: tuple[int, ...], part: Any = None) -> Any:
     """The gradients on a mesh of these dimensions, or on a `part` of it where "dp" is made of two."""
     torch.manual_seed(0)
