@@ -1,5 +1,6 @@
 """A model that breaks on order: in a pass of a layer, on a rank, by an exception, a signal or a long sleep."""
 
+import contextlib
 import os
 import signal
 import time
@@ -303,7 +304,8 @@ def peer_of_a_device(rank: int, timeout: float, what: str = "") -> Ended | None:
         region = watch.position.region + 1
         _wait_until(lambda: watch.board.posted(region) is not None)
     else:
-        with watch.region("step 1"):
+        # The fault may be known before the region ends; the call below must then say the same.
+        with contextlib.suppress(zbcompile.FaultError), watch.region("step 1"):
             if watch.backend == "nccl":  # the stream stands still until the message comes
                 pipe._ranks.opened.inward[rank].recv([rows(1)], 0, 0).wait()  # type: ignore[attr-defined]
             else:
