@@ -116,6 +116,19 @@ def test_a_hook_that_forward_installs_is_captured_once(capsys: pytest.CaptureFix
     assert "compiling again" not in capsys.readouterr().out
 
 
+class Accumulating(MLP):
+    """Installs a further hook in every forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layers[2].register_forward_hook(scale_output)
+        return super().forward(x)
+
+
+def test_a_forward_that_installs_a_hook_each_time_is_refused() -> None:
+    with pytest.raises(zbcompile.PipelineError, match=r"forward changes the hooks of model\.layers\.2"):
+        pipeline_of(made(Accumulating), "zb-h1").step(ROWS, target=ROWS)
+
+
 def llama(reentrant: bool) -> nn.Module:
     """With every hook that transformers installs by itself, at a call or when forward first runs."""
     from transformers import LlamaConfig, LlamaForCausalLM
