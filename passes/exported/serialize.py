@@ -22,7 +22,7 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.exported.capture.known_values import LINE
+from zbcompile.passes.exported.capture.source_lines import LINE
 from zbcompile.passes.exported.operators import name_of_operator, operator_named
 from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
 from zbcompile.passes.exported.stage.pass_graph import KINDS, ROLES, PassGraph, Slot

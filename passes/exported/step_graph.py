@@ -4,11 +4,15 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.exported.torch_private import LazyGraphModule, OpOverload, argument, pytree
+from zbcompile.passes.exported.torch_private import (
+    LazyGraphModule,
+    OpOverload,
+    draws_numbers,
+    pytree,
+)
 
 Rebuild = Callable[[Any], Any]
 
@@ -52,7 +56,7 @@ class StepGraph:
         rebuild_outputs: Rebuilds (output, metrics) from values of `outputs`.
         eager_path: False if the model was captured on the path that it has for compilers.
         tied_names: Maps every further name of a tied tensor to its first name.
-        changed_state: Module state that forward changes.
+        changed_state: Paths of the module state that forward changes, such as `model.calls`.
         inexact_calls: Calls whose bits differ from eager mode, with the user's line.
         shardings: Mesh and placements of parameters and buffers that are DTensors.
         gradient_placements: Placements of the gradients of such parameters, which may differ from
@@ -76,7 +80,7 @@ class StepGraph:
     rebuild_outputs: Rebuild | None = None
     eager_path: bool = True
     tied_names: Mapping[str, str] = field(default_factory=dict)
-    changed_state: Mapping[str, Any] = field(default_factory=dict)
+    changed_state: frozenset[str] = frozenset()
     inexact_calls: tuple[str, ...] = ()
     shardings: Mapping[str, Any] = field(default_factory=dict)
     gradient_placements: dict[str, tuple[Any, ...]] = field(default_factory=dict)
@@ -158,12 +162,7 @@ def operator_name(node: Node) -> str:
 
 def is_random(node: Node) -> bool:
     """Returns True if a node draws random numbers: it is never duplicated or reordered."""
-    target = node.target
-    if not isinstance(target, OpOverload):
-        return False
-    if torch.Tag.nondeterministic_seeded not in target.tags:
-        return False
-    return bool(argument(node, "dropout_p", 1.0) != 0.0)  # attention without dropout draws nothing
+    return draws_numbers(node.target, node.args, node.kwargs)
 
 
 def tensors_of(node: Node) -> list[Tensor]:

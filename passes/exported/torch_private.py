@@ -308,7 +308,7 @@ def replaced_tolist(known_value: Any) -> Iterator[None]:
 def is_unlifted_constant(tensor: Tensor) -> bool:
     """Returns True for a plain tensor inside of a trace, such as the result of torch.tensor(1)."""
     return (
-        type(tensor) is Tensor
+        type(tensor) in (Tensor, torch.nn.Parameter)
         and not torch._is_functional_tensor(tensor)
         and not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
     )
@@ -360,16 +360,22 @@ def is_view(node: torch.fx.Node) -> bool:
     )
 
 
-def argument(node: torch.fx.Node, name: str, default: Any = None) -> Any:
+def argument(target: Any, args: Any, kwargs: Any, name: str, default: Any = None) -> Any:
     """Returns the argument `name` of an operator call; `default` if the operator has none."""
-    target = node.target
     if not isinstance(target, OpOverload):
         return default
     for index, declared in enumerate(target._schema.arguments):
         if declared.name == name:
-            positional = node.args[index] if index < len(node.args) else declared.default_value
-            return node.kwargs.get(name, positional)
+            positional = args[index] if index < len(args) else declared.default_value
+            return kwargs.get(name, positional)
     return default
+
+
+def draws_numbers(target: Any, args: Any, kwargs: Any) -> bool:
+    """Returns True if a call draws random numbers. Attention with `dropout_p=0` draws none."""
+    if not isinstance(target, OpOverload) or torch.Tag.nondeterministic_seeded not in target.tags:
+        return False
+    return bool(argument(target, args, kwargs, "dropout_p", 1.0) != 0.0)
 
 
 def written_arguments(func: OpOverload, args: Any, kwargs: Any) -> list[Any]:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.fx import Node
 
-from zbcompile.passes.exported.capture.known_values import LINE
 from zbcompile.passes.exported.capture.process_groups import collective_name, group_of
+from zbcompile.passes.exported.capture.source_lines import LINE
 from zbcompile.passes.exported.step_graph import StepGraph, is_random
 from zbcompile.passes.exported.torch_collectives import is_dtensor
 from zbcompile.passes.exported.torch_private import annotations_of, reparametrize_module

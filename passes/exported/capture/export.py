@@ -18,12 +18,14 @@ from zbcompile.passes.exported.capture.dtensor_parameters import (
     local_tensors,
     warn_of_random_numbers_on_shards,
 )
-from zbcompile.passes.exported.capture.known_values import LINE
+from zbcompile.passes.exported.capture.model_checks import check_model
 from zbcompile.passes.exported.capture.parameter_hooks import refuse_accumulation_hooks
 from zbcompile.passes.exported.capture.process_groups import (
     groups_of_meshes,
     name_process_groups,
 )
+from zbcompile.passes.exported.capture.python_effects import HooksInstalled
+from zbcompile.passes.exported.capture.source_lines import LINE
 from zbcompile.passes.exported.capture.training_step import (
     LossFunction,
     TrainingStep,
@@ -32,6 +34,7 @@ from zbcompile.passes.exported.capture.training_step import (
 )
 from zbcompile.passes.exported.capture.unsupported import (
     WRITES_A_PARAMETER,
+    WRITES_AN_INPUT,
     data_dependent_error,
     refuse_dynamic_shapes,
 )
@@ -102,6 +105,9 @@ def export_step(
     options: ExportOptions,
 ) -> StepGraph:
     """Exports a module of class `kind` by two attempts, and returns its graph."""
+    check_model(model)
+    if isinstance(function, nn.Module):
+        check_model(function)
     static_inputs = {
         path: leaf.detach().cpu().clone()  # before the trace, in which a clone is fake
         for path, leaf in leaves_with_paths(batch)
@@ -130,6 +136,8 @@ def export_step(
             f"that path: {eager_error}",
             stacklevel=3,
         )
+    for sentence in step.python_effects.warnings:
+        warnings.warn(sentence, stacklevel=3)
     described = describe(program, step, batch)
     meshes = [sharding.mesh for sharding in step.shardings.values()]
     dimensions = {**groups_of_meshes(meshes), **options.process_groups}
@@ -141,7 +149,7 @@ def export_step(
 def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
     with local_tensors(step), functional_collectives():
         try:
-            program = export_below_autograd(step, example, device)
+            program = _export_with_hooks(step, example, device)
         except Exception:
             if not step.prediction.wrong:
                 raise
@@ -151,15 +159,29 @@ def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) 
     return program
 
 
+def _export_with_hooks(
+    step: TrainingStep, example: tuple[Any, ...], device: torch.device
+) -> ExportedProgram:
+    """Exports a step; once more if forward has installed hooks on modules when it first ran."""
+    try:
+        return export_below_autograd(step, example, device)
+    except HooksInstalled:
+        return export_below_autograd(step, example, device)
+
+
 def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...]) -> StepGraph:
     """Returns the step graph of an exported training step: every input and output by its role."""
     signature = program.graph_signature
     graph = program.graph_module.graph
     nodes = {node.name: node for node in graph.nodes}
     for output in signature.output_specs:
+        line = annotations_of(nodes[output.arg.name]).get(LINE, "") if output.target else ""
         if output.kind.name == "PARAMETER_MUTATION":
-            line = annotations_of(nodes[output.arg.name]).get(LINE, output.target)
-            raise CaptureError(WRITES_A_PARAMETER.format(line=line))
+            raise CaptureError(WRITES_A_PARAMETER.format(line=line or output.target))
+        if output.kind.name == "USER_INPUT_MUTATION":
+            position = list(signature.user_inputs).index(output.target)
+            path = leaves_with_paths(batch)[position - len(signature.user_inputs)][0]
+            raise CaptureError(WRITES_AN_INPUT.format(path=path, line=line))
     parameters: dict[str, Node] = {}
     buffers: dict[str, Node] = {}
     for table, names in (
@@ -203,7 +225,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         rebuild_outputs=step.rebuild_outputs,
         eager_path=step.eager_path,
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
-        changed_state=step.changed_state,
+        changed_state=step.python_effects.changed,
         inexact_calls=tuple(step.inexact_calls),
         shardings={public_name(name): sharding for name, sharding in step.shardings.items()},
         gradient_placements={

@@ -9,17 +9,25 @@ numbers, except for the inputs that the user declares static.
 import sys
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.capture.source_lines import LINE, users_line
+from zbcompile.passes.exported.capture.unsupported import (
+    HAS_A_GENERATOR,
+    READS_A_TRAINED_TENSOR,
+    WRITES_A_PLAIN_TENSOR,
+)
 from zbcompile.passes.exported.torch_private import (
     READ_SCALAR,
     OpOverload,
     TorchDispatchMode,
+    draws_numbers,
     is_unlifted_constant,
     pytree,
     real_mode,
@@ -30,7 +38,6 @@ from zbcompile.passes.exported.torch_private import (
 )
 
 aten = torch.ops.aten
-LINE = "line"  # key of an annotation: file and line of the user's code
 # Kernels that draw a number per element in the order of memory. Functionalization would replace
 # them by operators that draw in the order of indices.
 _FILLED_IN_MEMORY_ORDER = (aten.bernoulli_.float, aten.uniform_.default)
@@ -50,6 +57,8 @@ class KnownValues(TorchDispatchMode):
         super().__init__()
         self._real = WeakTensorKeyDictionary()
         self._overwritten: set[int] = set()  # storages whose real values are out of date
+        self._protected: dict[int, str] = {}
+        self.draws = 0  # operations so far that may have drawn random numbers
         self._tolist: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> "KnownValues":
@@ -72,6 +81,11 @@ class KnownValues(TorchDispatchMode):
         """Makes `value` the known value of a traced input (a static input)."""
         self._real[tensor] = value
 
+    def protect(self, tensors: Mapping[str, Tensor]) -> None:
+        """Makes a write into one of these tensors an error. They belong to Python, not to the step,
+        so a graph could not write them."""
+        self._protected = {storage_key(tensor): path for path, tensor in tensors.items()}
+
     def value_of(self, tensor: Tensor) -> Tensor | None:
         """Returns the real value of a traced tensor on the CPU, or None if it is not known."""
         if is_unlifted_constant(tensor):
@@ -89,13 +103,26 @@ class KnownValues(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         kwargs = dict(kwargs or {})
-        set_node_annotation(LINE, users_line(sys._getframe(1)))
+        line = users_line(sys._getframe(1))
+        set_node_annotation(LINE, line)
         if not isinstance(func, OpOverload):  # its results are not known
+            self.draws += 1
             return func(*args, **kwargs)
+        self._refuse_writes(func, args, kwargs, line)
+        if draws_numbers(func, args, kwargs):
+            self.draws += 1
+            if isinstance(kwargs.get("generator"), torch.Generator):
+                raise CaptureError(HAS_A_GENERATOR.format(line=line))
         if func in _FILLED_IN_MEMORY_ORDER:
             func(_in_memory_order(args[0]), *args[1:], **kwargs)
             return args[0]
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if (
+            torch.is_grad_enabled()
+            and func is not aten.detach.default
+            and any(tensor.requires_grad and is_unlifted_constant(tensor) for tensor in tensors)
+        ):
+            raise CaptureError(READS_A_TRAINED_TENSOR.format(line=line))
         if torch.Tag.nondeterministic_seeded in func.tags or any(
             self.value_of(tensor) is None for tensor in tensors
         ):
@@ -131,6 +158,13 @@ class KnownValues(TorchDispatchMode):
         self._real[tensor] = value
         return tensor
 
+    def _refuse_writes(self, func: OpOverload, args: Any, kwargs: Any, line: str) -> None:
+        for leaf in pytree.tree_leaves(written_arguments(func, args, kwargs)):
+            if isinstance(leaf, Tensor) and is_unlifted_constant(leaf):
+                path = self._protected.get(storage_key(leaf))
+                if path is not None:
+                    raise CaptureError(WRITES_A_PLAIN_TENSOR.format(path=path, line=line))
+
     def _forget_written(self, func: OpOverload, args: Any, kwargs: Any) -> None:
         for leaf in pytree.tree_leaves(written_arguments(func, args, kwargs)):
             value = self._real.get(leaf) if isinstance(leaf, Tensor) else None
@@ -144,13 +178,3 @@ def _in_memory_order(tensor: Tensor) -> Tensor:
     order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
     view = tensor.permute(order)
     return view if view.is_contiguous() and not tensor.is_contiguous() else tensor
-
-
-def users_line(frame: FrameType | None) -> str:
-    """Returns `file:line` of the innermost frame outside of torch and this library."""
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        if name.partition(".")[0] not in ("torch", "zbcompile"):
-            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        frame = frame.f_back
-    return ""

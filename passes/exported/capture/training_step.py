@@ -23,17 +23,24 @@ from zbcompile.passes.exported.capture.dtensor_parameters import (
     without_sharding,
 )
 from zbcompile.passes.exported.capture.known_values import KnownValues
-from zbcompile.passes.exported.capture.module_state import ModuleState, module_state
 from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
+from zbcompile.passes.exported.capture.python_effects import PythonEffects
 from zbcompile.passes.exported.capture.structures import Rebuild, flatten_output
 from zbcompile.passes.exported.capture.unsupported import (
     LOSS_HAS_A_SHAPE,
     LOSS_IS_NO_TENSOR,
     NOTHING_TO_TRAIN,
+    SPARSE_GRADIENT,
+    WRITES_A_BUFFER_IN_BACKWARD,
     WRITES_A_PARAMETER,
     InexactCalls,
 )
-from zbcompile.passes.exported.torch_private import not_compiling, pytree, reparametrize_module
+from zbcompile.passes.exported.torch_private import (
+    not_compiling,
+    pytree,
+    reparametrize_module,
+    version_of,
+)
 
 LossFunction = Callable[[Any, Any], Any]
 LOSS_MODULE = "loss_function"  # prefix of parameters that belong to a loss module
@@ -50,7 +57,7 @@ class TrainingStep(nn.Module):
         eager_path: True if torch.compiler.is_compiling() is False inside of the model.
         static_inputs: Real tensors by the path of the batch input whose values the model may read.
 
-    After a trace `changed_state` holds the module state that forward changed, `inexact_calls` the
+    After a trace `python_effects` names the module state that forward changed, `inexact_calls` the
     calls whose bits differ from eager mode, and `rebuild_outputs` rebuilds the model's output and
     the metrics from the traced outputs.
     """
@@ -74,7 +81,7 @@ class TrainingStep(nn.Module):
         self.shardings: dict[str, Sharding] = shardings_of(self)
         self.gradient_placements: dict[str, tuple[Any, ...]] = {}
         self.trained = tuple(name for name, param in self.named_parameters() if param.requires_grad)
-        self.changed_state = ModuleState()
+        self.python_effects = PythonEffects(model, loss_fn)
         self.rebuild_outputs: Rebuild | None = None
         self.inexact_calls: list[str] = []
         self.prediction = GradientPrediction(enabled=not self.shardings)
@@ -87,7 +94,6 @@ class TrainingStep(nn.Module):
 
         `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m.
         """
-        state = module_state(self.model)
         with torch.enable_grad(), self._tensors_of_eager_mode():
             buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
             parameters = {name: self._tensor(name) for name in self.trained}
@@ -102,7 +108,6 @@ class TrainingStep(nn.Module):
             outputs = [without_sharding(tensor).detach() for tensor in outputs]
             grads = self._gradients(loss, tangent)
             self._write_assigned_buffers(buffers)
-        self.changed_state = state.changes(module_state(self.model))
         return value, grads, outputs
 
     @contextlib.contextmanager
@@ -114,7 +119,8 @@ class TrainingStep(nn.Module):
                 known.declare(leaf, self.static_inputs[path])
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
         inexact = InexactCalls()
-        with flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
+        effects = self.python_effects.watched(known)
+        with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
             yield
         self.inexact_calls = inexact.calls
 
@@ -129,6 +135,7 @@ class TrainingStep(nn.Module):
         if self.prediction.enabled and self.prediction.exists is None:
             return self.prediction.empty_gradients(loss, list(params.values()))
         writes = GradWrites(params)
+        buffers = {name: (buffer, version_of(buffer)) for name, buffer in self.named_buffers()}
         mark_backward_nodes(loss)
         with (
             traced_hooks(self._originals, params),
@@ -138,10 +145,16 @@ class TrainingStep(nn.Module):
                 loss, list(params.values()), tangent_like(loss, tangent), allow_unused=True
             )
         writes.check()
+        for name, (buffer, version) in buffers.items():
+            if version_of(buffer) != version:
+                name = public_name(name)
+                raise CaptureError(WRITES_A_BUFFER_IN_BACKWARD.format(name=name))
         self.prediction.compare(grads)
         return [self._local_gradient(name, grad) for name, grad in zip(params, grads, strict=True)]
 
     def _local_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
+        if gradient is not None and gradient.layout is not torch.strided:
+            raise CaptureError(SPARSE_GRADIENT.format(name=public_name(name)))
         local, placements = local_gradient(gradient)
         if placements is not None:
             self.gradient_placements[name] = placements

@@ -10,7 +10,7 @@ from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.exported.capture.known_values import LINE, users_line
+from zbcompile.passes.exported.capture.source_lines import LINE, is_users_frame, users_line
 from zbcompile.passes.exported.step_graph import tensors_of
 from zbcompile.passes.exported.torch_private import DynamicOutputShapeException, annotations_of
 
@@ -40,8 +40,8 @@ class InexactCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if func == _SET_DATA and args[0].requires_grad:
-            raise CaptureError(WRITES_A_PARAMETER.format(line=users_line(sys._getframe(1))))
+        if func == _SET_DATA:
+            raise CaptureError(SETS_DATA.format(line=users_line(sys._getframe(1))))
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
         if description is not None:
             self.calls.append(f"{description} ({users_line(sys._getframe(1))})")
@@ -55,8 +55,77 @@ WRITES_A_PARAMETER = (
     "before the backward of this one, so they would read other values than in eager mode. Write it "
     "after the optimizer's step, or compute with a changed copy."
 )
+IS_A_WRAPPER = "{module} is a {kind}, which cannot be captured. {remedy}"
+IS_LAZY = (
+    "{module} is lazy and has no shapes yet. Call the model once with a batch before compiling, or "
+    "give the layer its sizes."
+)
+MOMENTUM_IS_NONE = (
+    "{module} has momentum=None: it divides by the number of batches so far, which it reads out of "
+    "a tensor in every forward. Give it a momentum, such as 0.1."
+)
+SHARES_MEMORY = (
+    "the {kind} {first!r} and {second!r} are different tensors over the same memory; on different "
+    "ranks they would drift apart. Assign one tensor to both, or clone one of them."
+)
+INSIDE_CONTEXT_PARALLEL = (
+    "inside torch's context_parallel(), attention takes DTensors and the batch is sharded in "
+    'place. Compile and step outside of it, with "cp" in mesh= and the exchange of keys and '
+    "values written in the model (functional collectives)."
+)
+READS_A_TRAINED_TENSOR = (
+    "forward or the loss reads a tensor that requires a gradient, but is no parameter of the model "
+    "({line}): its gradient would be lost. Register it as a parameter of the model or of a loss "
+    "module, or detach it."
+)
+SETS_DATA = (
+    "forward assigns to the `.data` of a tensor ({line}), which a graph cannot do. Compute a new "
+    "tensor, or change a buffer in place under torch.no_grad() (`buffer.copy_(value)`). Write a "
+    "parameter after the optimizer's step."
+)
+WRITES_AN_INPUT = (
+    "forward or the loss changes {path} of the batch in place ({line}), and with it the user's "
+    "tensor. Work on a copy: `.clone()`."
+)
+WRITES_A_PLAIN_TENSOR = (
+    "forward changes {path} in place ({line}), a tensor that is not registered with a module. "
+    "Register it with `register_buffer`."
+)
+WRITES_A_BUFFER_IN_BACKWARD = (
+    "the backward changes the buffer {name!r}. A pipeline runs the forwards of later microbatches "
+    "before the backward of this one, so they would read other values than in eager mode. Change "
+    "it in forward."
+)
+CARRIES_A_TENSOR = (
+    "forward changes {path} and reads it: every microbatch would compute with the value from "
+    "before the first step. Register it with `register_buffer`, or pass it as an input. If it is "
+    "set by the first call alone, call the model once before compiling."
+)
+DRAWS_OUTSIDE_TORCH = (
+    "forward draws from {generator}{at}. A step is traced once, so every step would use the same "
+    "number. Draw it with torch (torch.rand), or pass it as an input."
+)
+SETS_A_SEED = (
+    "forward seeds torch's generator or restores its state{at}. A compiled step draws from one "
+    "sequence per microbatch (zbcompile.microbatch_seed), and a graph has no seeds. Draw before "
+    "the step, and pass the numbers as an input."
+)
+HAS_A_GENERATOR = (
+    "forward draws from a torch.Generator of its own ({line}), whose state no graph has. Leave "
+    "`generator=` out: the numbers are then seeded anew for every microbatch "
+    "(zbcompile.microbatch_seed)."
+)
+CATCHES_A_QUESTION = (
+    "forward reads a value that depends on its inputs, and catches the error that this raises in a "
+    "trace{at}. Eager mode raises none. Compute with tensors instead (torch.where), or name the "
+    'input in static_inputs=("...",).'
+)
+SPARSE_GRADIENT = (
+    "the gradient of {name!r} is sparse, and a pipeline adds dense gradients. Build the embedding "
+    "with sparse=False."
+)
 READS_A_VALUE = (
-    "forward or the loss reads a value that depends on its inputs ({line}). A compiled step runs "
+    "forward or the loss reads a value that depends on its inputs{at}. A compiled step runs "
     "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks), "
     'or name the input in static_inputs=("...",): then every value of it compiles a program.'
 )
@@ -95,10 +164,15 @@ INEXACT = (
     "bits differ. Use exact=False, which allows it, or another layer."
 )
 HAS_A_DYNAMIC_SHAPE = (
-    "the shape of a result depends on values of the inputs ({line}): nonzero, masked_select and "
+    "the shape of a result depends on values of the inputs{at}: nonzero, masked_select and "
     "x[mask] return as many elements as there are. Multiply by the mask, use ignore_index, or name "
     'the input in static_inputs=("...",): then every value of it compiles a program.'
 )
+
+
+def at(line: str) -> str:
+    """Returns the user's line in parentheses, after a space; "" if it is not known."""
+    return f" ({line})" if line else ""
 
 
 def data_dependent_error(error: Exception) -> CaptureError:
@@ -106,7 +180,7 @@ def data_dependent_error(error: Exception) -> CaptureError:
     sizes = re.search(r"Size-like symbols: u\d", str(error))
     dynamic = sizes is not None or isinstance(error, DynamicOutputShapeException)
     message = HAS_A_DYNAMIC_SHAPE if dynamic else READS_A_VALUE
-    return CaptureError(message.format(line=_line_of(error)))
+    return CaptureError(message.format(at=at(_line_of(error))))
 
 
 def refuse_dynamic_shapes(nodes: Iterable[Node]) -> None:
@@ -115,15 +189,14 @@ def refuse_dynamic_shapes(nodes: Iterable[Node]) -> None:
         for tensor in tensors_of(node):
             if any(not isinstance(size, int) for size in tensor.shape):
                 line = annotations_of(node).get(LINE, "")
-                raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(line=line))
+                raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line)))
 
 
 def _line_of(error: Exception) -> str:
     """Returns `file:line` of the innermost frame of the user's code in a traceback."""
     line, frame = "", error.__traceback__
     while frame is not None:
-        name = frame.tb_frame.f_globals.get("__name__", "").partition(".")[0]
-        if name not in ("torch", "zbcompile", "contextlib"):
+        if is_users_frame(frame.tb_frame):
             line = f"{frame.tb_frame.f_code.co_filename}:{frame.tb_lineno}"
         frame = frame.tb_next
     return line

@@ -14,7 +14,7 @@ from torch.fx import GraphModule, Node
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.backward_marks import is_gradient_sum
-from zbcompile.passes.exported.capture.known_values import LINE
+from zbcompile.passes.exported.capture.source_lines import LINE
 from zbcompile.passes.exported.capture.unsupported import DRAWS_IN_BACKWARD
 from zbcompile.passes.exported.partition.assign_stages import Stages
 from zbcompile.passes.exported.step_graph import (

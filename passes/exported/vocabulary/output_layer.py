@@ -13,7 +13,7 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.exported.capture.known_values import LINE
+from zbcompile.passes.exported.capture.source_lines import LINE
 from zbcompile.passes.exported.step_graph import StepGraph, operator_name
 from zbcompile.passes.exported.torch_private import annotations_of
 

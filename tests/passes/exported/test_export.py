@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.support.exported_runner import differences, eager_step, run_uncut
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.exported.capture.known_values import LINE
+from zbcompile.passes.exported.capture.source_lines import LINE
 
 WIDTH = 8
 
@@ -214,7 +214,7 @@ def test_state_that_forward_changes_is_found() -> None:
     model = Counts(1)
     model.calls = 0
     step = export_training_step(model, (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
-    assert list(step.changed_state) == ["calls"]
+    assert step.changed_state == {"model.calls"}
 
 
 def test_nodes_name_the_users_line() -> None:
@@ -375,5 +375,5 @@ def test_writes_to_parameters_are_refused(write: str) -> None:
                 self.layer.weight = nn.Parameter(self.layer.weight * 2)
             return super().forward(x)
 
-    with pytest.raises(CaptureError, match="forward writes a parameter"):
+    with pytest.raises(CaptureError, match=r"forward writes a parameter|assigns to the `.data`"):
         export_training_step(Writes(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
