@@ -1,6 +1,6 @@
 """The recipe: from a model and one microbatch to the pass graphs of all stages."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,8 @@ from zbcompile.passes.exported.partition.assign_stages import (
     keep_updated_buffers,
     parameter_owners,
 )
-from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
-from zbcompile.passes.exported.partition.cut_points import forward_line
+from zbcompile.passes.exported.partition.balance_stages import balanced_cuts, node_loads
+from zbcompile.passes.exported.partition.cut_points import ForwardLine, forward_line
 from zbcompile.passes.exported.recompute.recompute import (
     Policy,
     policies_of,
@@ -42,6 +42,11 @@ class CompiledStep:
         fused: BW of every stage: B and W in one graph.
         ranks_of: The rank of each stage.
         owners: The stages that read each parameter, lowest first.
+        line: The forward operations in the order in which they are cut, and `cuts`: the numbers of
+            operations before each cut.
+        loads: The FLOPs of each operation of the line with its backward.
+        parts: With `exact=True`, the stages that compute parts of a gradient which is added at the
+            end of the step, by parameter.
     """
 
     step: StepGraph
@@ -49,6 +54,10 @@ class CompiledStep:
     fused: Mapping[int, PassGraph]
     ranks_of: tuple[int, ...]
     owners: Mapping[str, list[int]]
+    line: ForwardLine
+    cuts: tuple[int, ...]
+    loads: Sequence[float]
+    parts: Mapping[str, frozenset[int]]
 
     @property
     def stages(self) -> int:
@@ -86,10 +95,13 @@ def compile_graph(
     exact: bool = False,
     owners: Mapping[str, Sequence[int]] | None = None,
     recompute: Policy | Sequence[Policy] = "hints",
+    choose_cuts: Callable[[StepGraph, ForwardLine], Sequence[int]] | None = None,
 ) -> CompiledStep:
     """Compiles an exported training step. The passes change its graph in place.
 
-    `owners` has the stages of every parameter if another program of the model has placed them.
+    Args:
+        owners: The stages of every parameter if another program of the model has placed them.
+        choose_cuts: Returns the cuts of the line; balanced by FLOPs if None.
     """
     if exact:
         refuse_inexact(step.inexact_calls)
@@ -98,19 +110,23 @@ def compile_graph(
     merge_autocast_casts(step)
     split_convolutions(step)
     line = forward_line(step)
-    if owners is None:
-        cuts = balanced_cuts(step, line, ranks_of)
-    else:
+    if owners is not None:
         cuts = cuts_of_owners(step, line, owners, len(ranks_of))
+    elif choose_cuts is not None:
+        cuts = tuple(choose_cuts(step, line))
+    else:
+        cuts = balanced_cuts(step, line, ranks_of)
+    loads = node_loads(step, line)
     stages = assign_stages(step, line, cuts)
     parameter_stages = parameter_owners(step, line, stages)
     keep_updated_buffers(step, stages)
     labels = split_backward(step, stages)
-    label_tied_gradients(step, labels, exact)
+    parts = label_tied_gradients(step, labels, exact)
     duplicate_recomputed(step, labels, policies_of(recompute, len(ranks_of)))
     passes, fused = extract(step, labels)
     check_pass_graphs(step, passes, fused)
-    return CompiledStep(step, passes, fused, tuple(ranks_of), parameter_stages)
+    ranks = tuple(ranks_of)
+    return CompiledStep(step, passes, fused, ranks, parameter_stages, line, cuts, loads, parts)
 
 
 def compile_forward(

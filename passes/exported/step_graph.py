@@ -147,6 +147,19 @@ class StepGraph:
             },
         )
 
+    def drop_outputs(self) -> None:
+        """Removes the outputs of the model and what only they need."""
+        self.outputs = []
+        self.refresh_output()
+        self.remove_dead_nodes()
+
+    def remove_dead_nodes(self) -> None:
+        """Removes operations without readers, except random ones, which move the generator, and
+        collectives."""
+        for node in reversed(self.calls()):
+            if not node.users and not _has_effect(node):
+                self.graph.erase_node(node)
+
     def refresh_output(self) -> None:
         """Writes the results by role into the graph's output node, after a pass replaced nodes."""
         self.graph.output_node().args = (tuple(self.result_nodes()),)
@@ -163,6 +176,11 @@ def operator_name(node: Node) -> str:
 def is_random(node: Node) -> bool:
     """Returns True if a node draws random numbers: it is never duplicated or reordered."""
     return draws_numbers(node.target, node.args, node.kwargs)
+
+
+def _has_effect(node: Node) -> bool:
+    tags = getattr(node.target, "tags", ())
+    return torch.Tag.nondeterministic_seeded in tags or "c10d" in str(node.target)
 
 
 def tensors_of(node: Node) -> list[Tensor]:

@@ -16,6 +16,7 @@ Kind = Literal[
     "virtual_gradient",  # name: the first activation that a stage computes from parameters alone; no piece returns it
     "gradient",  # name: the FQN of the parameter
     "accumulator",  # name: the FQN of the parameter whose gradient buffer is added into
+    "part",  # name: the node whose value is a part of a gradient that several stages compute
     "saved",  # name: the node whose value F keeps for B or W, or B for W
     "mutation",  # name: the FQN of the buffer that takes this value
     "loss",

@@ -58,7 +58,7 @@ class StageProgram:
     and leave in B, by the name of their activation. `flops` is per pass and microbatch, a multiply-add counts as two.
     `original` is the stage that was compiled: another one where its graphs are used, renamed. `recomputed` says what B
     recomputes, None if nothing; `improvements` what the split did beyond the dependency closure; `deferred` along which
-    dimension of the mesh the gradient of a parameter is still to be summed; `flow` how gradients flow, for the proof of
+    dimensions of the mesh the gradient of a parameter is still to be summed; `flow` how gradients flow, for the proof of
     placements, if there is a mesh.
     """
 
@@ -77,7 +77,7 @@ class StageProgram:
     crossing: Crossing = field(default_factory=lambda: Crossing(0, 0, 0, 0, 0))
     improvements: tuple[Improvement, ...] = ()
     recomputed: Recomputation | None = None
-    deferred: Mapping[str, str] = field(default_factory=dict)
+    deferred: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def changed(self) -> tuple[str, ...]:
@@ -126,7 +126,7 @@ def finish_stage(split: Split, choices: Choices) -> StageProgram:
         improvements=split.improvements,
         flops=_flops(raw, mode),
         recomputed=split.joint.recomputed,
-        deferred=dict(split.joint.deferred),
+        deferred={name: (dimension,) for name, dimension in split.joint.deferred.items()},
     )
 
 

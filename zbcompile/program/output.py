@@ -41,6 +41,8 @@ class Output:
 
     def rebuild(self, leaves: Mapping[str, torch.Tensor]) -> Any:
         """The output with these tensors."""
+        if callable(self.structure):
+            return self.structure([leaves[name] for name in self.names])
         return pytree.tree_unflatten([leaves.get(n, self.constants.get(n)) for n in self.names], self.structure)
 
 

@@ -19,6 +19,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
 from zbcompile.passes.partition.search import Cuts
+from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.torch_names import type_text
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
@@ -43,6 +44,8 @@ class Program:
     * What it is right for: `call` is the form of a microbatch (see `call_of`), `guards` what forward asks about its
       inputs with the answers that the program was compiled for, `changed_state` the module state that forward changes.
     * What it returns: `output` says what of its forward, by a step besides the loss; None: nothing.
+    * `ends`: with `exact=True`, the graph by stage that adds the gradients of several stages for one microbatch, at the
+      end of a step.
     * What was decided: `plan` says how `schedule="auto"` chose (None for a schedule that was given).
     * Its directory: `also` are the other programs there (forwards, by what they compute, and steps for other answers),
       `writer` is the function that saves it.
@@ -67,6 +70,7 @@ class Program:
     changed_state: frozenset[str] = field(default=frozenset(), repr=False, compare=False)
     also: Mapping[str, "Program"] = field(default_factory=dict, repr=False)
     plan: str = field(default="", compare=False)
+    ends: Mapping[int, Piece] = field(default_factory=dict, repr=False)
     writer: Callable[["Program", Path], None] | None = field(default=None, repr=False, compare=False)
     picture: ClassVar[Callable[["Program"], str]]
 
@@ -128,7 +132,7 @@ class Program:
 
     def placement(self, name: str) -> dict[str, str]:
         """What a parameter or buffer is along each dimension of the mesh."""
-        late = {stage.deferred[name]: PARTIAL for stage in self.stages if name in stage.deferred}
+        late = {dimension: PARTIAL for stage in self.stages for dimension in stage.deferred.get(name, ())}
         return placement_of(name, self.step.placements or {}) | late
 
     @cached_property

@@ -15,6 +15,13 @@ import torch
 from torch import nn
 
 from zbcompile.batches.batch import Batch, Microbatch, Microbatches, hint_at_device, hint_at_target, hinting
+from zbcompile.compiler import compile_forward as exported_forward
+from zbcompile.compiler.compile_exported import (
+    ExportedModel,
+    compile_program,
+    export_step,
+    is_program_of,
+)
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, is_laid_out_as, lay_out_step
 from zbcompile.compiler.inference import (
     Frame,
@@ -262,11 +269,14 @@ class Programs:
             self.ranks, {path: [each.tensors[path] for each in microbatches] for path in microbatch.tensors}
         )
         laid_out = self.searched[0] if self.searched else self.laid_out(microbatch, leads)
-        guards = laid_out.captured.guards
-        standing = ModuleState(self._model, self._options.loss, laid_out.captured.changed_state)
+        exported = isinstance(laid_out, ExportedModel)
+        guards = None if exported else laid_out.captured.guards
+        changed = laid_out.step.changed_state if exported else laid_out.captured.changed_state
+        standing = ModuleState(self._model, self._options.loss, frozenset(changed))
         asked = [each.guards for each in found.known if each.guards]
         reason = (guards.unlike(asked) if guards is not None and asked else "") or change
-        same = (each.graphs for each in found.known if is_laid_out_as(each.graphs[0].program, laid_out))
+        is_same = is_program_of if exported else is_laid_out_as
+        same = (each.graphs for each in found.known if is_same(each.graphs[0].program, laid_out))
         graphs = next(same, None) or (self._compile(microbatch, laid_out, reason),)
         return CompiledGraphs(guards, [standing], graphs)
 
@@ -298,13 +308,26 @@ class Programs:
     def laid_out(self, microbatch: Microbatch, leads: bool) -> LaidOut:
         """The captured step; all ranks capture it with the same answers."""
 
-        def capture_(given: ForeignAnswers | None) -> LaidOut:
+        exported = self._choices().vocab == "off"
+
+        def capture_(given: ForeignAnswers | None) -> Any:
             step = self._model, microbatch, self._options.loss, self._choices(), self.schedule
             device = partial(hint_at_device, microbatch, self.ranks.device)
             target = partial(hint_at_target, self._model, microbatch, self._options.loss)
             with readable(self._model), hinting(device, target):
+                if exported:
+                    return export_step(
+                        self._model,
+                        microbatch,
+                        self._options.loss,
+                        device=self.ranks.device,
+                        process_groups=self.ranks.mesh.labels,
+                        keep=kept_for(self.outputs),
+                    )
                 return lay_out_step(*step, dimensions=self.ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
 
+        if exported:
+            return together(self.ranks, "capturing", lambda: capture_(None))
         return self.cache.capture("capturing", capture_, lambda laid_out: laid_out.captured.guards, leads)
 
     def _make_program(self, microbatch: Microbatch, laid_out: LaidOut) -> Program:
@@ -339,13 +362,15 @@ class Programs:
         """The captured step compiled for a schedule, with the parameters where they are."""
         task = self._model, microbatch, laid_out, schedule, choices
 
+        compile_step = compile_program if isinstance(laid_out, ExportedModel) else compile_laid_out
+
         def compile_() -> Program:
             try:
-                return compile_laid_out(*task, self._placed)
+                return compile_step(*task, self._placed)
             except PartitionError:
                 if self.bound.trains or self._placed is None:
                     raise
-                return compile_laid_out(*task)  # what an evaluation has placed is in another order
+                return compile_step(*task)  # what an evaluation has placed is in another order
 
         return replace(together(self.ranks, "compiling", compile_), step=self._options.step)
 
@@ -408,6 +433,9 @@ class Programs:
     def _make_forwards(self, batch: Batch, computes: str, count: int, found: Lookup, change: str) -> CompiledGraphs:
         if change and self.ranks.is_first:
             print(f"zbcompile: compiling {computes} again for {change}.")
+        frame = self._frame
+        if frame.choices.vocab == "off" and (frame.like is None or frame.like.vocabulary is None):
+            return self._export_forwards(batch, computes, count, frame)
 
         def compile_(given: ForeignAnswers | None) -> tuple[Program, ...]:
             with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
@@ -418,6 +446,20 @@ class Programs:
         graphs = {id(each): self._bind_forward(each) for each in {id(each): each for each in made}.values()}
         standing = [ModuleState(self._model, without=frozenset().union(*(each.changed_state for each in made)))]
         return CompiledGraphs(made[0].guards, standing, tuple(graphs[id(each)] for each in made))
+
+    def _export_forwards(self, batch: Batch, computes: str, count: int, frame: Frame) -> CompiledGraphs:
+        options = exported_forward.ForwardOptions(
+            frame.schedule, frame.like, frame.choices, frame.dimensions, frame.sharded, self.ranks.device
+        )
+
+        def compile_() -> tuple[Program, ...]:
+            with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
+                return exported_forward.compile_forwards(self._model, batch, count, computes, options)
+
+        made = together(self.ranks, "compiling a forward", compile_)
+        graphs = {id(each): self._bind_forward(each) for each in {id(each): each for each in made}.values()}
+        standing = [ModuleState(self._model, without=frozenset().union(*(each.changed_state for each in made)))]
+        return CompiledGraphs(None, standing, tuple(graphs[id(each)] for each in made))
 
     def _bind_forward(self, program: Program) -> BoundGraphs:
         program = replace(program, step=self._options.step)

@@ -128,12 +128,14 @@ class GradientSum:
 
 class Gradients(dict[str, GradientSum]):
     """The sums of one rank by parameter, each made when it is first asked for; a step begins and ends with empty ones.
-    `shared` are the parameters of several stages; of those in `whole` this rank trains rows."""
+    `shared` are the parameters of several stages; of those in `whole` this rank trains rows. With `exact=True` `parts`
+    has what this rank computed of gradients that several stages compute, by name and microbatch."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], shared: frozenset[str], choices: Choices) -> None:
         super().__init__()
         self.parameters, self.shared, self.choices = parameters, shared, choices
         self.whole: Mapping[str, nn.Parameter] = {}
+        self.parts: dict[str, dict[int, torch.Tensor]] = {}
 
     def __missing__(self, name: str) -> GradientSum:
         parameter, choices = self.parameters[name], self.choices

@@ -34,7 +34,8 @@ class Call:
 
     `run` takes a list, which it empties. `arrives` are (register, spec) and `sends` (result, spec) in the order in
     which boundary tensors travel, `saves` (result, register), `gradients` (parameter, results: one per use, see
-    `zbcompile.passes.partition.shared_parameters`), `mutations` (result, buffer), `outputs` (result, leaf of the
+    `zbcompile.passes.partition.shared_parameters`), `parts` (result, part of a gradient that several stages compute),
+    `mutations` (result, buffer), `outputs` (result, leaf of the
     model's output), `checks` (result, assertion of forward), `fits` (result, exchange of tokens); `loss` is a
     result or None. `opens` says that a microbatch begins with this pass, `closes` that none follows, `reports` that it
     has any of the last five.
@@ -51,6 +52,7 @@ class Call:
     saves: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, TensorSpec], ...]
     gradients: tuple[tuple[str, tuple[int, ...]], ...]
+    parts: tuple[tuple[int, str], ...]
     mutations: tuple[tuple[int, str], ...]
     outputs: tuple[tuple[int, str], ...]
     checks: tuple[tuple[int, str], ...]
@@ -165,6 +167,7 @@ def _call(program: StageProgram, name: str, run: Run, registers: Mapping[Slot, i
         saves=tuple((at, registers[slot]) for slot, at in places.items() if slot.kind == "saved" and slot in kept),
         sends=tuple((places[slot], spec) for slot, spec in leaving(program, name).items()),
         gradients=tuple((name, tuple(places)) for name, places in by_name.items()),
+        parts=_named(piece, "part"),
         mutations=_named(piece, "mutation"),
         outputs=_named(piece, "output"),
         checks=_named(piece, "check"),

@@ -89,6 +89,8 @@ class StageRun:
                 frame[place] = results[at]
         for parameter, places in call.gradients:
             self.gradients[parameter].add(self.index, microbatch, [results[at] for at in places])
+        for at, name in call.parts:
+            self.gradients.parts.setdefault(name, {})[microbatch] = results[at]
         sends = [laid_out(results[at], spec) for at, spec in call.sends] if call.sends else []
         if call.opens and (stage := self.stages[microbatch]).generator_leaves:
             sends.append(stage.relay.leave())

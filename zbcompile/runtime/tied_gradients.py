@@ -11,7 +11,12 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from zbcompile.distributed.packing import laid_out
 from zbcompile.distributed.ranks import Ranks
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.stage_program import tensor_spec
+from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.runtime.gradient_sums import WHOLE, Gradients, add_uses
 
@@ -50,12 +55,76 @@ class TiedSums:
 
     def run(self) -> None:
         """Fold the total of every shared parameter, in the processes of its holders."""
-        for name in sorted(self.program.shared):
+        added = self._add_parts()
+        for name in sorted(self.program.shared - added):
             holders = sorted(self.program.holders(name))
             totals = [self._share(name, walk, self._walk(name, walk), holders) for walk in walks(self.program, name)]
             own = next((self.gradients[rank][name] for rank in self.gradients if rank in holders), None)
             if own is not None:
                 own.fold(gradient for total in totals for gradient in total)
+
+    def _add_parts(self) -> set[str]:
+        """Adds the parts of gradients that several stages compute, in autograd's order, and returns their names.
+
+        The graphs in `ends` do it, for one microbatch after the other."""
+        program, added = self.program, set[str]()
+        makers = {
+            slot.name: stage.stage
+            for stage in program.stages
+            for piece in stage.pieces.values()
+            for slot in piece.outputs
+            if slot.kind == "part"
+        }
+        for stage, piece in sorted(program.ends.items()):
+            names = [slot.name for slot in piece.outputs]
+            added.update(names)
+            holders = {name: set(program.holders(name)) & self.gradients.keys() for name in names}
+            for microbatch in range(program.schedule.microbatches):
+                owner = program.rank_of(stage, microbatch)
+                values = self._parts_at(owner, piece, makers, microbatch)
+                sums = boxed(piece.module).forward(values) if owner in self.gradients else [None] * len(names)
+                for name, node, gradient in zip(names, output_values(piece.module.graph), sums, strict=True):
+                    total = self._to_holders(name, node.meta["val"], gradient, owner)
+                    for rank in list(holders[name])[:1]:
+                        assert total is not None
+                        self.gradients[rank][name].fold([total])
+        return added
+
+    def _parts_at(self, owner: int, piece: Piece, makers: Mapping[str, int], microbatch: int) -> list[torch.Tensor]:
+        """The parts of one microbatch on the rank that adds them; an empty list on other ranks."""
+        values = []
+        for node, slot in zip(piece.module.graph.find_nodes(op="placeholder"), piece.inputs, strict=True):
+            source = self.program.rank_of(makers[slot.name], microbatch)
+            value = self.gradients[source].parts[slot.name].pop(microbatch) if source in self.gradients else None
+            value = self._moved(value, node.meta["val"], source, owner)
+            if value is not None:
+                values.append(value)
+        return values
+
+    def _to_holders(
+        self, name: str, like: torch.Tensor, gradient: torch.Tensor | None, owner: int
+    ) -> torch.Tensor | None:
+        """The gradient in every process that holds its parameter."""
+        total = gradient
+        for holder in sorted(self.program.holders(name)):
+            moved = self._moved(gradient, like, owner, holder)
+            total = moved if moved is not None else total
+        return total
+
+    def _moved(
+        self, value: torch.Tensor | None, like: torch.Tensor, source: int, destination: int
+    ) -> torch.Tensor | None:
+        """The value on rank `destination`, None in other processes; from its process if that is another one."""
+        if destination in self.gradients:
+            if source in self.gradients:
+                return value
+            found = torch.empty(like.shape, dtype=like.dtype, device=self.ranks.device)
+            dist.recv(found, group=self.ranks.group, group_src=source)
+            return laid_out(found, tensor_spec(like))
+        if source in self.gradients:
+            assert value is not None
+            dist.send(value.contiguous(), group=self.ranks.group, group_dst=destination)
+        return None
 
     def _walk(self, name: str, walk: Walk) -> list[torch.Tensor]:
         """The total, on the rank of the first use; other processes end with an empty list."""

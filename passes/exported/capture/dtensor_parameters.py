@@ -65,7 +65,14 @@ def shardings_of(module: nn.Module) -> dict[str, Sharding]:
     """Returns the sharding of every parameter and buffer of a module that is a DTensor, by name."""
     tensors: dict[str, Tensor] = dict(module.named_parameters(remove_duplicate=False))
     tensors |= module.named_buffers(remove_duplicate=False)
-    return {name: Sharding.of(t) for name, t in tensors.items() if is_dtensor(t)}
+    wholes = {name: whole_tensor(tensor) for name, tensor in tensors.items()}
+    return {name: Sharding.of(whole) for name, whole in wholes.items() if is_dtensor(whole)}
+
+
+def whole_tensor(tensor: Any) -> Any:
+    """Returns the DTensor of which a plain tensor is the local part, or the tensor itself."""
+    part = getattr(tensor, "part_of", None)
+    return tensor if part is None else part.whole
 
 
 @contextlib.contextmanager

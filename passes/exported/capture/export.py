@@ -270,9 +270,7 @@ def _clean(step: StepGraph) -> None:
         step.parameters.pop(name, None)
         step.buffers.pop(name, None)
         step.graph.erase_node(tied)
-    for node in reversed(step.calls()):
-        if not node.users and not _has_effect(node):
-            step.graph.erase_node(node)
+    step.remove_dead_nodes()
 
 
 def _assigned_value(update: Node) -> Node:
@@ -290,12 +288,6 @@ def _assigned_value(update: Node) -> Node:
             return node
         node = source
     return node
-
-
-def _has_effect(node: Node) -> bool:
-    """Returns True for random numbers, which move the generator, and for collectives."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or "c10d" in str(node.target)
 
 
 def _static_paths(names: Sequence[str]) -> set[str]:

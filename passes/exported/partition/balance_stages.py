@@ -36,7 +36,7 @@ def balanced_cuts(step: StepGraph, line: ForwardLine, ranks_of: Sequence[int]) -
         )
     if stages == 1:
         return ()
-    totals = [0.0, *accumulate(_loads(step, line))]
+    totals = [0.0, *accumulate(node_loads(step, line))]
     frame = [0, *line.cuts, len(line.nodes)]
     row = LoadRow(totals, tuple(ranks_of), heaviest_piece(totals, frame))
     best = best_cuts(row, frame)
@@ -66,7 +66,7 @@ def _wide_buffers(line: ForwardLine) -> str:
     )
 
 
-def _loads(step: StepGraph, line: ForwardLine) -> list[float]:
+def node_loads(step: StepGraph, line: ForwardLine) -> list[float]:
     """Returns the cost of each node of the line with that of its backward, in FLOPs."""
     position_of: dict[int, int] = {}
     loads = []

@@ -36,6 +36,12 @@ class ForwardLine:
     crossing_bytes: tuple[int, ...]
     buffer_spans: Mapping[str, tuple[int, int]]
 
+    @property
+    def allowed(self) -> list[bool]:
+        """Returns for each node whether a cut is possible right after it."""
+        places = set(self.cuts)
+        return [index + 1 in places for index in range(len(self.nodes))]
+
 
 def forward_line(step: StepGraph) -> ForwardLine:
     """Returns the forward operations of a step as a line with the places where it can be cut."""

@@ -22,14 +22,21 @@ from zbcompile.passes.exported.step_graph import (
 from zbcompile.passes.exported.torch_private import ANNOTATIONS, TO_COPY, annotations_of
 
 
-def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> None:
-    """Labels the sums of gradients over stages E, or replaces them by one sum per stage."""
+def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> dict[str, frozenset[int]]:
+    """Labels the sums of gradients over stages E, or replaces them by one sum per stage.
+
+    Returns the stages of the parts of every sum that is labeled E, by parameter.
+    """
     end = _sums_over_stages(step, labels)
     if exact:
         for node in reversed(end):  # all sums of one gradient run on one stage
             stages = [labels[user].stage for user in node.users if user in end]
             labels[node] = Label(min(stages, default=labels[node].stage), END)
-        return
+        return {
+            name: frozenset(labels[part].stage for part in _parts_of_end(gradient, end))
+            for name, gradient in step.gradients.items()
+            if gradient in end
+        }
     for name, gradient in list(step.gradients.items()):
         if gradient is not None and gradient in end:
             step.stage_gradients[name] = _sum_per_stage(step, labels, gradient, end)
@@ -39,6 +46,19 @@ def label_tied_gradients(step: StepGraph, labels: Labels, exact: bool) -> None:
         if not node.users:
             step.graph.erase_node(node)
             del labels[node]
+    return {}
+
+
+def _parts_of_end(gradient: Node, end: Mapping[Node, None]) -> set[Node]:
+    """Returns the values of other passes that a gradient of label E is computed from."""
+    parts, pending = set(), [gradient]
+    while pending:
+        node = pending.pop()
+        if node in end:
+            pending.extend(node.all_input_nodes)
+        else:
+            parts.add(node)
+    return parts
 
 
 def _sums_over_stages(step: StepGraph, labels: Labels) -> dict[Node, None]:

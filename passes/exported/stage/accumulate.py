@@ -28,6 +28,7 @@ from zbcompile.passes.exported.torch_private import (
     LazyGraphModule,
     OpOverload,
     schema_of,
+    storage_key,
 )
 
 aten = torch.ops.aten
@@ -68,6 +69,25 @@ def accumulate(
         inputs=tuple(inputs),
         outputs=tuple(slot for slot, _ in others),
     )
+
+
+def gradients_of_their_own(graph: PassGraph) -> PassGraph:
+    """Returns the pass with a copy of every gradient that shares memory with another value.
+
+    The engine keeps the first gradient of a parameter as `.grad` and adds to it in place.
+    """
+    copied = copy_graph(graph.module.graph)
+    results = list(copied.output_node().args[0])  # type: ignore[arg-type]
+    shared = {storage_key(node.meta["val"]) for node in copied.find_nodes(op="placeholder")}
+    for index, (slot, node) in enumerate(zip(graph.outputs, results, strict=True)):
+        key = storage_key(node.meta["val"])
+        if slot.role == WEIGHT_GRADIENT and key in shared:
+            with copied.inserting_before(copied.output_node()):
+                results[index] = _call(copied, node, aten.clone.default, node)
+        shared.add(key)
+    copied.output_node().args = (tuple(results),)
+    module = LazyGraphModule(graph.module, copied, class_name="Pass")
+    return replace(graph, module=module)
 
 
 @dataclass(frozen=True)

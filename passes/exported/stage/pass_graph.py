@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.exported.flops import node_flops, storage_bytes
@@ -98,18 +98,23 @@ class PassGraph:
 
     @cached_property
     def fingerprint(self) -> str:
-        """A text that equal graphs share: operators, arguments, shapes, strides and dtypes."""
-        numbers: dict[Node, str] = {}
-        lines = []
-        for node in self.module.graph.nodes:
-            numbers[node] = f"%{len(numbers)}"
-            arguments: Any = () if node.op == "placeholder" else (node.args, node.kwargs)
-            text = map_arg(arguments, lambda source: _Number(numbers[source]))
-            values = [
-                f"{value.dtype}{tuple(value.shape)}{value.stride()}" for value in tensors_of(node)
-            ]
-            lines.append(f"{numbers[node]} {_target(node)} {text!r} {values}")
-        return "\n".join(lines)
+        """A text that equal graphs share."""
+        return graph_text(self.module.graph)
+
+
+def graph_text(graph: Graph) -> str:
+    """Returns operators, arguments, shapes, strides and dtypes of a graph, without its names."""
+    numbers: dict[Node, str] = {}
+    lines = []
+    for node in graph.nodes:
+        numbers[node] = f"%{len(numbers)}"
+        arguments: Any = () if node.op == "placeholder" else (node.args, node.kwargs)
+        text = map_arg(arguments, lambda source: _Number(numbers[source]))
+        values = [
+            f"{value.dtype}{tuple(value.shape)}{value.stride()}" for value in tensors_of(node)
+        ]
+        lines.append(f"{numbers[node]} {_target(node)} {text!r} {values}")
+    return "\n".join(lines)
 
 
 def _bytes_of(role: str, nodes: list[Node]) -> int:

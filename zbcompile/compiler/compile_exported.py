@@ -1,0 +1,251 @@
+"""The compiler: from a model and one microbatch to the programs of all stages."""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.batches.batch import Microbatch
+from zbcompile.compiler.paired_schedule import lower_for
+from zbcompile.compiler.torch_logs import without_torchs_logs
+from zbcompile.model.model_info import facts_of
+from zbcompile.passes.capture.unsupported import raise_first, training_problems
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.exported.compile_step import CompiledStep, compile_graph
+from zbcompile.passes.exported.partition.assign_stages import cuts_of_owners
+from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
+from zbcompile.passes.exported.partition.cut_points import ForwardLine
+from zbcompile.passes.exported.stage.pass_graph import graph_text
+from zbcompile.passes.exported.stage_programs import end_pieces, stage_programs
+from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.partition.balance import LoadRow
+from zbcompile.passes.partition.named_cuts import edges_named
+from zbcompile.passes.partition.search import Cuts
+from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
+from zbcompile.program.directories import save_here
+from zbcompile.program.output import Output
+from zbcompile.program.program import Program, call_of
+from zbcompile.schedules import Placement, Schedule
+
+
+@dataclass(frozen=True)
+class ExportedModel:
+    """An exported training step. `text` is a hash of its graph: equal graphs need one program.
+
+    `keep` is what the step returns besides its loss: "", "outputs" or "metrics".
+    """
+
+    step: StepGraph
+    text: str
+    keep: str = ""
+
+
+@without_torchs_logs()
+def export_step(
+    model: nn.Module,
+    microbatch: Microbatch,
+    loss: Any,
+    *,
+    device: torch.device | None = None,
+    process_groups: Mapping[str, str] | None = None,
+    static_inputs: Sequence[str] = (),
+    keep: str = "",
+) -> ExportedModel:
+    """Returns the training step of `model` for microbatches like this one.
+
+    Args:
+        device: The device of parameters that are on the meta device.
+        process_groups: The mesh dimension of each process group, by the group's name.
+
+    Raises:
+        CaptureError: The model cannot be exported.
+    """
+    args, kwargs, target = microbatch.example
+    options = ExportOptions(
+        static_inputs=static_inputs,
+        return_outputs=keep == "outputs",
+        device=device,
+        process_groups=process_groups or {},
+    )
+    raise_first(training_problems(model, loss))
+    step = export_training_step(model, args, kwargs, target, loss, options)
+    if not keep:
+        step.drop_outputs()
+    return ExportedModel(step, hashlib.sha256(graph_text(step.graph).encode()).hexdigest(), keep)
+
+
+@without_torchs_logs()
+def compile_program(
+    model: nn.Module,
+    microbatch: Microbatch,
+    exported: ExportedModel,
+    schedule: Schedule,
+    choices: Choices,
+    like: Program | None = None,
+) -> Program:
+    """Returns the program of an exported step for a schedule.
+
+    `like` is a program of the same model: every parameter stays on the stages where it has it.
+    """
+    choices.require_stages(schedule.stages)
+    ranks_of = placement_ranks(schedule.placement)
+    compiled = compile_graph(
+        exported.step.copy(),
+        ranks_of=ranks_of,
+        exact=choices.exact,
+        recompute=choices.recompute,
+        choose_cuts=lambda step, line: choose_cuts(step, line, choices, ranks_of, like),
+    )
+    programs = stage_programs(compiled, choices)
+    if like is not None:
+        require_homes(programs, like)
+    return Program(
+        model=facts_of(model, compiled.step.constant_values),
+        cuts=describe_cuts(compiled, choices),
+        stages=programs,
+        lowered=lower_for(programs, schedule, choices, device_of(compiled.step)),
+        homes=like.homes if like else parameter_homes(model, programs),
+        choices=choices,
+        loss_dtype=_loss_dtype(compiled.step),
+        inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
+        vocabulary=None,
+        canonical_targets=operators_of(compiled.line),
+        operations=exported.text,
+        call=call_of(microbatch),
+        groups=groups_of(compiled.step, programs),
+        output=output_of("outputs", compiled, programs) if exported.keep else None,
+        changed_state=frozenset(compiled.step.changed_state),
+        ends=end_pieces(compiled),
+        writer=save_here,
+    )
+
+
+def choose_cuts(
+    step: StepGraph,
+    line: ForwardLine,
+    choices: Choices,
+    ranks_of: Sequence[int],
+    like: Program | None = None,
+) -> Sequence[int]:
+    """Returns the cuts: where another program of the model has them, by names, or balanced."""
+    if like is not None and operators_of(line) == like.canonical_targets:
+        return [node + 1 for node in like.cuts.after]
+    if like is not None:
+        owners = {name: like.homes[name] for name in step.parameters if name in like.homes}
+        return cuts_of_owners(step, line, owners, len(ranks_of))
+    if isinstance(choices.balance, str):
+        return balanced_cuts(step, line, ranks_of)
+    return edges_named(line, choices.balance, len(ranks_of))
+
+
+def operators_of(line: ForwardLine) -> tuple[str, ...]:
+    """Returns the operators of a line: lines with equal ones can be cut at the same places."""
+    return tuple(str(node.target) for node in line.nodes)
+
+
+def require_homes(programs: Sequence[StageProgram], like: Program) -> None:
+    """Raises PartitionError if a stage reads a parameter that another program has elsewhere."""
+    for program in programs:
+        for name in (*program.parameters, *program.buffers):
+            if program.stage not in like.homes.get(name, ()):
+                raise PartitionError(
+                    f"stage {program.stage} would read {name}, which is on stage "
+                    f"{', '.join(map(str, like.homes.get(name, ())))}: the model reads its "
+                    "parameters in another order than when it was placed. Call "
+                    "`pipe.recompile()` on a new pipeline, or keep the order."
+                )
+
+
+def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:
+    """Returns the cuts with the FLOPs of stages and ranks, for reports."""
+    line, cuts = compiled.line, compiled.cuts
+    totals = [0.0, *accumulate(compiled.loads)]
+    row = LoadRow(totals, compiled.ranks_of)
+    return Cuts(
+        after=tuple(cut - 1 for cut in cuts),
+        names=tuple(line.nodes[cut - 1].name for cut in cuts),
+        basis="flops" if isinstance(choices.balance, str) else "names",
+        unit="FLOPs",
+        loads=row.stage_loads(list(cuts)),
+        rank_loads=row.rank_loads(list(cuts)),
+        boundary=tuple(line.crossing_bytes[cut] for cut in cuts),
+    )
+
+
+def device_of(step: StepGraph) -> str:
+    """Returns the kind of device that a step computes on."""
+    tensors = (node.meta["val"] for node in step.parameters.values())
+    return next((tensor.device.type for tensor in tensors), "cpu")
+
+
+def is_program_of(program: Program, exported: ExportedModel) -> bool:
+    """Returns True if a program was compiled from an equal graph, with equal constants."""
+    constants, others = program.model.constants, exported.step.constant_values
+    same = constants.keys() == others.keys() and all(torch.equal(constants[name], others[name]) for name in others)
+    return same and program.operations == exported.text
+
+
+def groups_of(step: StepGraph, programs: Sequence[StageProgram]) -> dict[str, str]:
+    """Returns the names in this process of the process groups in the graphs of the stages."""
+    used = {each.dimension for program in programs for each in collectives_of(program)}
+    return {label: name for label, name in step.process_groups.items() if label in used}
+
+
+def _loss_dtype(step: StepGraph) -> str:
+    if step.loss is None:
+        return "float32"
+    return str(step.loss.meta["val"].dtype).removeprefix("torch.")
+
+
+def output_of(computes: str, compiled: CompiledStep, programs: Sequence[StageProgram]) -> Output:
+    """Returns which stage makes each tensor of the model's output, and how to rebuild the output."""
+    makers = {
+        slot.name: program.stage
+        for program in programs
+        for slot in program.pieces["F"].outputs
+        if slot.kind == "output"
+    }
+    made = {
+        name: (makers[name], tensor_spec(compiled.step.outputs[int(name)].meta["val"]))
+        for name in sorted(makers, key=int)
+    }
+    return Output(computes, compiled.step.rebuild_outputs, tuple(made), made, {})
+
+
+def parameter_homes(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
+    """Returns the stages that hold each parameter and buffer, by its first name.
+
+    What no graph reads is held with its nearest relative in the module tree, else by the last
+    stage.
+    """
+    homes: dict[str, tuple[int, ...]] = {}
+    for program in programs:
+        for name in (*program.parameters, *program.buffers):
+            homes[name] = (*homes.get(name, ()), program.stage)
+    for named in (model.named_parameters, model.named_buffers):
+        for name, _ in named():
+            if name not in homes:
+                homes[name] = _relative(name, homes, len(programs) - 1)
+    return homes
+
+
+def _relative(name: str, homes: Mapping[str, tuple[int, ...]], last: int) -> tuple[int, ...]:
+    """Returns the last stage of the tensors that share the longest prefix with a name."""
+    prefix = name
+    while "." in prefix:
+        prefix = prefix.rpartition(".")[0]
+        near = [max(held) for other, held in homes.items() if other.startswith(f"{prefix}.")]
+        if near:
+            return (max(near),)
+    return (last,)
+
+
+def placement_ranks(placement: Placement) -> list[int]:
+    """Returns the rank of each stage, for one microbatch."""
+    return [placement.rank(stage) for stage in range(placement.stages)]

@@ -1,0 +1,175 @@
+"""Compiling the forward alone: a program without backward graphs, whose parameters stay where they train."""
+
+import warnings
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from zbcompile.batches.batch import Batch, Microbatch
+from zbcompile.compiler.compile_exported import (
+    choose_cuts,
+    describe_cuts,
+    groups_of,
+    operators_of,
+    output_of,
+    parameter_homes,
+    placement_ranks,
+    require_homes,
+)
+from zbcompile.compiler.torch_logs import without_torchs_logs
+from zbcompile.errors import PipelineError
+from zbcompile.model.model_info import facts_of
+from zbcompile.passes.capture.unsupported import problems_of, raise_first
+from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.exported.capture.export import ExportOptions
+from zbcompile.passes.exported.capture.forward_only import export_forward
+from zbcompile.passes.exported.compile_step import compile_graph
+from zbcompile.passes.exported.stage_programs import stage_programs
+from zbcompile.passes.exported.step_graph import StepGraph, is_random
+from zbcompile.passes.vocabulary.log_probs import IGNORED
+from zbcompile.program.directories import save_here
+from zbcompile.program.output import FORWARDS
+from zbcompile.program.program import Program, call_of, listed
+from zbcompile.schedules import Placement, Schedule, lower
+from zbcompile.schedules.generators.forward_only import forward_only
+
+
+@dataclass(frozen=True)
+class ForwardOptions:
+    """What a forward is compiled for.
+
+    Attributes:
+        schedule: Gives stages and ranks.
+        like: A program of the same model that has placed the parameters; None if this one does.
+        process_groups: The mesh dimension of each process group, by the group's name.
+        sharded: Parameters of which this rank holds a part.
+        device: The device of parameters that are on the meta device.
+    """
+
+    schedule: Schedule
+    like: Program | None
+    choices: Choices
+    process_groups: Mapping[str, str]
+    sharded: Collection[str] = ()
+    device: torch.device | None = None
+
+
+@without_torchs_logs()
+def compile_forward(model: nn.Module, microbatch: Microbatch, computes: str, options: ForwardOptions) -> Program:
+    """Returns the program of the forward for microbatches like this one.
+
+    `computes` is "eval" or "log_probs".
+    """
+    raise_first(problems_of(model))
+    args, kwargs, target = microbatch.example
+    exported = ExportOptions(process_groups=options.process_groups, device=options.device)
+    step = export_forward(model, args, kwargs, target, FORWARDS[computes], exported)
+    _warn_of_random_numbers(step)
+    like, choices = options.like, options.choices
+    ranks_of = placement_ranks(options.schedule.placement)
+    compiled = compile_graph(
+        step,
+        ranks_of=ranks_of,
+        recompute="off",
+        choose_cuts=lambda step, line: choose_cuts(step, line, choices, ranks_of, like),
+    )
+    programs = stage_programs(compiled, choices)
+    if like is not None:
+        require_homes(programs, like)
+    return Program(
+        model=facts_of(model, step.constant_values),
+        cuts=describe_cuts(compiled, choices),
+        stages=programs,
+        lowered=_lowered(options.schedule.placement, 1),
+        homes=parameter_homes(model, programs) if like is None else like.homes,
+        choices=choices,
+        loss_dtype="float32",
+        inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
+        vocabulary=None,
+        canonical_targets=operators_of(compiled.line),
+        call=call_of(microbatch),
+        groups=groups_of(step, programs),
+        changed_state=frozenset(step.changed_state),
+        output=output_of(computes, compiled, programs),
+        writer=save_here,
+    )
+
+
+def compile_forwards(
+    model: nn.Module, batch: Batch, count: int, computes: str, options: ForwardOptions
+) -> tuple[Program, ...]:
+    """Returns the programs of the microbatches of a batch.
+
+    There are `count` programs, the last of which may be for fewer rows, if every output has one
+    row per sample. An output of another kind, such as a loss, is computed on the whole batch, so
+    that it is what the model itself returns. So is a forward that changes buffers in eval mode,
+    which a batch changes once.
+    """
+    whole = compile_forward(model, batch.whole, computes, options)
+    changes = any(stage.changed for stage in whole.stages)
+    count = batch.most_parts(count, even=whole.vocabulary is not None)
+    if count == 1 or not whole.returns.has_rows(batch.size) or changes:
+        return (whole,)
+    options = replace(options, like=options.like or whole)
+    parts = [compile_forward(model, part, computes, options) for part in batch.distinct(count)]
+    rows = (batch.rows(0, count), batch.rows(count - 1, count))
+    for part, size in zip(parts, rows, strict=False):
+        if not part.returns.has_rows(size) or part.returns.rest != whole.returns.rest:
+            return (whole,)
+    return (*parts[:1] * (count - 1), parts[-1])
+
+
+def require_words(batch: Batch, program: Program) -> None:
+    """Raises PipelineError for labels of log-probabilities that are no words."""
+    if program.returns.computes == "eval":
+        return
+    labels = batch.whole.example[2].long()  # a small type has no number for ignored labels
+    words = program.returns.constants[-1]
+    wrong = labels[((labels < 0) | (labels >= words)) & (labels != IGNORED)]
+    if wrong.numel():
+        raise PipelineError(
+            f"labels= holds {wrong[0].item()}, and the output layer has {words} words; expected 0 "
+            f"to {words - 1}, or {IGNORED} where there is no label."
+        )
+
+
+def microbatches_like(program: Program, batch: Batch) -> int:
+    """Returns the number of microbatches like those of a program that a batch divides into."""
+    counts = [n for n in range(1, batch.size + 1) if batch.divides_into(n)] or [1]
+    count = next((n for n in counts if call_of(batch.microbatch(0, n)) == program.call), None)
+    if count is None:
+        raise PipelineError(
+            f"the forward was compiled for microbatches of {listed(program.call)}; received "
+            f"{listed(call_of(batch.whole))}, which does not divide into these. Pad it, or compile "
+            "and save another."
+        )
+    output = program.returns
+    fixed = output.computes == "eval" and any(value is not None for value in output.constants)
+    if count > 1 and (fixed or not output.has_rows(batch.size // count)):
+        what = "holds numbers that may depend on the rows" if fixed else "has not one row per sample"
+        raise PipelineError(
+            f"the model's output {what}, and is computed of one microbatch as it was compiled. Pass "
+            f"batches of {batch.size // count}, or leave out the argument that makes forward return "
+            "more than rows."
+        )
+    return count
+
+
+def forward_order(program: Program, count: int) -> Schedule:
+    """Returns the order in which that many microbatches run through a forward alone."""
+    return _lowered(program.schedule.placement, count)
+
+
+def _lowered(placement: Placement, count: int) -> Schedule:
+    return lower(forward_only(placement, count))
+
+
+def _warn_of_random_numbers(step: StepGraph) -> None:
+    if any(map(is_random, step.calls())):
+        warnings.warn(
+            "the model draws random numbers in eval mode; every rank draws them from its own "
+            "generator, microbatch by microbatch, and they are not those of the unsplit model.",
+            stacklevel=2,
+        )
