@@ -24,6 +24,7 @@ from zbcompile.passes.exported.recompute.recompute import (
     Policy,
     policies_of,
     recompute as duplicate_recomputed,
+    saved_bytes,
 )
 from zbcompile.passes.exported.split.defer_sums import defer_sums
 from zbcompile.passes.exported.split.split_backward import split_backward, split_convolutions
@@ -47,6 +48,8 @@ class CompiledStep:
         loads: The FLOPs of each operation of the line with its backward.
         parts: With `exact=True`, the stages that compute parts of a gradient which is added at the
             end of the step, by parameter.
+        saved_without_recompute: The bytes that each stage would keep for its backward if it
+            recomputed nothing.
     """
 
     step: StepGraph
@@ -58,6 +61,7 @@ class CompiledStep:
     cuts: tuple[int, ...]
     loads: Sequence[float]
     parts: Mapping[str, frozenset[int]]
+    saved_without_recompute: Mapping[int, int]
 
     @property
     def stages(self) -> int:
@@ -122,11 +126,14 @@ def compile_graph(
     keep_updated_buffers(step, stages)
     labels = split_backward(step, stages)
     parts = label_tied_gradients(step, labels, exact)
+    saved = saved_bytes(step, labels)
     duplicate_recomputed(step, labels, policies_of(recompute, len(ranks_of)))
     passes, fused = extract(step, labels)
     check_pass_graphs(step, passes, fused)
     ranks = tuple(ranks_of)
-    return CompiledStep(step, passes, fused, ranks, parameter_stages, line, cuts, loads, parts)
+    return CompiledStep(
+        step, passes, fused, ranks, parameter_stages, line, cuts, loads, parts, saved
+    )
 
 
 def compile_forward(

@@ -54,7 +54,7 @@ def bytes_moved(node: Node) -> int:
 def storage_bytes(nodes: Any) -> int:
     """Returns the bytes of the distinct storages behind the values of some nodes."""
     storages = {
-        storage_key(tensor): tensor.untyped_storage().nbytes()
+        storage_key(tensor): int(tensor.untyped_storage().nbytes())
         for node in nodes
         for tensor in tensors_of(node)
     }

@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, PartitionError
 from zbcompile.passes.exported.compile_step import CompiledStep
+from zbcompile.passes.exported.flops import node_flops
 from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
 from zbcompile.passes.exported.stage import pass_graph as roles
 from zbcompile.passes.exported.stage.accumulate import accumulate, gradients_of_their_own
@@ -145,7 +146,7 @@ def _stage_program(
         flops={kind: graphs[kind].flops if kind in graphs else 0 for kind in ("F", "B", "W", "BW")},
         trained=tuple(dict.fromkeys(trained)),
         crossing=_crossing(graphs),
-        recomputed=_recomputation(graphs),
+        recomputed=_recomputation(graphs, compiled.saved_without_recompute.get(stage, 0)),
         deferred={n: d for n, d in _summed_over(compiled.step).items() if n in trained},
     )
 
@@ -240,19 +241,20 @@ def _crossing(graphs: Mapping[str, PassGraph]) -> Crossing:
 
 def _storages(nodes: Iterable[Node]) -> dict[int, int]:
     return {
-        storage_key(node.meta["val"]): node.meta["val"].untyped_storage().nbytes()
+        storage_key(node.meta["val"]): int(node.meta["val"].untyped_storage().nbytes())
         for node in nodes
         if isinstance(node.meta.get("val"), torch.Tensor)
     }
 
 
-def _recomputation(graphs: Mapping[str, PassGraph]) -> Recomputation | None:
-    """Returns what B and W compute again of the forward; None if nothing."""
-    from zbcompile.passes.exported.flops import node_flops
+def _recomputation(graphs: Mapping[str, PassGraph], before: int) -> Recomputation | None:
+    """Returns what B and W compute again of the forward; None if nothing.
 
+    `before` are the bytes that would be kept otherwise.
+    """
     again = [n for kind in ("B", "W") if kind in graphs for n in graphs[kind].calls]
     again = [node for node in again if node.meta.get(RECOMPUTED)]
     if not again:
         return None
-    kept = _crossing(graphs).kept
-    return Recomputation(len(again), sum(map(node_flops, again)), kept, kept)
+    flops = sum(map(node_flops, again))
+    return Recomputation(len(again), flops, before, _crossing(graphs).kept)

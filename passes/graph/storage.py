@@ -23,7 +23,7 @@ def moved_value(value: Any, storages: MutableMapping[int, Any], mode: FakeTensor
         return value
     key = storage_key(value)
     if key not in storages:
-        storages[key] = torch.UntypedStorage(value.untyped_storage().nbytes(), device="meta")
+        storages[key] = torch.UntypedStorage(int(value.untyped_storage().nbytes()), device="meta")
     empty = torch.empty(0, dtype=value.dtype, device="meta")
     empty.set_(storages[key], value.storage_offset(), value.shape, value.stride())  # type: ignore[call-overload]
     return fake_of(empty, mode, value.device).requires_grad_(value.requires_grad)
@@ -42,7 +42,7 @@ def content_of(tensor: torch.Tensor) -> bytes:
 
 def storage_bytes(values: Iterable[torch.Tensor], without: Set[int] = frozenset()) -> int:
     """Bytes of the distinct storages behind `values`: aliases count once, storages in `without` not at all."""
-    storages = {storage_key(v): v.untyped_storage().nbytes() for v in values}
+    storages = {storage_key(v): int(v.untyped_storage().nbytes()) for v in values}
     return sum(size for key, size in storages.items() if key not in without)
 
 
@@ -61,7 +61,7 @@ def alive_bytes(order: Sequence[Node], arriving: Set[int], staying: Set[int], un
     way, each until its last use, or to the end if `staying`; never those in `uncounted`."""
     touched = [storages_behind((node, *node.all_input_nodes)) for node in order]
     values = (t for node in order for each in (node, *node.all_input_nodes) for t in tensors_of(each.meta.get("val")))
-    sizes = {storage_key(t): t.untyped_storage().nbytes() for t in values}
+    sizes = {storage_key(t): int(t.untyped_storage().nbytes()) for t in values}
     last_use = {key: i for i, keys in enumerate(touched) for key in keys}
     alive = set(arriving - uncounted)
     now = sum(sizes.get(key, 0) for key in alive)

@@ -45,8 +45,8 @@ def kernel_bytes(kernel: Sequence[Node]) -> int:
     made: dict[int, int] = {}
     read: dict[int, int] = {}
     for node in kernel:
-        own = {storage_key(t): t.untyped_storage().nbytes() for t in tensors_of(node.meta["val"])}
-        taken = {key: t.untyped_storage().nbytes() for key, t in storages_read(node).items()}
+        own = {storage_key(t): int(t.untyped_storage().nbytes()) for t in tensors_of(node.meta["val"])}
+        taken = {key: int(t.untyped_storage().nbytes()) for key, t in storages_read(node).items()}
         read |= {key: size for key, size in taken.items() if key not in made}
         in_place = any(key in taken for key in own)
         leaves = in_place or any(user not in inside for user in _real_users(node))

@@ -58,8 +58,7 @@ class StageProgram:
     and leave in B, by the name of their activation. `flops` is per pass and microbatch, a multiply-add counts as two.
     `original` is the stage that was compiled: another one where its graphs are used, renamed. `recomputed` says what B
     recomputes, None if nothing; `improvements` what the split did beyond the dependency closure; `deferred` along which
-    dimensions of the mesh the gradient of a parameter is still to be summed; `flow` how gradients flow, for the proof of
-    placements, if there is a mesh.
+    dimensions of the mesh the gradient of a parameter is still to be summed.
     """
 
     stage: int

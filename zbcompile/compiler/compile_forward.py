@@ -1,7 +1,7 @@
 """Compiling the forward alone: a program without backward graphs, whose parameters stay where they train."""
 
 import warnings
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch

@@ -232,7 +232,7 @@ def _can_keep(node: Node, may_recompute: bool) -> bool:
 
 def _bytes(node: Node) -> int:
     storages: dict[Any, int] = {
-        storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors_of(node)
+        storage_key(tensor): int(tensor.untyped_storage().nbytes()) for tensor in tensors_of(node)
     }
     return sum(storages.values())
 
@@ -246,6 +246,21 @@ def _values_of_parameters(step: StepGraph) -> set[Node]:
         if inputs & found and inputs <= found | constant:
             found.add(node)
     return found
+
+
+def saved_bytes(step: StepGraph, labels: Labels) -> dict[int, int]:
+    """Returns the bytes that each stage keeps for its backward, by storage, views once."""
+    tables = (step.parameters, step.buffers, step.constants, step.batch_inputs)
+    resident = {storage_key(node.meta["val"]) for table in tables for node in table.values()}
+    saved: dict[int, dict[int, int]] = {}
+    for node, (stage, kind) in labels.items():
+        for source in node.all_input_nodes if kind in (BACKWARD, WEIGHT) else ():
+            if source in labels and labels[source].kind == FORWARD:
+                storages = saved.setdefault(stage, {})
+                for tensor in tensors_of(source):
+                    if labels[source].stage <= stage and storage_key(tensor) not in resident:
+                        storages[storage_key(tensor)] = int(tensor.untyped_storage().nbytes())
+    return {stage: sum(storages.values()) for stage, storages in saved.items()}
 
 
 def policies_of(recompute: Policy | Sequence[Policy], stages: int) -> list[Policy]:

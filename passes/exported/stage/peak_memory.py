@@ -84,7 +84,7 @@ _LATER = {"F": ("B", "W", "BW"), "B": ("W",)}
 def _storages(nodes: Iterable[Node]) -> dict[int, int]:
     """Returns the bytes of the storages behind some values."""
     return {
-        storage_key(tensor): tensor.untyped_storage().nbytes()
+        storage_key(tensor): int(tensor.untyped_storage().nbytes())
         for node in nodes
         for tensor in tensors_of(node)
     }

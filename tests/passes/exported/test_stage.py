@@ -1,6 +1,7 @@
 """Rewritten pass graphs: accumulation, peaks, merged passes, and equal graphs of equal layers."""
 
 import re
+from dataclasses import replace
 from collections.abc import Callable
 from typing import Any
 
@@ -46,13 +47,7 @@ def summed(compiled: CompiledStep, model: nn.Module, batches: list[Batch], exact
                 return sums[slot.name].detach()
             return super()._input(graph, slot, microbatch)
 
-    step = CompiledStep(
-        compiled.step,
-        rewritten(compiled, model, exact),
-        compiled.fused,
-        compiled.ranks_of,
-        compiled.owners,
-    )
+    step = replace(compiled, passes=rewritten(compiled, model, exact))
     orders = schedules.build("zb-h1", ranks=2, microbatches=len(batches)).orders
     Accumulating(step, model, batches, seed=5).run(orders)
     return sums

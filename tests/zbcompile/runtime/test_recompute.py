@@ -186,5 +186,5 @@ def test_stages_of_a_list() -> None:
 
 def test_a_budget_that_cannot_be_met_names_the_smallest() -> None:
     least = train("small-dropout", "full")[1].program.stages[1].crossing.kept
-    with pytest.raises(zbcompile.CompileError, match=rf"stage 1 has to keep at least {least:,} bytes per microbatch"):
+    with pytest.raises(zbcompile.CompileError, match=rf"stage 1 keeps at least {least:,} bytes per microbatch"):
         train("small-dropout", least - 1)
