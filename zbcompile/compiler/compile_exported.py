@@ -103,6 +103,8 @@ def compile_program(
         choose_cuts=lambda step, line: choose_cuts(step, line, choices, ranks_of, like),
     )
     programs = stage_programs(compiled, choices)
+    if schedule.placement.kind == "dual":
+        _refuse_buffer_updates(programs)
     if like is not None:
         require_homes(programs, like)
     return Program(
@@ -160,6 +162,17 @@ def require_homes(programs: Sequence[StageProgram], like: Program) -> None:
                     "parameters in another order than when it was placed. Call "
                     "`pipe.recompile()` on a new pipeline, or keep the order."
                 )
+
+
+def _refuse_buffer_updates(programs: Sequence[StageProgram]) -> None:
+    """Raises PartitionError for a buffer that forward changes: two copies would differ."""
+    for program in programs:
+        for name in program.changed:
+            raise PartitionError(
+                f"buffer {name} is changed by the forward of stage {program.stage}. This schedule "
+                "keeps two copies of the model, each of which would change its own buffer from half "
+                "of the microbatches. Use dualpipe-v, which has the same overlap with one copy."
+            )
 
 
 def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:

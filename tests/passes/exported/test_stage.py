@@ -1,8 +1,8 @@
 """Rewritten pass graphs: accumulation, peaks, merged passes, and equal graphs of equal layers."""
 
 import re
-from dataclasses import replace
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
