@@ -1,6 +1,6 @@
 """The step graph: an exported training step whose inputs and outputs are found by role and name."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -8,14 +8,13 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from zbcompile.passes.exported.capture.structures import OutputStructure
 from zbcompile.passes.exported.torch_private import (
     LazyGraphModule,
     OpOverload,
     draws_numbers,
     pytree,
 )
-
-Rebuild = Callable[[Any], Any]
 
 
 class Label(NamedTuple):
@@ -54,7 +53,7 @@ class StepGraph:
         stage_gradients: For gradients that are summed over stages after the step, by name and
             stage: the stage's own sum. Such gradients are not in `gradients`.
         deferred_sums: The mesh dimension over which a gradient is summed once, after the step.
-        rebuild_outputs: Rebuilds (output, metrics) from values of `outputs`.
+        output_structure: Of (output, metrics), whose tensors are `outputs`.
         eager_path: False if the model was captured on the path that it has for compilers.
         tied_names: Maps every further name of a tied tensor to its first name.
         changed_state: Paths of the module state that forward changes, such as `model.calls`.
@@ -78,7 +77,7 @@ class StepGraph:
     outputs: list[Node]
     stage_gradients: dict[str, dict[int, Node]] = field(default_factory=dict)
     deferred_sums: dict[str, str] = field(default_factory=dict)
-    rebuild_outputs: Rebuild | None = None
+    output_structure: OutputStructure | None = None
     eager_path: bool = True
     tied_names: Mapping[str, str] = field(default_factory=dict)
     changed_state: frozenset[str] = frozenset()
@@ -147,12 +146,6 @@ class StepGraph:
                 for name, sums in self.stage_gradients.items()
             },
         )
-
-    def drop_outputs(self) -> None:
-        """Removes the outputs of the model and what only they need."""
-        self.outputs = []
-        self.refresh_output()
-        self.remove_dead_nodes()
 
     def remove_dead_nodes(self) -> None:
         """Removes operations without readers, except random ones, which move the generator, and

@@ -246,5 +246,5 @@ def run_forward(compiled: CompiledStep, model: nn.Module, batch: Batch) -> Any:
     for label in compiled.passes:
         runner._run_action(Action(label.kind, label.stage, 0))
     assert not runner.values
-    assert compiled.step.rebuild_outputs is not None
-    return compiled.step.rebuild_outputs([value for _, value in sorted(runner.outputs[0].items())])
+    assert compiled.step.output_structure is not None
+    return compiled.step.output_structure.rebuild([value for _, value in sorted(runner.outputs[0].items())])

@@ -69,14 +69,12 @@ def export_step(
     args, kwargs, target = microbatch.example
     options = ExportOptions(
         static_inputs=static_inputs,
-        return_outputs=keep == "outputs",
+        returns=keep,
         device=device,
         process_groups=process_groups or {},
     )
     raise_first(training_problems(model, loss))
     step = export_training_step(model, args, kwargs, target, loss, options)
-    if not keep:
-        step.drop_outputs()
     return ExportedModel(step, hashlib.sha256(graph_text(step.graph).encode()).hexdigest(), keep)
 
 
@@ -228,7 +226,8 @@ def output_of(computes: str, compiled: CompiledStep, programs: Sequence[StagePro
         name: (makers[name], tensor_spec(compiled.step.outputs[int(name)].meta["val"]))
         for name in sorted(makers, key=int)
     }
-    return Output(computes, compiled.step.rebuild_outputs, tuple(made), made, {})
+    assert compiled.step.output_structure is not None
+    return Output(computes, compiled.step.output_structure, made)
 
 
 def parameter_homes(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:

@@ -116,7 +116,7 @@ def compile_forwards(
     parts = [compile_forward(model, part, computes, options) for part in batch.distinct(count)]
     rows = (batch.rows(0, count), batch.rows(count - 1, count))
     for part, size in zip(parts, rows, strict=False):
-        if not part.returns.has_rows(size) or part.returns.rest != whole.returns.rest:
+        if not part.returns.has_rows(size) or not part.returns.joins(whole.returns):
             return (whole,)
     return (*parts[:1] * (count - 1), parts[-1])
 

@@ -27,6 +27,7 @@ from zbcompile.passes.capture.training_step import Kept, LossFunction
 from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CaptureError, CompileError
+from zbcompile.passes.exported.capture.structures import OutputStructure, Position
 from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
 from zbcompile.passes.partition.liveness import Line, lay_out_line
 from zbcompile.passes.partition.node_costs import device_of
@@ -47,6 +48,7 @@ from zbcompile.program.directories import save_here
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program, call_of
 from zbcompile.schedules import Schedule
+from zbcompile.torch_private import pytree
 
 
 @dataclass(frozen=True)
@@ -237,8 +239,10 @@ def output_of(computes: str, captured: Captured, canonical: Canonical, stages: S
     found |= {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
     results = [(slot.name, node) for slot, node in canonical.outputs if slot.name in found and isinstance(node, Node)]
     made = {name: (found[name], tensor_spec(node.meta["val"])) for name, node in results}
-    names = tuple(slot.name for slot in captured.outputs if slot.kind == "output")
-    return Output(computes, captured.structure, names, made, captured.constant_leaves)
+    names = [slot.name for slot in captured.outputs if slot.kind == "output"]
+    positions = {name: Position(index) for index, name in enumerate(made)}
+    leaves = [positions.get(name, captured.constant_leaves.get(name)) for name in names]
+    return Output(computes, OutputStructure(pytree.tree_unflatten(leaves, captured.structure)), made)
 
 
 def place(

@@ -141,7 +141,7 @@ def compile_forwards(
 def _fits(chunk: Program, whole: Program, rows: int) -> bool:
     """Whether evaluating in chunks gives the same outputs row by row, without data-dependent questions."""
     asks = whole.guards is None and chunk.guards is not None
-    return not asks and chunk.returns.has_rows(rows) and chunk.returns.rest == whole.returns.rest
+    return not asks and chunk.returns.has_rows(rows) and chunk.returns.joins(whole.returns)
 
 
 def require_words(batch: Batch, program: Program) -> None:
@@ -149,7 +149,7 @@ def require_words(batch: Batch, program: Program) -> None:
     if program.returns.computes == "eval":
         return
     labels = batch.whole.example[2].long()  # a small type has no number for ignored labels
-    words = program.returns.constants[program.returns.names[-1]]
+    words = program.returns.constants[-1]
     wrong = labels[((labels < 0) | (labels >= words)) & (labels != IGNORED)]
     if wrong.numel():
         raise PipelineError(
@@ -168,7 +168,7 @@ def microbatches_like(program: Program, batch: Batch) -> int:
             f"{listed(call_of(batch.whole))}, which does not divide into these. Pad it, or compile and save another."
         )
     output = program.returns
-    fixed = output.computes == "eval" and any(value is not None for value in output.constants.values())
+    fixed = output.computes == "eval" and any(value is not None for value in output.constants)
     if count > 1 and (fixed or not output.has_rows(batch.size // count)):
         what = "holds numbers that may depend on the rows" if fixed else "has not one row per sample"
         raise PipelineError(

@@ -44,10 +44,7 @@ def joined_outputs(made: Made, executable: Executable, rows: int | None, reducti
     concatenated, floating scalars combined as losses are, others are lists over the microbatches."""
     outputs, count = executable.outputs, executable.program.schedule.microbatches
     first = outputs[0]
-    if any(
-        (each.structure, each.names, each.constants) != (first.structure, first.names, first.constants)
-        for each in outputs
-    ):
+    if any(each.structure != first.structure for each in outputs):
         return [each.rebuild({name: made[name][i] for name in each.made}) for i, each in enumerate(outputs)]
     return first.rebuild({n: _joined([made[n][i] for i in range(count)], rows, reduction) for n in first.made})
 

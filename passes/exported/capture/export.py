@@ -59,7 +59,7 @@ class ExportOptions:
 
     Attributes:
         static_inputs: Paths of batch inputs whose values the model may read in Python.
-        return_outputs: Whether the step also returns the model's output.
+        returns: What the step returns besides its loss: "", "outputs" or "metrics".
         device: Device on which parameters of the meta device are traced; that of the other
             tensors, or the CPU, if None.
         process_groups: The mesh dimension of process groups that the model communicates over, by
@@ -67,7 +67,7 @@ class ExportOptions:
     """
 
     static_inputs: Sequence[str] = ()
-    return_outputs: bool = False
+    returns: str = ""
     device: torch.device | None = None
     process_groups: Mapping[str, str] = field(default_factory=dict)
 
@@ -115,7 +115,7 @@ def export_step(
     }
     arguments: dict[str, Any] = {
         "static_inputs": static_inputs,
-        "return_outputs": options.return_outputs,
+        "returns": options.returns,
     }
     step = kind(model, function, eager_path=True, **arguments)
     device = options.device or _device_of(model, batch)
@@ -222,7 +222,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         gradients=gradients,
         buffer_updates=buffer_updates,
         outputs=outputs,
-        rebuild_outputs=step.rebuild_outputs,
+        output_structure=step.output_structure,
         eager_path=step.eager_path,
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
         changed_state=step.python_effects.changed,
@@ -264,6 +264,7 @@ def _clean(step: StepGraph) -> None:
         node.meta[ANNOTATIONS] = {key: custom[key] for key in _ANNOTATIONS if key in custom}
     for name, update in step.buffer_updates.items():
         step.buffer_updates[name] = _assigned_value(update)
+    step.outputs = [_before_detach(node) for node in step.outputs]
     step.refresh_output()
     for name in step.tied_names:
         tied = {**step.parameters, **step.buffers}[name]
@@ -287,6 +288,13 @@ def _assigned_value(update: Node) -> Node:
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             return node
         node = source
+    return node
+
+
+def _before_detach(node: Node) -> Node:
+    """Returns the node that a step returns detached, so that no later stage reads it."""
+    while node.target in (aten.detach.default, aten.alias.default):
+        (node,) = node.all_input_nodes
     return node
 
 

@@ -39,7 +39,7 @@ class ForwardOnly(TrainingStep):
                 output = self.model(*args, **kwargs)
                 if self.loss_function is not None:
                     output = self.loss_function(output, target)
-            outputs, self.rebuild_outputs = flatten_output(output)
+            outputs, self.output_structure = flatten_output(output)
             outputs = [without_sharding(tensor).detach() for tensor in outputs]
             self._write_assigned_buffers(buffers)
         return outputs
@@ -55,7 +55,7 @@ def export_forward(
 ) -> StepGraph:
     """Returns the forward of `model` in eval mode for one microbatch as a graph.
 
-    `step.rebuild_outputs` rebuilds the output, or what `function` returned.
+    `step.output_structure` rebuilds the output, or what `function` returned.
 
     >>> step = export_forward(nn.Linear(4, 2), (torch.randn(3, 4),))
     >>> len(step.outputs), step.gradients

@@ -6,44 +6,106 @@ so a training step returns a flat list of tensors and keeps the structure beside
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
-from torch import Tensor
-
-Rebuild = Callable[[Sequence[Any]], Any]
-
-
-def flatten_output(value: Any) -> tuple[list[Tensor], Rebuild]:
-    """Returns the tensors in `value` and a function that rebuilds `value` from other tensors.
-
-    Descends into tuples, lists, mappings, dataclasses and the attributes of plain objects.
-
-    >>> tensors, rebuild = flatten_output({"loss": Tensor([1.0]), "steps": 3})
-    >>> rebuild(["loss tensor"])
-    {'loss': 'loss tensor', 'steps': 3}
-    """
-    tensors: list[Tensor] = []
-    template = _replace_tensors(value, tensors, {})
-    return tensors, lambda values: _restore(template, values, {})
+from torch import Tensor, nn
 
 
 @dataclasses.dataclass(frozen=True)
-class _Position:
+class Position:
     """The place of a tensor in the flat list."""
 
     index: int
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class OutputStructure:
+    """An output in which every tensor is replaced by its position in a flat list.
+
+    Structures are equal if their containers have the same types and keys, and their constants the
+    same values.
+    """
+
+    template: Any
+
+    def rebuild(self, values: Sequence[Any]) -> Any:
+        """Returns a copy of the output with other tensors."""
+        return _restore(self.template, values, {})
+
+    @property
+    def constants(self) -> tuple[Any, ...]:
+        """The leaves that are no tensors, such as numbers and None."""
+        return tuple(
+            leaf for _, leaf, is_leaf in self._entries if is_leaf and not is_position(leaf)
+        )
+
+    @cached_property
+    def _entries(self) -> tuple[tuple[tuple[Any, ...], Any, bool], ...]:
+        return tuple(_entries(self.template, (), set()))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, OutputStructure) and self._entries == other._entries
+
+    def __hash__(self) -> int:
+        return hash(tuple(path for path, _, _ in self._entries))
+
+
+def flatten_output(value: Any) -> tuple[list[Tensor], OutputStructure]:
+    """Returns the tensors in `value` and the structure around them.
+
+    Descends into tuples, lists, mappings, dataclasses and the attributes of plain objects.
+
+    >>> tensors, structure = flatten_output({"loss": Tensor([1.0]), "steps": 3})
+    >>> structure.rebuild(["loss tensor"]), structure.constants
+    ({'loss': 'loss tensor', 'steps': 3}, (3,))
+    """
+    tensors: list[Tensor] = []
+    template = _replace_tensors(value, tensors, {})
+    return tensors, OutputStructure(template)
+
+
+def is_position(value: Any) -> bool:
+    """Returns True for a leaf of a template that stands for a tensor."""
+    return isinstance(value, Position)
+
+
+def _entries(
+    value: Any, path: tuple[Any, ...], seen: set[int]
+) -> Iterator[tuple[tuple[Any, ...], Any, bool]]:
+    """Yields (path, type, False) for containers and (path, value, True) for leaves."""
+    children = _children(value)
+    if children is None:
+        yield path, value, True
+        return
+    yield path, type(value), False
+    if id(value) not in seen:
+        seen.add(id(value))
+        for key, child in children.items():
+            yield from _entries(child, (*path, key), seen)
+
+
+def _children(value: Any) -> dict[Any, Any] | None:
+    """Returns the children of a container by key; None for a leaf."""
+    if is_position(value):
+        return None
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if isinstance(value, Mapping):
+        return dict(value)
+    return vars_of(value) or None
+
+
 def _replace_tensors(value: Any, tensors: list[Tensor], copies: dict[int, Any]) -> Any:
     if isinstance(value, Tensor):
         tensors.append(value)
-        return _Position(len(tensors) - 1)
+        return Position(len(tensors) - 1)
     return _map_children(value, lambda child: _replace_tensors(child, tensors, copies), copies)
 
 
 def _restore(template: Any, values: Sequence[Any], copies: dict[int, Any]) -> Any:
-    if isinstance(template, _Position):
+    if isinstance(template, Position):
         return values[template.index]
     return _map_children(template, lambda child: _restore(child, values, copies), copies)
 
@@ -62,7 +124,7 @@ def _map_children(value: Any, function: Callable[[Any], Any], copies: dict[int, 
         for key, child in list(value.items()):
             duplicate[key] = function(child)  # type: ignore[index]
         return duplicate
-    if not isinstance(value, type) and type(value).__module__ != "builtins" and vars_of(value):
+    if vars_of(value):
         duplicate = copies[id(value)] = copy.copy(value)
         for key, child in vars_of(value).items():
             object.__setattr__(duplicate, key, function(child))
@@ -72,8 +134,10 @@ def _map_children(value: Any, function: Callable[[Any], Any], copies: dict[int, 
 
 def vars_of(value: Any) -> dict[str, Any]:
     """Returns the attributes of an object; {} for modules, functions and objects without any."""
-    from torch import nn
-
-    if isinstance(value, nn.Module) or callable(value):
+    if (
+        isinstance(value, nn.Module | type)
+        or callable(value)
+        or type(value).__module__ == "builtins"
+    ):
         return {}
     return dict(getattr(value, "__dict__", {}))

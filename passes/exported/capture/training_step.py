@@ -25,10 +25,11 @@ from zbcompile.passes.exported.capture.dtensor_parameters import (
 from zbcompile.passes.exported.capture.known_values import KnownValues
 from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
 from zbcompile.passes.exported.capture.python_effects import PythonEffects
-from zbcompile.passes.exported.capture.structures import Rebuild, flatten_output
+from zbcompile.passes.exported.capture.structures import OutputStructure, flatten_output
 from zbcompile.passes.exported.capture.unsupported import (
     LOSS_HAS_A_SHAPE,
     LOSS_IS_NO_TENSOR,
+    NO_METRICS,
     NOTHING_TO_TRAIN,
     SPARSE_GRADIENT,
     WRITES_A_BUFFER_IN_BACKWARD,
@@ -56,10 +57,12 @@ class TrainingStep(nn.Module):
             is the loss, or has an attribute or a key `loss`.
         eager_path: True if torch.compiler.is_compiling() is False inside of the model.
         static_inputs: Real tensors by the path of the batch input whose values the model may read.
+        returns: What the step returns besides its loss: "outputs" (with the metrics of the loss,
+            if there are any), "metrics" alone, or nothing if "".
 
     After a trace `python_effects` names the module state that forward changed, `inexact_calls` the
-    calls whose bits differ from eager mode, and `rebuild_outputs` rebuilds the model's output and
-    the metrics from the traced outputs.
+    calls whose bits differ from eager mode, and `output_structure` rebuilds what the step returns
+    from the traced outputs.
     """
 
     def __init__(
@@ -69,20 +72,20 @@ class TrainingStep(nn.Module):
         *,
         eager_path: bool = True,
         static_inputs: Mapping[str, Tensor] | None = None,
-        return_outputs: bool = False,
+        returns: str = "",
     ) -> None:
         super().__init__()
         self.model = model
         self.loss_function = loss_fn
         self.eager_path = eager_path
         self.static_inputs = dict(static_inputs or {})
-        self.return_outputs = return_outputs
+        self.returns = returns
         self.tied = _tied_names(self)
         self.shardings: dict[str, Sharding] = shardings_of(self)
         self.gradient_placements: dict[str, tuple[Any, ...]] = {}
         self.trained = tuple(name for name, param in self.named_parameters() if param.requires_grad)
         self.python_effects = PythonEffects(model, loss_fn)
-        self.rebuild_outputs: Rebuild | None = None
+        self.output_structure: OutputStructure | None = None
         self.inexact_calls: list[str] = []
         self.prediction = GradientPrediction(enabled=not self.shardings)
         self._originals = {name: self._tensor(name) for name in self.trained}
@@ -102,9 +105,7 @@ class TrainingStep(nn.Module):
                 loss, metrics = self._loss_of(output, target)
             self._refuse_replaced(parameters)
             value = without_sharding(loss).detach()
-            outputs, self.rebuild_outputs = flatten_output(
-                (output, metrics) if self.return_outputs else (None, metrics)
-            )
+            outputs, self.output_structure = flatten_output(self._returned(output, metrics))
             outputs = [without_sharding(tensor).detach() for tensor in outputs]
             grads = self._gradients(loss, tangent)
             self._write_assigned_buffers(buffers)
@@ -175,13 +176,13 @@ class TrainingStep(nn.Module):
             owner, _, attribute = name.rpartition(".")
             setattr(self.get_submodule(owner), attribute, original)
 
-    def _loss_of(self, output: Any, target: Any) -> tuple[Tensor, Any]:
-        """Returns the loss and the metrics."""
-        metrics = None
+    def _loss_of(self, output: Any, target: Any) -> tuple[Tensor, tuple[Any, ...]]:
+        """Returns the loss, and the metrics if the loss function returns them with it."""
+        metrics: tuple[Any, ...] = ()
         if self.loss_function is not None:
             loss = self.loss_function(output, target)
             if isinstance(loss, tuple) and len(loss) == 2:
-                loss, metrics = loss
+                loss, *metrics = loss
         elif isinstance(output, Tensor):
             loss = output
         elif isinstance(output, Mapping):
@@ -189,7 +190,20 @@ class TrainingStep(nn.Module):
         else:
             loss = getattr(output, "loss", None)
         _check_loss(loss)
-        return loss, metrics
+        return loss, tuple(metrics)
+
+    def _returned(self, output: Any, metrics: tuple[Any, ...]) -> Any:
+        if self.returns == "metrics":
+            if not metrics:
+                alone = self.loss_function is not None
+                missing = (
+                    "the loss function returned a loss alone" if alone else "there is no loss="
+                )
+                raise CaptureError(NO_METRICS.format(missing=missing))
+            return metrics[0]
+        if self.returns == "outputs":
+            return (output, *metrics) if metrics else output
+        return None
 
     def _tensor(self, name: str) -> Tensor:
         return operator.attrgetter(name)(self)  # type: ignore[no-any-return]

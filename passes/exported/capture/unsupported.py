@@ -55,6 +55,10 @@ WRITES_A_PARAMETER = (
     "before the backward of this one, so they would read other values than in eager mode. Write it "
     "after the optimizer's step, or compute with a changed copy."
 )
+NO_METRICS = (
+    "return_metrics=True, but {missing}. Pass loss=fn(output, target) that returns (loss, "
+    "metrics), or leave out return_metrics."
+)
 IS_A_WRAPPER = "{module} is a {kind}, which cannot be captured. {remedy}"
 IS_LAZY = (
     "{module} is lazy and has no shapes yet. Call the model once with a batch before compiling, or "

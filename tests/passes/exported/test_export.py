@@ -66,10 +66,10 @@ def test_a_loss_module_has_gradients_of_its_own() -> None:
             return loss, {"error": loss / 2}
 
     batch = ((torch.randn(4, WIDTH),), {}, torch.randn(4, WIDTH))
-    step = export_training_step(Repeated(1), *batch, Scaled())
+    step = export_training_step(Repeated(1), *batch, Scaled(), ExportOptions(returns="metrics"))
     assert set(step.gradients) == {"layer.weight", "layer.bias", "loss_function.scale"}
-    assert step.rebuild_outputs is not None
-    assert step.rebuild_outputs(["value"]) == (None, {"error": "value"})
+    assert step.output_structure is not None
+    assert step.output_structure.rebuild(["value"]) == {"error": "value"}
 
 
 def test_a_tied_parameter_has_one_placeholder() -> None:
@@ -103,11 +103,12 @@ def test_outputs_of_any_structure() -> None:
         Model(1),
         *batch,
         lambda output, target: output.hidden[0].sum(),
-        ExportOptions(return_outputs=True),
+        ExportOptions(returns="outputs"),
     )
-    assert step.rebuild_outputs is not None
-    output, metrics = step.rebuild_outputs(["tensor"])
-    assert (output.hidden, output.name, metrics) == (["tensor"], "output", None)
+    assert step.output_structure is not None
+    output = step.output_structure.rebuild(["tensor"])
+    assert (output.hidden, output.name) == (["tensor"], "output")
+    assert step.output_structure.constants == ("output",)
 
 
 def test_values_that_depend_on_no_input_may_be_read() -> None:

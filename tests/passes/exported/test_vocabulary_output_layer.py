@@ -190,7 +190,6 @@ def total(logits: Tensor, target: Tensor) -> Tensor:
         (total, "sum of the logits"),
         (class_weights, "nll_loss_forward of the logits"),
         (entropy, "mul of the logits|_softmax of the logits"),
-        (accuracy, "argmax of the logits"),
         (masked_words, "add of the logits"),
     ],
 )
@@ -201,4 +200,10 @@ def test_other_uses_are_named_with_their_line(loss: Callable[..., Any], reason: 
 
 def test_logits_are_no_output() -> None:
     with pytest.raises(NotShardableError, match="an output of the size of the vocabulary"):
-        output_layers(Model(), return_outputs=True)
+        output_layers(Model(), returns="outputs")
+
+
+def test_metrics_count_if_they_are_returned() -> None:
+    assert output_layers(Model(), accuracy)
+    with pytest.raises(NotShardableError, match="has argmax of the logits"):
+        output_layers(Model(), accuracy, returns="metrics")
