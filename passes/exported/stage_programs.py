@@ -6,7 +6,7 @@ import torch
 from torch.fx import Graph, Node
 
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.errors import CaptureError, PartitionError
+from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.exported.compile_step import CompiledStep
 from zbcompile.passes.exported.flops import node_flops
 from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
@@ -158,13 +158,8 @@ def _summed_over(step: StepGraph) -> dict[str, tuple[str, ...]]:
         sharding = step.shardings[name]
         names = sharding.mesh.mesh_dim_names or ()
         for dimension, placement, own in zip(names, placements, sharding.placements, strict=True):
-            if placement.is_partial():
+            if placement != own:  # partial, where the parameter is a replica
                 found.setdefault(name, set()).add(dimension)
-            elif placement != own:
-                raise CaptureError(
-                    f"the gradient of {name} is {placement} along {dimension!r} and the parameter "
-                    f"{own}: a step cannot accumulate it. Distribute the parameter as its gradient."
-                )
     return {name: tuple(sorted(dimensions)) for name, dimensions in found.items()}
 
 

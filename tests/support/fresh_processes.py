@@ -18,7 +18,7 @@ from tests.support.ports import free_port
 from tests.support.training import Case, Trained, join, problem_of, reference
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
+from zbcompile.compiler.compile_exported import compile_program, export_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.program.program import StepOptions
 from zbcompile.schedules import build
@@ -98,10 +98,10 @@ def _save(model: str, folder: Path, backend: str) -> None:
     made = problem.model()
     microbatch = one_microbatch(Example(made, part.args, part.kwargs, problem.loss, part.target))
     choices = Choices(exact=backend == "fx")
-    laid_out = lay_out_step(made, microbatch, problem.loss, choices)
+    exported = export_step(made, microbatch, problem.loss)
     for ranks, name in PLANS.items():
         schedule = build(name, ranks, MICROBATCHES)
-        program = compile_laid_out(made, microbatch, laid_out, schedule, choices)
+        program = compile_program(made, microbatch, exported, schedule, choices)
         replace(program, step=StepOptions(backend=backend)).save(folder / f"{model} at {ranks}")
     target = {} if batch.target is None else {"target": batch.target}
     given = {"state": made.state_dict(), "args": batch.args, "kwargs": {**batch.kwargs, **target}}

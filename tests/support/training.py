@@ -17,7 +17,7 @@ from tests.support.oracle import PROBLEMS, Gradients, Problem, eager_step, optim
 from tests.support.pool import Pool
 from tests.support.shared_parameters import SHARED_PARAMETERS
 from tests.support.zoo import ZOO
-from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step
+from zbcompile.compiler.compile_exported import ExportedModel, compile_program, export_step
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.program.program import Program
 from zbcompile.schedules import build
@@ -81,26 +81,21 @@ def quickly(case: Case) -> Trained:
 
 @contextmanager
 def compiled_once(problem: str, exact: bool) -> Iterator[None]:
-    """Pipelines of a problem that are made inside: it is captured once per set of answers, and schedules with equal
-    stages on equal ranks share one compilation."""
+    """Pipelines of a problem that are made inside: it is exported once, and schedules with equal stages on equal ranks
+    share one compilation."""
 
-    def draw_once(model: Any, microbatch: Any, *given: Any, **more: Any) -> LaidOut:
-        known = _DRAWN.setdefault(problem, [])
-        for laid_out in known:
-            guards = laid_out.captured.guards
-            if guards is None or not guards.different(microbatch.tensors):
-                return laid_out
-        known.append(lay_out_step(model, microbatch, *given, **more))
-        return known[-1]
+    def export_once(*given: Any, **more: Any) -> ExportedModel:
+        if problem not in _EXPORTED:
+            _EXPORTED[problem] = export_step(*given, **more)
+        return _EXPORTED[problem]
 
-    def compile_once(model: Any, microbatch: Any, laid_out: Any, schedule: Any, *rest: Any, **more: Any) -> Program:
-        guards = laid_out.captured.guards
-        key = (problem, exact, schedule.placement, guards and guards.given.answers)
+    def compile_once(model: Any, microbatch: Any, exported: Any, schedule: Any, *rest: Any, **more: Any) -> Program:
+        key = (problem, exact, schedule.placement)
         if key not in _COMPILED:
-            _COMPILED[key] = compile_laid_out(model, microbatch, laid_out, schedule, *rest, **more)
+            _COMPILED[key] = compile_program(model, microbatch, exported, schedule, *rest, **more)
         return in_order(_COMPILED[key], schedule)
 
-    with mock.patch.multiple("zbcompile.program_cache.programs", lay_out_step=draw_once, compile_laid_out=compile_once):
+    with mock.patch.multiple("zbcompile.program_cache.programs", export_step=export_once, compile_program=compile_once):
         yield
 
 
@@ -112,10 +107,10 @@ def on_ranks(pool: Pool, training: Callable[[Case], Trained], case: Case) -> Tra
 def compiled_for(case: Case) -> Program:
     """The program that `quickly` has compiled for a case."""
     wanted = case.problem, case.exact, build(case.schedule, case.ranks, case.microbatches).placement
-    return next(program for key, program in _COMPILED.items() if key[:3] == wanted)
+    return _COMPILED[wanted]
 
 
-_DRAWN: dict[str, list[LaidOut]] = {}
+_EXPORTED: dict[str, ExportedModel] = {}
 _COMPILED: dict[Any, Program] = {}
 
 

@@ -28,7 +28,7 @@ from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.version import __version__
 
 ANSWERS = "answers-"  # and a number: a program for other answers, in the directory of the first
-OF_A_PLACE = ("graphs", "types")  # of a manifest: tensor-parallel ranks may hold parts of different sizes
+OF_A_PLACE = ("graphs", "types", "cuts")  # of a manifest: tensor-parallel ranks may hold parts of different sizes
 
 
 @dataclass(frozen=True)
@@ -203,6 +203,7 @@ class Program:
             "threads": torch.get_num_threads(),
             "inputs": {path: list(map(str, spec)) for path, spec in self.inputs.items()},
             "cuts": list(self.cuts.after),
+            "parameters": [list(stage.parameters) for stage in self.stages],
             "order": _digest(str(self.lowered.orders)),
             "vocabulary": self._sharding,
             "collectives": [

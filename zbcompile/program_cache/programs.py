@@ -30,7 +30,7 @@ from zbcompile.compiler.inference import (
     microbatches_like,
     require_words,
 )
-from zbcompile.distributed.agreement import together
+from zbcompile.distributed.agreement import gathered, together
 from zbcompile.errors import PipelineError
 from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of
@@ -372,7 +372,24 @@ class Programs:
                     raise
                 return compile_step(*task)  # what an evaluation has placed is in another order
 
-        return replace(together(self.ranks, "compiling", compile_), step=self._options.step)
+        program = together(self.ranks, "compiling", compile_)
+        if isinstance(laid_out, ExportedModel):
+            program = self._placed_alike(program, lambda like: compile_program(*task, like))
+        return replace(program, step=self._options.step)
+
+    def _placed_alike(self, program: Program, compile_like: Callable[[Program], Program]) -> Program:
+        """Returns a program with every parameter on the same stages on all ranks.
+
+        Ranks of tensor parallelism may hold parts of different sizes, for which other cuts are
+        balanced: those of the first rank decide.
+        """
+        if self._placed is not None or not self.ranks.mesh.beside("pp", "dp"):
+            return program
+        homes = gathered(self.ranks, program.homes)
+        if all(each == homes[0] for each in homes):
+            return program
+        like = replace(program, homes=homes[0], canonical_targets=())
+        return together(self.ranks, "compiling", lambda: compile_like(like))
 
     @property
     def _placed(self) -> Program | None:

@@ -105,11 +105,23 @@ def without_sharding(value: Any) -> Tensor:
     return value.full_tensor() if is_dtensor(value) else value  # type: ignore[no-any-return]
 
 
-def local_gradient(gradient: Any) -> tuple[Tensor | None, tuple[Any, ...] | None]:
-    """Returns the local tensor of a gradient and its placements, None if it is not a DTensor."""
-    if not is_dtensor(gradient):
+def local_gradient(
+    gradient: Any, sharding: Sharding | None
+) -> tuple[Tensor | None, tuple[Any, ...] | None]:
+    """Returns the local tensor of a gradient and its placements, None if it is not a DTensor.
+
+    It is distributed as its parameter. Only a sum over ranks of which the parameter is a replica
+    stays partial: the engine adds the parts once, after the step.
+    """
+    if not is_dtensor(gradient) or sharding is None:
         return gradient, None
-    return gradient.to_local(), tuple(gradient.placements)
+    placements = tuple(
+        placement if placement.is_partial("sum") and own.is_replicate() else own
+        for placement, own in zip(gradient.placements, sharding.placements, strict=True)
+    )
+    if placements != tuple(gradient.placements):
+        gradient = gradient.redistribute(placements=placements)
+    return gradient.to_local(), placements
 
 
 def tangent_like(loss: Any, tangent: Tensor) -> Tensor:

@@ -156,7 +156,7 @@ class TrainingStep(nn.Module):
     def _local_gradient(self, name: str, gradient: Tensor | None) -> Tensor | None:
         if gradient is not None and gradient.layout is not torch.strided:
             raise CaptureError(SPARSE_GRADIENT.format(name=public_name(name)))
-        local, placements = local_gradient(gradient)
+        local, placements = local_gradient(gradient, self.shardings.get(name))
         if placements is not None:
             self.gradient_placements[name] = placements
         return local

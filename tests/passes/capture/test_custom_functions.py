@@ -19,7 +19,7 @@ from tests.support.functions import WAYS, WIDTH, AsVjp, Needed, Passed, Reversed
 from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.batches.batch import flatten_batch
-from zbcompile.compiler.compile_model import LaidOut, lay_out_step
+from zbcompile.compiler.compile_exported import ExportedModel, export_step
 from zbcompile.passes.capture.export import Captured, capture
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.partition.liveness import lay_out_line
@@ -49,11 +49,11 @@ def nodes_of(pipe: zbcompile.Pipeline) -> Iterator[torch.fx.Node]:
 
 
 @pytest.fixture(scope="module")
-def all_ways() -> tuple[Ways, LaidOut]:
+def all_ways() -> tuple[Ways, ExportedModel]:
     """A model of all ways, captured once: what is cut and scheduled differently is the same graph."""
     torch.manual_seed(0)
     model, rows = Ways(*WAYS), torch.ones(ROWS, WIDTH)
-    return model, lay_out_step(model, flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss)
+    return model, export_step(model, flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss)
 
 
 SCHEDULES = {"1f1b": (12, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-v": (2, 8), "dualpipe-v": (3, 8)}
@@ -62,19 +62,19 @@ SCHEDULES = {"1f1b": (12, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-
 @pytest.mark.mostly_slow(every=5)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, LaidOut]) -> None:
+def test_all_ways_cut_at_each(schedule: str, all_ways: tuple[Ways, ExportedModel]) -> None:
     """Every way is the first of a stage or the last of one, under one schedule at least."""
-    model, laid_out = all_ways
+    model, exported = all_ways
     first, stages = SCHEDULES[schedule]
     cuts = [f"{'steps' if i % 2 else 'norms'}.{first + i * len(WAYS) // stages}" for i in range(stages - 1)]
-    with mock.patch("zbcompile.program_cache.programs.lay_out_step", return_value=laid_out):
+    with mock.patch("zbcompile.program_cache.programs.export_step", return_value=exported):
         as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule=schedule, ranks=4, balance=cuts)
 
 
 @pytest.mark.slow
-def test_all_ways_on_one_stage(all_ways: tuple[Ways, LaidOut]) -> None:
-    model, laid_out = all_ways
-    with mock.patch("zbcompile.program_cache.programs.lay_out_step", return_value=laid_out):
+def test_all_ways_on_one_stage(all_ways: tuple[Ways, ExportedModel]) -> None:
+    model, exported = all_ways
+    with mock.patch("zbcompile.program_cache.programs.export_step", return_value=exported):
         as_eager(copy.deepcopy(model), torch.randn(ROWS, WIDTH), schedule="1f1b")
 
 

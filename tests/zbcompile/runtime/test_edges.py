@@ -16,7 +16,8 @@ from tests.support.oracle import Batch, eager_step
 from tests.support.random_models import WIDTH as RANDOM_WIDTH, RandomModel
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.batches.batch import flatten_batch
-from zbcompile.compiler.compile_model import lay_out_step
+from zbcompile.compiler.compile_exported import export_step
+from zbcompile.passes.exported.partition.cut_points import forward_line
 
 WIDTH, ROWS, MICROBATCHES = 8, 8, 4
 
@@ -170,7 +171,8 @@ def test_random_model_cut_at_random(seed: int, schedule: str, ranks: int, stages
     choose, model = random.Random(seed), RandomModel(seed)
     rows = torch.randn(ROWS, RANDOM_WIDTH)
     microbatch = flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES)
-    laid_out = lay_out_step(model, microbatch, _loss)
-    places = [node.name for node, allowed in zip(laid_out.line.nodes, laid_out.line.allowed, strict=True) if allowed]
-    with mock.patch("zbcompile.program_cache.programs.lay_out_step", return_value=laid_out):  # once is enough
+    exported = export_step(model, microbatch, _loss)
+    line = forward_line(exported.step)
+    places = [line.nodes[cut - 1].name for cut in line.cuts]
+    with mock.patch("zbcompile.program_cache.programs.export_step", return_value=exported):  # once is enough
         assert_as_eager(model, schedule, ranks, choose.sample(places, stages - 1), RANDOM_WIDTH)
