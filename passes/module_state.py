@@ -5,6 +5,7 @@ read once, as with torch.export. Values that forward itself changes leave the ke
 """
 
 import argparse
+import dis
 import functools
 import itertools
 import types
@@ -81,17 +82,20 @@ class ModuleState:
 
 
 class AttributeSnapshot:
-    """The attributes of all modules, the items of the containers that these or functions hold, and forward hooks."""
+    """The attributes and submodules of all modules, the items of the containers that these or functions hold, hooks."""
 
     def __init__(self, model: nn.Module, loss: Any = None) -> None:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._hooks: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
+        self._children: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
         self.values = {path: read(key) for path, read, key in _values(model, loss)}
         for path, module in _modules(model, loss):
             own = vars(module)
-            before = {name: own[name] for name in (*_names(module), "training")}
+            before = {name: own[name] for name in (*_names(module), "training") if name in own}
             self._attributes.append((path, own, before))
             self._hooks += [(f"the hooks of {path}", table, dict(table)) for table in forward_hook_tables(module)]
+            children: dict[Any, Any] = own["_modules"]
+            self._children.append((f"the submodules of {path}", children, dict(children)))
             self.values |= {f"{path}.{name}": value for name, value in before.items()}
         found = {id(value): (path, value) for path, value in self.values.items() if type(value) in (list, dict, set)}
         self._containers = [(path, value, value.copy()) for path, value in found.values()]
@@ -134,6 +138,11 @@ class AttributeSnapshot:
                 changed.append((path, True))
                 table.clear()
                 table.update(hooks)
+        for path, table, children in self._children:
+            if [*map(id, _items(table))] != [*map(id, _items(children))]:
+                changed.append((path, False))
+                table.clear()
+                table.update(children)
         return changed
 
 
@@ -162,10 +171,11 @@ def functions_of(model: nn.Module, loss: Any = None) -> list[types.FunctionType]
     return [each for each in found.values() if is_users_name(each.__module__)]
 
 
-def names_in(code: types.CodeType) -> frozenset[str]:
-    """Returns the globals and attributes that code names, with the functions inside of it."""
-    inner = (names_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
-    return frozenset(code.co_names).union(*inner)
+def globals_in(code: types.CodeType) -> frozenset[str]:
+    """Returns the globals that code reads, with the functions inside of it; `co_names` has attributes as well."""
+    inner = (globals_in(each) for each in code.co_consts if isinstance(each, types.CodeType))
+    read = (each.argval for each in dis.get_instructions(code) if each.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+    return frozenset(read).union(*inner)
 
 
 def _values(model: nn.Module, loss: Any) -> Iterator[Value]:
@@ -233,7 +243,7 @@ def _of_object(path: str, value: Any) -> Iterator[Value]:
 
 def _of_function(function_name: str, function: types.FunctionType) -> Iterator[Value]:
     """Yields what a function names directly: globals, variables of its closure, defaults; of a namespace its values."""
-    for name in sorted(names_in(function.__code__) & function.__globals__.keys()):
+    for name in sorted(globals_in(function.__code__) & function.__globals__.keys()):
         path, value = f"{function.__globals__.get('__name__')}.{name}", function.__globals__[name]
         yield path, _reader(function.__globals__, name), name
         if _is_config(name, value):

@@ -286,9 +286,14 @@ _FORWARD_HOOK_OPTIONS = (*(f"{kind}_with_kwargs" for kind in _FORWARD_HOOKS), "_
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
-def forward_hooks(module: torch.nn.Module) -> tuple[int, ...]:
-    """The numbers of the hooks in the forward of `module`; torch gives each a new one."""
-    return tuple(number for kind in _FORWARD_HOOKS for number in getattr(module, kind, ()))
+def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
+    """Returns the numbers of the hooks of `module` and of its parameters; torch gives each a new one."""
+    found = [number for kind in (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) for number in getattr(module, kind, ())]
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in module._parameters.values():
+            if tensor is not None and tensor._backward_hooks:
+                found += tensor._backward_hooks
+    return tuple(found)
 
 
 def forward_hook_functions(module: torch.nn.Module) -> list[Any]:
@@ -297,8 +302,8 @@ def forward_hook_functions(module: torch.nn.Module) -> list[Any]:
 
 
 def forward_hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
-    """The tables that hold the hooks in the forward of `module`, and how each is called."""
-    return [getattr(module, kind) for kind in (*_FORWARD_HOOKS, *_FORWARD_HOOK_OPTIONS)]
+    """The tables that hold the hooks of `module`, and how each is called."""
+    return [getattr(module, kind) for kind in (*_FORWARD_HOOKS, *_FORWARD_HOOK_OPTIONS, *_BACKWARD_HOOKS)]
 
 
 def backward_hooks(module: torch.nn.Module) -> list[str]:

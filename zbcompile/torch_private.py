@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.nn.utils import clip_grad
 from torch.utils import _pytree as pytree  # torch.export's own pytree; torch.utils.pytree is newer
 
-from zbcompile.passes.torch_private import Change, backward_hooks, forward_hooks, is_in_place, make_fx, tensor_hooks
+from zbcompile.passes.torch_private import Change, hooks_of, is_in_place, make_fx, tensor_hooks
 
 pytree = pytree
 READ_SCALAR = torch.ops.aten._local_scalar_dense.default  # what Tensor.item calls
@@ -58,7 +58,7 @@ def fingerprint(model: torch.nn.Module) -> list[Any]:
     modules, seen = [model], {id(model)}
     while modules:
         module = modules.pop()
-        found += (id(module), type(module), module.training, forward_hooks(module), bool(backward_hooks(module)))
+        found += (id(module), type(module), module.training, hooks_of(module))
         with without_overrides():
             for tensor in (*module._parameters.values(), *module._buffers.values()):
                 if tensor is not None:

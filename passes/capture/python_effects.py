@@ -11,7 +11,7 @@ import itertools
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from types import FrameType, FunctionType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from zbcompile.passes.capture.torch_private import traced_graph
 from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import is_random
 from zbcompile.passes.graph.source_location import calling_line, is_users_name, shown_path
-from zbcompile.passes.module_state import names_in
 from zbcompile.passes.torch_private import HigherOrderOperator, nowhere_traced, replaced, told_of_calls
 
 
@@ -150,3 +149,9 @@ def output_of_forward(warning: Callable[[str], None]) -> contextlib.AbstractCont
             warning(f"forward prints ({line}); a compiled step runs no Python, so this happens once, at capture.")
 
     return told_of_calls(builtins, "print", tell)
+
+
+def names_in(code: CodeType) -> frozenset[str]:
+    """Returns the globals and attributes that code names, with the functions inside of it."""
+    inner = (names_in(each) for each in code.co_consts if isinstance(each, CodeType))
+    return frozenset(code.co_names).union(*inner)

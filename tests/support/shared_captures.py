@@ -32,7 +32,7 @@ from zbcompile.model.model_info import facts_of
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.capture.export import Captured
 from zbcompile.passes.graph.process_groups import is_collective
-from zbcompile.passes.module_state import PLAIN as PLAIN_VALUES, functions_of, names_in
+from zbcompile.passes.module_state import PLAIN as PLAIN_VALUES, functions_of, globals_in
 from zbcompile.passes.partition.liveness import lay_out_line
 from zbcompile.passes.pass_list.passes_in_order import CAPTURE, CAPTURE_INFERENCE, canonicalise
 from zbcompile.passes.pass_list.run_passes import SILENT, PassManager
@@ -83,7 +83,7 @@ def _globals(given: tuple[Any, ...]) -> list[tuple[str, str]]:
     model = next(each for each in given if isinstance(each, nn.Module))
     losses = (each for each in given if callable(each) and each is not model)
     functions = functions_of(model, next(losses, None))
-    found = {(f.__module__, name): f.__globals__.get(name) for f in functions for name in names_in(f.__code__)}
+    found = {(f.__module__, name): f.__globals__.get(name) for f in functions for name in globals_in(f.__code__)}
     return sorted((f"{place}", repr(value)) for place, value in found.items() if isinstance(value, PLAIN_VALUES))
 
 

@@ -25,8 +25,9 @@ from zbcompile.model.held_elsewhere import readable
 from zbcompile.optimizer.optimizer_request import OptimizerRequest, Predicate
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.options import PipelineOptions
-from zbcompile.passes.capture.training_step import LossFunction, join_loss
-from zbcompile.passes.capture.unsupported import raise_first, wrapper_problems
+from zbcompile.passes.exported.capture.joined_loss import join_loss
+from zbcompile.passes.exported.capture.model_checks import check_wrappers
+from zbcompile.passes.exported.capture.training_step import LossFunction
 from zbcompile.planning.batch_layout import BatchLayout
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.profiling.observation import Observation
@@ -67,7 +68,7 @@ class Pipeline:
         self._attached: dict[type, Closing] = {}
         self._observation = Observation(self._ranks)
         with self._watch.region("making the pipeline"):
-            raise_first(wrapper_problems(model))
+            check_wrappers(model)
             join_loss(model, options.loss)
             schedule = choose_schedule(options, self._ranks.count)
             with readable(model):

@@ -185,6 +185,12 @@ def hint_at_device(microbatch: Microbatch, device: torch.device) -> str:
     return f"{', '.join(far)} and the model on {device}: pass tensor.to(pipe.device)." if far else ""
 
 
+def refuse_meta_inputs(microbatch: Microbatch, device: torch.device) -> None:
+    """Raise CaptureError for an input on the meta device, which a capture would take for one on `device`."""
+    if any(tensor.is_meta for tensor in microbatch.tensors.values()) and device.type != "meta":
+        raise CaptureError(hint_at_device(microbatch, device))
+
+
 @contextmanager
 def hinting(*hints: Callable[[], str]) -> Iterator[None]:
     """Add the first hint that there is to a capture that fails."""

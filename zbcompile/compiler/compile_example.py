@@ -15,8 +15,8 @@ from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step
 from zbcompile.compiler.inference import Frame, compile_forward
 from zbcompile.model.model_info import module_of
-from zbcompile.passes.capture.training_step import loss_in
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.exported.capture.training_step import loss_in
 from zbcompile.passes.pass_list.run_passes import Observer
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.program import Program

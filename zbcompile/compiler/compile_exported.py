@@ -13,7 +13,6 @@ from zbcompile.batches.batch import Microbatch
 from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.model.model_info import facts_of
-from zbcompile.passes.capture.unsupported import raise_first, training_problems
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
@@ -73,7 +72,6 @@ def export_step(
         device=device,
         process_groups=process_groups or {},
     )
-    raise_first(training_problems(model, loss))
     step = export_training_step(model, args, kwargs, target, loss, options)
     return ExportedModel(step, hashlib.sha256(graph_text(step.graph).encode()).hexdigest(), keep)
 

@@ -21,7 +21,6 @@ from zbcompile.compiler.compile_exported import (
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import facts_of
-from zbcompile.passes.capture.unsupported import problems_of, raise_first
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.capture.export import ExportOptions
 from zbcompile.passes.exported.capture.forward_only import export_forward
@@ -62,7 +61,6 @@ def compile_forward(model: nn.Module, microbatch: Microbatch, computes: str, opt
 
     `computes` is "eval" or "log_probs".
     """
-    raise_first(problems_of(model))
     args, kwargs, target = microbatch.example
     exported = ExportOptions(process_groups=options.process_groups, device=options.device)
     step = export_forward(model, args, kwargs, target, FORWARDS[computes], exported)

@@ -28,7 +28,7 @@ from zbcompile.model.placements import SHARD, along, require_matches
 from zbcompile.model.resident_tensors import kind_of, require_same_tensors, resident_tensors
 from zbcompile.options import PipelineOptions
 from zbcompile.passes.capture.export import first_names
-from zbcompile.passes.capture.unsupported import hook_problems, raise_first
+from zbcompile.passes.exported.capture.model_checks import check_hooks
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.stage.stage_program import bind_groups
 from zbcompile.passes.torch_private import accumulators, function_modes, global_hooks, have_hooks
@@ -151,7 +151,7 @@ class BoundPrograms:
         now = self.form
         if now != self._unchanged:
             require_same_tensors(self._model, self._bound)
-            raise_first(hook_problems(self._model))
+            check_hooks(self._model)
             self._accumulators = accumulators(self._model.parameters())  # kept: hooks that come later are theirs
             self._unchanged = now
 

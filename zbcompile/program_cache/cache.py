@@ -25,7 +25,7 @@ from zbcompile.passes.capture.guards import Guards, read_answers
 from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.capture.training_step import Kept
 from zbcompile.passes.module_state import ModuleState
-from zbcompile.passes.torch_private import forward_hooks
+from zbcompile.passes.torch_private import hooks_of
 from zbcompile.program.program import Program
 from zbcompile.runtime.executable import BoundGraphs, Executable, plan_step
 from zbcompile.schedules import Schedule
@@ -37,7 +37,7 @@ UNKNOWN = ""  # the dimension of a process group that is not of the mesh
 
 
 class ProgramKey(NamedTuple):
-    """What the graphs of a step are specialised for: the form of its inputs, training mode and forward hooks of each
+    """What the graphs of a step are specialised for: the form of its inputs, training mode and hooks of each
     module, which parameters train, the modes of torch, and what is returned besides the loss."""
 
     signature: tuple[Any, ...]
@@ -49,7 +49,7 @@ class ProgramKey(NamedTuple):
 
 def key_of(model: nn.Module, microbatch: Microbatch, device: torch.device, kept: Kept) -> ProgramKey:
     """The key of a step of `model` at present."""
-    modules = tuple((module.training, forward_hooks(module)) for module in model.modules())
+    modules = tuple((module.training, hooks_of(module)) for module in model.modules())
     trains = tuple(parameter.requires_grad for parameter in model.parameters())
     return ProgramKey(microbatch.signature, modules, trains, torch_modes(device), kept)
 
@@ -346,7 +346,7 @@ def _of_modules(model: nn.Module, key: ProgramKey, near: ProgramKey) -> list[str
     hooks = [i for i, now, was in changed if now[1] != was[1]]
     names = [name or "the model" for name, _ in model.named_modules()]
     mode = [f"{names[i]}{_more(len(modes))} in {'train' if key.modules[i][0] else 'eval'} mode" for i in modes[:1]]
-    return mode + [f"other forward hooks of {names[i]}{_more(len(hooks))}" for i in hooks[:1]]
+    return mode + [f"other hooks of {names[i]}{_more(len(hooks))}" for i in hooks[:1]]
 
 
 def _more(count: int) -> str:

@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from zbcompile.batches.batch import Batch, Microbatch, Microbatches, hint_at_device, hint_at_target, hinting
+from zbcompile.batches.batch import (
+    Batch,
+    Microbatch,
+    Microbatches,
+    hint_at_device,
+    hint_at_target,
+    hinting,
+    refuse_meta_inputs,
+)
 from zbcompile.compiler import compile_forward as exported_forward
 from zbcompile.compiler.compile_exported import (
     ExportedModel,
@@ -42,7 +50,7 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.module_state import ModuleState
-from zbcompile.passes.torch_private import forward_hooks
+from zbcompile.passes.torch_private import hooks_of
 from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.directories import save_program
 from zbcompile.program.program import ANSWERS, Program, call_of, listed
@@ -314,6 +322,7 @@ class Programs:
             step = self._model, microbatch, self._options.loss, self._choices(), self.schedule
             device = partial(hint_at_device, microbatch, self.ranks.device)
             target = partial(hint_at_target, self._model, microbatch, self._options.loss)
+            refuse_meta_inputs(microbatch, self.ranks.device)
             with readable(self._model), hinting(device, target):
                 if exported:
                     return export_step(
@@ -470,6 +479,7 @@ class Programs:
         )
 
         def compile_() -> tuple[Program, ...]:
+            refuse_meta_inputs(batch.whole, self.ranks.device)
             with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
                 return exported_forward.compile_forwards(self._model, batch, count, computes, options)
 
@@ -486,7 +496,7 @@ class Programs:
         return self.bound.prepare(program)
 
     def _forward_key(self, batch: Batch, computes: str, count: int) -> tuple[Any, ...]:
-        modules = tuple(forward_hooks(each) for each in self._model.modules())
+        modules = tuple(hooks_of(each) for each in self._model.modules())
         trains = tuple(parameter.requires_grad for parameter in self._model.parameters())
         return computes, count, modules, trains, batch.whole.signature, torch_modes(self.ranks.device), self.bound.moves
 

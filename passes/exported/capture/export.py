@@ -19,7 +19,6 @@ from zbcompile.passes.exported.capture.dtensor_parameters import (
     warn_of_random_numbers_on_shards,
 )
 from zbcompile.passes.exported.capture.model_checks import check_model
-from zbcompile.passes.exported.capture.parameter_hooks import refuse_accumulation_hooks
 from zbcompile.passes.exported.capture.process_groups import (
     groups_of_meshes,
     name_process_groups,
@@ -27,16 +26,20 @@ from zbcompile.passes.exported.capture.process_groups import (
 from zbcompile.passes.exported.capture.python_effects import HooksInstalled
 from zbcompile.passes.exported.capture.source_lines import LINE
 from zbcompile.passes.exported.capture.training_step import (
+    LOSS_MODULE,
     LossFunction,
     TrainingStep,
     leaves_with_paths,
     public_name,
 )
 from zbcompile.passes.exported.capture.unsupported import (
+    LOSS_WRITES_ITS_BUFFER,
     WRITES_A_PARAMETER,
     WRITES_AN_INPUT,
-    data_dependent_error,
+    refusal_of,
     refuse_dynamic_shapes,
+    refuse_mixed_dtypes,
+    refuse_numbers,
 )
 from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.exported.torch_collectives import functional_collectives
@@ -92,7 +95,6 @@ def export_training_step(
     >>> list(step.gradients)
     ['weight', 'bias']
     """
-    refuse_accumulation_hooks(model)
     batch = (args, dict(kwargs or {}), target)
     return export_step(TrainingStep, model, loss_fn, batch, options or ExportOptions())
 
@@ -125,11 +127,16 @@ def export_step(
     except CaptureError:
         raise
     except Exception as eager_error:  # torch.cond, for one, needs the flags of a compiler
+        running = step.running
         step = kind(model, function, eager_path=False, **arguments)
         try:
             program = _export(step, example, device)
-        except DATA_DEPENDENT_ERRORS as compiler_error:
-            raise data_dependent_error(compiler_error) from eager_error
+        except CaptureError:
+            raise
+        except Exception as error:
+            is_question = isinstance(error, DATA_DEPENDENT_ERRORS)
+            cause = error if is_question else eager_error
+            raise refusal_of(cause, running, step.dynamic_shape_line) from eager_error
         warnings.warn(
             "the model was captured on the path that it has for compilers, because it reads values "
             "of its inputs in Python: results may differ from eager mode in the last bits. Without "
@@ -206,12 +213,18 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         public_name(name): nodes[node_name]
         for node_name, name in signature.buffers_to_mutate.items()
     }
+    constant_values = {name: program.constants[name] for name in constants}
+    for name in [name for name in buffers if _is_of_loss(name) and name not in step.tied]:
+        # A step reads its present value. It belongs to no stage.
+        if name in buffer_updates:
+            raise CaptureError(LOSS_WRITES_ITS_BUFFER.format(name=_name_in_loss(name)))
+        constants[name], constant_values[name] = buffers.pop(name), step.get_buffer(name)
     described = StepGraph(
         module=program.graph_module,
         parameters=parameters,
         buffers=buffers,
         constants=constants,
-        constant_values={name: program.constants[name] for name in constants},
+        constant_values=constant_values,
         batch_inputs={
             path: node
             for path, node in zip(paths, batch_nodes, strict=True)
@@ -233,8 +246,18 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         },
     )
     refuse_dynamic_shapes(described.graph.nodes)
+    refuse_mixed_dtypes(described.calls())
     _clean(described)
+    refuse_numbers(described.calls())
     return described
+
+
+def _is_of_loss(name: str) -> bool:
+    return name.startswith(f"{LOSS_MODULE}.")
+
+
+def _name_in_loss(name: str) -> str:
+    return name.removeprefix(f"{LOSS_MODULE}.")
 
 
 def _results(
@@ -266,8 +289,10 @@ def _clean(step: StepGraph) -> None:
         step.buffer_updates[name] = _assigned_value(update)
     step.outputs = [_before_detach(node) for node in step.outputs]
     step.refresh_output()
-    for name in step.tied_names:
-        tied = {**step.parameters, **step.buffers}[name]
+    for name, first in step.tied_names.items():
+        tensors = {**step.parameters, **step.buffers}
+        tied = tensors[name]
+        tied.replace_all_uses_with(tensors[first])  # a module with two paths has the last tensor
         step.parameters.pop(name, None)
         step.buffers.pop(name, None)
         step.graph.erase_node(tied)

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.dtensor_parameters import without_sharding
 from zbcompile.passes.exported.capture.export import ExportOptions, export_step
 from zbcompile.passes.exported.capture.structures import flatten_output
 from zbcompile.passes.exported.capture.training_step import TrainingStep
+from zbcompile.passes.exported.capture.unsupported import RETURNS_NO_TENSOR
 from zbcompile.passes.exported.step_graph import StepGraph
 
 Function = Callable[[Any, Any], Any]
@@ -36,10 +38,12 @@ class ForwardOnly(TrainingStep):
         with torch.no_grad(), self._tensors_of_eager_mode():
             buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
             with self._model_context(args, kwargs, target):
-                output = self.model(*args, **kwargs)
+                output = self._run_model(args, kwargs)
                 if self.loss_function is not None:
                     output = self.loss_function(output, target)
             outputs, self.output_structure = flatten_output(output)
+            if not outputs:
+                raise CaptureError(RETURNS_NO_TENSOR.format(kind=type(output).__name__))
             outputs = [without_sharding(tensor).detach() for tensor in outputs]
             self._write_assigned_buffers(buffers)
         return outputs

@@ -22,6 +22,7 @@ from zbcompile.passes.exported.capture.unsupported import (
     HAS_A_GENERATOR,
     READS_A_TRAINED_TENSOR,
     WRITES_A_PLAIN_TENSOR,
+    has_dynamic_shape,
 )
 from zbcompile.passes.exported.torch_private import (
     READ_SCALAR,
@@ -58,6 +59,7 @@ class KnownValues(TorchDispatchMode):
         self._real = WeakTensorKeyDictionary()
         self._overwritten: set[int] = set()  # storages whose real values are out of date
         self._protected: dict[int, str] = {}
+        self.dynamic_shape_line = ""  # of the first result whose shape depends on values
         self.draws = 0  # operations so far that may have drawn random numbers
         self._tolist: AbstractContextManager[None] | None = None
 
@@ -128,6 +130,8 @@ class KnownValues(TorchDispatchMode):
         ):
             result = func(*args, **kwargs)
             self._forget_written(func, args, kwargs)
+            if torch.Tag.dynamic_output_shape in func.tags and has_dynamic_shape(result):
+                self.dynamic_shape_line = self.dynamic_shape_line or line
             return result
         if tensors and func is READ_SCALAR:
             return self._run(func, args, kwargs)

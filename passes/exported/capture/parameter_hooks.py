@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.exported.capture.unsupported import HOOK_NEVER_RUNS, WRITES_GRAD
+from zbcompile.passes.exported.capture.unsupported import WRITES_GRAD
 from zbcompile.passes.exported.torch_private import plain_hooks, version_of, without_torch_function
 
 
@@ -29,15 +29,15 @@ def traced_hooks(originals: Mapping[str, Tensor], traced: Mapping[str, Tensor]) 
         yield
 
 
-def refuse_accumulation_hooks(model: nn.Module) -> None:
-    """Raises CaptureError for hooks that run when autograd adds to `.grad`.
+def accumulation_hooks(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields name and kind of hooks that run when autograd adds to `.grad`.
 
     A pipeline adds the gradients of microbatches itself, so such hooks never run.
     """
     for name, parameter in model.named_parameters():
         kind = _accumulation_hook(parameter)
         if kind:
-            raise CaptureError(HOOK_NEVER_RUNS.format(kind=kind, name=name))
+            yield name, kind
 
 
 class GradWrites:

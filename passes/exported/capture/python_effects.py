@@ -21,6 +21,7 @@ from zbcompile.passes.exported.capture.source_lines import is_users_frame, users
 from zbcompile.passes.exported.capture.unsupported import (
     CARRIES_A_TENSOR,
     CATCHES_A_QUESTION,
+    CHANGES_MODULES,
     DRAWS_OUTSIDE_TORCH,
     SETS_A_SEED,
     at,
@@ -85,6 +86,8 @@ class PythonEffects:
 
     def _note_changes(self, changes: list[tuple[str, bool]]) -> None:
         for path, carries in changes:
+            if path.startswith("the submodules"):
+                raise CaptureError(CHANGES_MODULES.format(path=path))
             name = path.rpartition(".")[2]
             if carries and (path.startswith("the hooks") or name in self._names_read()):
                 raise CaptureError(CARRIES_A_TENSOR.format(path=path))

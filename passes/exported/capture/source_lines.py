@@ -17,4 +17,6 @@ def users_line(frame: FrameType | None) -> str:
 
 def is_users_frame(frame: FrameType) -> bool:
     """Returns True for a frame of a function of neither torch nor this library."""
+    if frame.f_code.co_filename == "<string>":  # code that torch generates, without a line to show
+        return False
     return frame.f_globals.get("__name__", "").partition(".")[0] not in _NOT_USERS

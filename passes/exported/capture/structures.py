@@ -10,7 +10,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.capture.unsupported import RETURNS_A_NUMBER
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +105,8 @@ def _replace_tensors(value: Any, tensors: list[Tensor], copies: dict[int, Any]) 
     if isinstance(value, Tensor):
         tensors.append(value)
         return Position(len(tensors) - 1)
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        raise CaptureError(RETURNS_A_NUMBER)
     return _map_children(value, lambda child: _replace_tensors(child, tensors, copies), copies)
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -22,15 +23,19 @@ from zbcompile.passes.exported.capture.dtensor_parameters import (
     tangent_like,
     without_sharding,
 )
+from zbcompile.passes.exported.capture.joined_loss import without_joined_loss
 from zbcompile.passes.exported.capture.known_values import KnownValues
 from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
 from zbcompile.passes.exported.capture.python_effects import PythonEffects
 from zbcompile.passes.exported.capture.structures import OutputStructure, flatten_output
 from zbcompile.passes.exported.capture.unsupported import (
     LOSS_HAS_A_SHAPE,
+    LOSS_IS_AN_INTEGER,
     LOSS_IS_NO_TENSOR,
+    NO_LOSS,
     NO_METRICS,
     NOTHING_TO_TRAIN,
+    REPLACES_A_BUFFER,
     SPARSE_GRADIENT,
     WRITES_A_BUFFER_IN_BACKWARD,
     WRITES_A_PARAMETER,
@@ -42,6 +47,7 @@ from zbcompile.passes.exported.torch_private import (
     reparametrize_module,
     version_of,
 )
+from zbcompile.passes.torch_names import type_text
 
 LossFunction = Callable[[Any, Any], Any]
 LOSS_MODULE = "loss_function"  # prefix of parameters that belong to a loss module
@@ -88,6 +94,8 @@ class TrainingStep(nn.Module):
         self.output_structure: OutputStructure | None = None
         self.inexact_calls: list[str] = []
         self.prediction = GradientPrediction(enabled=not self.shardings)
+        # torch.export restores lists and other containers, but no attributes of other objects.
+        self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", known=None)
         self._originals = {name: self._tensor(name) for name in self.trained}
 
     def forward(
@@ -101,25 +109,44 @@ class TrainingStep(nn.Module):
             buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
             parameters = {name: self._tensor(name) for name in self.trained}
             with self._model_context(args, kwargs, target):
-                output = self.model(*args, **kwargs)
+                output = self._run_model(args, kwargs)
                 loss, metrics = self._loss_of(output, target)
             self._refuse_replaced(parameters)
             value = without_sharding(loss).detach()
             outputs, self.output_structure = flatten_output(self._returned(output, metrics))
             outputs = [without_sharding(tensor).detach() for tensor in outputs]
+            self._progress.call = f"the backward of {type(self.model).__name__}"
             grads = self._gradients(loss, tangent)
+            self._progress.call = f"torch.export of {type(self.model).__name__}"
             self._write_assigned_buffers(buffers)
         return value, grads, outputs
+
+    @property
+    def running(self) -> str:
+        """What the trace was running last, and what it received."""
+        return str(self._progress.call)
+
+    @property
+    def dynamic_shape_line(self) -> str:
+        """The line of the first result whose shape depends on values; "" if there is none."""
+        known = self._progress.known
+        return "" if known is None else str(known.dynamic_shape_line)
+
+    def _run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        name = type(self.model).__name__
+        self._progress.call = f"forward of {name}, called with {tensor_types(args, kwargs)},"
+        with without_joined_loss(self.model):
+            return self.model(*args, **kwargs)
 
     @contextlib.contextmanager
     def _model_context(self, *batch: Any) -> Iterator[None]:
         """Context of the model and the loss: eager's path, known values and checkpoint hints."""
-        known = KnownValues()
+        known = self._progress.known = KnownValues()
         for path, leaf in leaves_with_paths(batch):
             if path in self.static_inputs and isinstance(leaf, Tensor):
                 known.declare(leaf, self.static_inputs[path])
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
-        inexact = InexactCalls()
+        inexact = InexactCalls(self.parameters())
         effects = self.python_effects.watched(known)
         with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
             yield
@@ -171,6 +198,10 @@ class TrainingStep(nn.Module):
             assigned = self._tensor(name)
             if assigned is original:
                 continue
+            before, now = type_text(original), type_text(assigned)
+            if before != now:
+                name = public_name(name)
+                raise CaptureError(REPLACES_A_BUFFER.format(name=name, before=before, now=now))
             with torch.no_grad():
                 original.copy_(assigned)
             owner, _, attribute = name.rpartition(".")
@@ -179,16 +210,16 @@ class TrainingStep(nn.Module):
     def _loss_of(self, output: Any, target: Any) -> tuple[Tensor, tuple[Any, ...]]:
         """Returns the loss, and the metrics if the loss function returns them with it."""
         metrics: tuple[Any, ...] = ()
-        if self.loss_function is not None:
+        if self.loss_function is None:
+            loss = loss_in(output)
+        else:
+            name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
+            types = tensor_types(output, target)
+            self._progress.call = f"the loss {name}, called with {types},"
             loss = self.loss_function(output, target)
+            missing = f"the loss function returned {type(loss).__name__}"
             if isinstance(loss, tuple) and len(loss) == 2:
                 loss, *metrics = loss
-        elif isinstance(output, Tensor):
-            loss = output
-        elif isinstance(output, Mapping):
-            loss = output.get("loss")
-        else:
-            loss = getattr(output, "loss", None)
         _check_loss(loss)
         return loss, tuple(metrics)
 
@@ -268,9 +299,31 @@ def leaves_with_paths(batch: tuple[Any, ...]) -> list[tuple[str, Any]]:
     return leaves
 
 
+def tensor_types(*values: Any) -> str:
+    """Returns dtype and shape of the tensors in `values`: `(float32[2, 8], int64[2])`."""
+    leaves = (leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor))
+    return f"({', '.join(map(type_text, leaves))})"
+
+
+def loss_in(output: Any) -> Tensor:
+    """Returns the loss in a model's output: the output itself, its entry or attribute `loss`, or
+    the first entry of a tuple."""
+    if isinstance(output, Tensor):
+        return output
+    is_mapping = isinstance(output, Mapping)
+    loss = output.get("loss") if is_mapping else getattr(output, "loss", None)
+    if loss is None and isinstance(output, tuple | list) and output:
+        loss = output[0]
+    if not isinstance(loss, Tensor):
+        raise CaptureError(NO_LOSS.format(kind=type(output).__name__))
+    return loss
+
+
 def _check_loss(loss: Any) -> None:
     if not isinstance(loss, Tensor):
         raise CaptureError(LOSS_IS_NO_TENSOR.format(kind=type(loss).__name__))
+    if not loss.is_floating_point():
+        raise CaptureError(LOSS_IS_AN_INTEGER.format(dtype=loss.dtype))
     if loss.numel() != 1:
         raise CaptureError(LOSS_HAS_A_SHAPE.format(shape=tuple(loss.shape)))
     if not loss.requires_grad:

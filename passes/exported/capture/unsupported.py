@@ -3,6 +3,7 @@
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from types import FrameType
 from typing import Any
 
 import torch
@@ -11,8 +12,16 @@ from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.source_lines import LINE, is_users_frame, users_line
-from zbcompile.passes.exported.step_graph import tensors_of
-from zbcompile.passes.exported.torch_private import DynamicOutputShapeException, annotations_of
+from zbcompile.passes.exported.torch_private import (
+    DATA_DEPENDENT_ERRORS,
+    READ_SCALAR,
+    DynamicOutputShapeException,
+    annotations_of,
+    pytree,
+    storage_key,
+)
+
+aten = torch.ops.aten
 
 # Functions of torch whose trace computes other bits than their kernel: composite recurrences, and
 # a draw in place whose numbers depend on the input.
@@ -27,11 +36,15 @@ INEXACT_FUNCTIONS: Mapping[str, str] = {
 
 
 class InexactCalls(TorchFunctionMode):
-    """A function mode that notes calls whose bits differ from eager mode, with the user's line."""
+    """A function mode that notes calls whose bits differ from eager mode, with the user's line.
 
-    def __init__(self) -> None:
+    It refuses what a graph cannot say about the traced `parameters`.
+    """
+
+    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.calls: list[str] = []
+        self._parameters = {id(parameter) for parameter in parameters}
 
     def __torch_function__(
         self,
@@ -41,7 +54,15 @@ class InexactCalls(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         if func == _SET_DATA:
+            if _is_same_memory(*args):  # a conversion that changes nothing, as of Module.to
+                return None
             raise CaptureError(SETS_DATA.format(line=users_line(sys._getframe(1))))
+        if func in _SETS_REQUIRES_GRAD and id(args[0]) in self._parameters:
+            raise CaptureError(SETS_REQUIRES_GRAD.format(line=users_line(sys._getframe(1))))
+        attribute = _PARAMETER_STATE.get(func)
+        if attribute and id(args[0]) in self._parameters and _is_read_by_user():
+            line = users_line(sys._getframe(1))
+            raise CaptureError(READS_PARAMETER_STATE.format(attribute=attribute, line=line))
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
         if description is not None:
             self.calls.append(f"{description} ({users_line(sys._getframe(1))})")
@@ -49,6 +70,33 @@ class InexactCalls(TorchFunctionMode):
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_SETS_REQUIRES_GRAD = (
+    torch.Tensor.requires_grad_,
+    torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
+)
+_PARAMETER_STATE = {
+    torch.Tensor.grad.__get__: "`.grad`",  # type: ignore[attr-defined]
+    torch.Tensor.grad.__set__: "`.grad`",  # type: ignore[attr-defined]
+    torch.Tensor._version.__get__: "the version",  # type: ignore[attr-defined]
+}
+
+
+def _is_same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
+    same_type = (tensor.dtype, tensor.shape, tensor.stride()) == (
+        value.dtype,
+        value.shape,
+        value.stride(),
+    )
+    return same_type and storage_key(tensor) == storage_key(value)
+
+
+def _is_read_by_user() -> bool:
+    """Returns True if the user's code reads an attribute; torch reads `.grad` in Module.to."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    return frame is not None and is_users_frame(frame)
+
 
 WRITES_A_PARAMETER = (
     "forward writes a parameter ({line}). A pipeline runs the forwards of later microbatches "
@@ -60,6 +108,14 @@ NO_METRICS = (
     "metrics), or leave out return_metrics."
 )
 IS_A_WRAPPER = "{module} is a {kind}, which cannot be captured. {remedy}"
+HAS_GLOBAL_HOOKS = (
+    "{hooks} for all modules are registered; a compiled stage never calls a module, so they would "
+    "be silently lost. Register hooks on the modules themselves, and remove these."
+)
+FUNCTION_MODE_IS_ON = (
+    "the torch function mode {mode} is on; a compiled stage calls none of torch's functions, so "
+    "the mode would be silently lost. Leave it before the step, or enter it in forward."
+)
 IS_LAZY = (
     "{module} is lazy and has no shapes yet. Call the model once with a batch before compiling, or "
     "give the layer its sizes."
@@ -81,6 +137,22 @@ READS_A_TRAINED_TENSOR = (
     "forward or the loss reads a tensor that requires a gradient, but is no parameter of the model "
     "({line}): its gradient would be lost. Register it as a parameter of the model or of a loss "
     "module, or detach it."
+)
+READS_PARAMETER_STATE = (
+    "forward reads or sets {attribute} of a parameter ({line}), which another microbatch may have "
+    "changed; a graph has none. Pass what it needs as an input."
+)
+SETS_REQUIRES_GRAD = (
+    "forward changes requires_grad of a parameter ({line}). Which parameters train must be settled "
+    "before the step."
+)
+CHANGES_MODULES = (
+    "forward changes {path}, so its first call is unlike the next. Call the model once before "
+    "compiling, or make the modules in __init__."
+)
+REPLACES_A_BUFFER = (
+    "forward replaces the buffer {name} ({before}) by {now}, and a graph needs its shape and dtype "
+    "to stay. If only the first call does, call the model once before compiling."
 )
 SETS_DATA = (
     "forward assigns to the `.data` of a tensor ({line}), which a graph cannot do. Compute a new "
@@ -143,12 +215,48 @@ COMMUNICATES_IN_A_BRANCH = (
     "{operator} communicates inside of torch.cond: ranks that take another branch would not take "
     "part. Communicate before or after the branch."
 )
+FAILS = "{call} fails{at} with {kind}: {error}{advice}"
+MIXES_DTYPES = (
+    "{operator} gets {dtypes}{at}, and its kernels take one dtype. If the model was converted "
+    "(model.double(), model.to(dtype)), convert the batch as well; otherwise cast one of them."
+)
+NO_LOSS = (
+    "the model returned {kind} without a loss; expected a tensor with one element, a mapping or an "
+    "object with `loss`, or a tuple that begins with it. Return the loss from forward, or pass "
+    "loss=fn(output, target)."
+)
+RETURNS_NO_TENSOR = (
+    "the model returned {kind} without a tensor in it. Return the tensors that evaluation should "
+    "compute, in tuples, lists, mappings or attributes of objects."
+)
 LOSS_IS_NO_TENSOR = (
-    "the loss is {kind}; expected a tensor with one element. Pass `loss=` as a function of "
-    "(output, target), or return the loss from forward, alone or as `.loss`."
+    "the loss function returned {kind}; expected a tensor with one element, alone or as "
+    "(loss, metrics). Return the tensor itself, without .item()."
 )
 LOSS_HAS_A_SHAPE = (
-    "the loss has shape {shape}; expected one element. Reduce it with `.mean()` or `.sum()`."
+    "the loss has shape {shape}; expected one element. Reduce it with `.mean()` or `.sum()`, or "
+    "pass loss=fn(output, target) if forward returns an output rather than a loss."
+)
+LOSS_IS_AN_INTEGER = (
+    "the loss has dtype {dtype}; expected a floating-point number. A count has no gradient: return "
+    "it as a metric, and compute the loss from the outputs."
+)
+RETURNS_A_NUMBER = (
+    "forward or the loss returns a number that it reads from a tensor (.item()), which a compiled "
+    "step has not. Return the tensor."
+)
+LOSS_NAME_IS_TAKEN = (
+    "the loss module {loss} has parameters, for which it becomes the submodule loss of the model, "
+    "but {model} has another attribute of that name. Rename it, or return the loss from forward."
+)
+LOSS_IN_A_SEQUENCE = (
+    "the loss module {loss} has parameters, for which it becomes the submodule loss of the model, "
+    "but an nn.Sequential runs all its submodules. Put the nn.Sequential into a module whose "
+    "forward calls it."
+)
+LOSS_WRITES_ITS_BUFFER = (
+    "the loss module changes its buffer {name}, which belongs to no stage. Give it to the model "
+    "(model.loss = loss), whose last stage then has it."
 )
 NOTHING_TO_TRAIN = (
     "the loss does not depend on a trained parameter: there is nothing to train. Check "
@@ -179,21 +287,91 @@ def at(line: str) -> str:
     return f" ({line})" if line else ""
 
 
-def data_dependent_error(error: Exception) -> CaptureError:
+_OF_ONE_DTYPE = (
+    *(aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default),
+    aten.convolution.default,
+)
+
+# Words in errors of torch, and what to do about them.
+_ADVICE = {
+    "no fake impl": "Register one with torch.library.register_fake.",
+    "does not have a registered fake impl": "Register one with torch.library.register_fake.",
+    "no autograd formula": "Register one with torch.library.register_autograd, or detach its "
+    "input if no gradient should flow.",
+    "functorch": "Write the transform of torch.func out as ordinary operations.",
+    "FlexAttention does not support backward on CPU": "Train on a GPU, or call "
+    "F.scaled_dot_product_attention with a mask.",
+}
+
+
+def refusal_of(error: Exception, call: str, dynamic_shape_line: str = "") -> CaptureError:
+    """Returns the refusal for an error that torch or the model raises during a trace.
+
+    Args:
+        call: What was running, and what it received.
+        dynamic_shape_line: The line of the first result whose shape depends on values.
+    """
+    if isinstance(error, DATA_DEPENDENT_ERRORS):
+        return data_dependent_error(error, dynamic_shape_line)
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    advice = next((advice for sign, advice in _ADVICE.items() if sign in str(error)), "")
+    kind = type(error).__name__
+    return CaptureError(
+        FAILS.format(
+            call=call,
+            at=at(_line_of(error)),
+            kind=kind,
+            error=text,
+            advice=f" {advice}" * bool(advice),
+        )
+    )
+
+
+def data_dependent_error(error: Exception, dynamic_shape_line: str = "") -> CaptureError:
     """Returns the refusal for an error of torch about values or shapes, with the user's line."""
     sizes = re.search(r"Size-like symbols: u\d", str(error))
     dynamic = sizes is not None or isinstance(error, DynamicOutputShapeException)
-    message = HAS_A_DYNAMIC_SHAPE if dynamic else READS_A_VALUE
-    return CaptureError(message.format(at=at(_line_of(error))))
+    if dynamic:
+        line = dynamic_shape_line or _line_of(error)
+        return CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line)))
+    return CaptureError(READS_A_VALUE.format(at=at(_line_of(error))))
 
 
 def refuse_dynamic_shapes(nodes: Iterable[Node]) -> None:
     """Raises CaptureError if a tensor of the graph has a size that is not a number."""
     for node in nodes:
-        for tensor in tensors_of(node):
-            if any(not isinstance(size, int) for size in tensor.shape):
-                line = annotations_of(node).get(LINE, "")
-                raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line)))
+        if has_dynamic_shape(node.meta.get("val")):
+            line = annotations_of(node).get(LINE, "")
+            raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line)))
+
+
+def refuse_numbers(nodes: Iterable[Node]) -> None:
+    """Raises CaptureError if the graph computes with a number that it reads from a tensor."""
+    for node in nodes:
+        if node.target is READ_SCALAR:
+            line = annotations_of(node).get(LINE, "")
+            raise CaptureError(READS_A_VALUE.format(at=at(line)))
+
+
+def refuse_mixed_dtypes(nodes: Iterable[Node]) -> None:
+    """Raises CaptureError for the first product of tensors of two dtypes.
+
+    Fake kernels let it pass, but no kernel computes it.
+    """
+    for node in nodes:
+        if node.target in _OF_ONE_DTYPE:
+            dtypes = dict.fromkeys(argument.meta["val"].dtype for argument in node.all_input_nodes)
+            if len(dtypes) > 1:
+                names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+                place = at(annotations_of(node).get(LINE, ""))
+                text = MIXES_DTYPES.format(operator=node.target, dtypes=names, at=place)
+                raise CaptureError(text)
+
+
+def has_dynamic_shape(value: Any) -> bool:
+    """Returns True if a tensor in `value` has a size that is not a number."""
+    tensors = (leaf for leaf in pytree.tree_leaves(value) if isinstance(leaf, torch.Tensor))
+    return any(not isinstance(size, int) for tensor in tensors for size in tensor.shape)
 
 
 def _line_of(error: Exception) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.oracle import MLP, Batch, eager_step
 from tests.support.refused import ROWS
-from zbcompile.passes.torch_private import forward_hooks
+from zbcompile.passes.torch_private import hooks_of
 
 
 def scale_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ def test_a_hook_in_the_memory_of_another_is_another() -> None:
     model, seen = made(), set()
     for factor in range(20):
         handle = model.layers[2].register_forward_hook(lambda module, args, output, factor=factor: output * factor)
-        seen.add(forward_hooks(model.layers[2]))
+        seen.add(hooks_of(model.layers[2]))
         handle.remove()
     assert len(seen) == 20
 
