@@ -217,7 +217,6 @@ class TrainingStep(nn.Module):
             types = tensor_types(output, target)
             self._progress.call = f"the loss {name}, called with {types},"
             loss = self.loss_function(output, target)
-            missing = f"the loss function returned {type(loss).__name__}"
             if isinstance(loss, tuple) and len(loss) == 2:
                 loss, *metrics = loss
         _check_loss(loss)
