@@ -45,10 +45,6 @@ class Folder:
 
 
 CACHE = Folder("ZBCOMPILE_CACHE", "the folder of compiled graphs (default: zbcompile in ~/.cache)")
-CHECK = Switch(
-    "ZBCOMPILE_CHECK",
-    "check the compiler's invariants after every pass; a violation is reported with its pass, operation and line",
-)
 DEBUG_NAN = Switch(
     "ZBCOMPILE_DEBUG_NAN",
     "stop at the first operation that produces a NaN or infinity, and name its stage, pass, microbatch and line (slow)",
@@ -63,4 +59,4 @@ TORCH_LOGS = Switch(
     "show what torch logs while it traces a model, as --debug does: whole graphs and tracebacks if that fails",
 )
 OF_MESSAGES = (ORDERED,)  # these change what ranks send, or when: all ranks set them alike
-VARIABLES = (CACHE, CHECK, DEBUG_NAN, DUMP, ORDERED, TORCH_LOGS)
+VARIABLES = (CACHE, DEBUG_NAN, DUMP, ORDERED, TORCH_LOGS)

@@ -33,6 +33,30 @@ from zbcompile.passes.exported.stage.extract import extract
 from zbcompile.passes.exported.stage.pass_graph import PassGraph
 from zbcompile.passes.exported.step_graph import Label, StepGraph
 
+# Receives the name of a pass that has ended, and what it changed or returned.
+Observer = Callable[[str, Any], None]
+PASSES = {  # in order: what each does
+    "export": "traces forward, loss and gradients",
+    "copy": "copies the graph for one placement",
+    "defer_sums": "sums gradients over ranks once per step (not exact)",
+    "merge_autocast_casts": "casts a weight under autocast once",
+    "split_convolutions": "separates the gradients of convolutions",
+    "forward_line": "finds the places where the model can be cut",
+    "assign_stages": "balances the cuts, assigns nodes to stages",
+    "keep_updated_buffers": "keeps what the backward reads of buffers",
+    "split_backward": "labels weight gradients W, the rest B",
+    "label_tied_gradients": "sums gradients of shared weights per stage",
+    "recompute": "lets the backward compute values again",
+    "extract": "makes the graphs F, B, W and BW of stages",
+    "check_pass_graphs": "checks what all passes read and return",
+    "sink_waits": "moves waits for collectives behind other work",
+    "accumulate": "adds gradients into their buffers",
+}
+
+
+def no_observer(name: str, artifact: Any) -> None:
+    """Does nothing after a pass."""
+
 
 @dataclass(frozen=True)
 class CompiledStep:
@@ -100,20 +124,26 @@ def compile_graph(
     owners: Mapping[str, Sequence[int]] | None = None,
     recompute: Policy | Sequence[Policy] = "hints",
     choose_cuts: Callable[[StepGraph, ForwardLine], Sequence[int]] | None = None,
+    observe: Observer = no_observer,
 ) -> CompiledStep:
     """Compiles an exported training step. The passes change its graph in place.
 
     Args:
         owners: The stages of every parameter if another program of the model has placed them.
         choose_cuts: Returns the cuts of the line; balanced by FLOPs if None.
+        observe: Called after each pass.
     """
     if exact:
         refuse_inexact(step.inexact_calls)
     else:
         defer_sums(step)
+        observe("defer_sums", step)
     merge_autocast_casts(step)
+    observe("merge_autocast_casts", step)
     split_convolutions(step)
+    observe("split_convolutions", step)
     line = forward_line(step)
+    observe("forward_line", step)
     if owners is not None:
         cuts = cuts_of_owners(step, line, owners, len(ranks_of))
     elif choose_cuts is not None:
@@ -123,13 +153,20 @@ def compile_graph(
     loads = node_loads(step, line)
     stages = assign_stages(step, line, cuts)
     parameter_stages = parameter_owners(step, line, stages)
+    observe("assign_stages", step)
     keep_updated_buffers(step, stages)
+    observe("keep_updated_buffers", step)
     labels = split_backward(step, stages)
+    observe("split_backward", labels)
     parts = label_tied_gradients(step, labels, exact)
+    observe("label_tied_gradients", labels)
     saved = saved_bytes(step, labels)
     duplicate_recomputed(step, labels, policies_of(recompute, len(ranks_of)))
+    observe("recompute", labels)
     passes, fused = extract(step, labels)
+    observe("extract", [*passes.values(), *fused.values()])
     check_pass_graphs(step, passes, fused)
+    observe("check_pass_graphs", [*passes.values(), *fused.values()])
     ranks = tuple(ranks_of)
     return CompiledStep(
         step, passes, fused, ranks, parameter_stages, line, cuts, loads, parts, saved

@@ -7,7 +7,7 @@ from torch.fx import Graph, Node
 
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
-from zbcompile.passes.exported.compile_step import CompiledStep
+from zbcompile.passes.exported.compile_step import CompiledStep, Observer, no_observer
 from zbcompile.passes.exported.flops import node_flops
 from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
 from zbcompile.passes.exported.stage import pass_graph as roles
@@ -47,15 +47,25 @@ _OUTPUT_KINDS: Mapping[str, Kind] = {
 }
 
 
-def stage_programs(compiled: CompiledStep, choices: Choices) -> tuple[StageProgram, ...]:
+def stage_programs(
+    compiled: CompiledStep, choices: Choices, observe: Observer = no_observer
+) -> tuple[StageProgram, ...]:
     """Returns the program of every stage: F, B, W and BW, or F alone for an evaluation."""
     step = compiled.step
+    waiting = [
+        {kind: sink_waits(graph) for kind, graph in _graphs_of(compiled, stage).items()}
+        for stage in range(compiled.stages)
+    ]
+    observe("sink_waits", [graph for graphs in waiting for graph in graphs.values()])
     sums = _gradient_buffers(step, choices)
+    accumulating = [
+        {kind: _finish(graph, sums, choices) for kind, graph in graphs.items()}
+        for graphs in waiting
+    ]
+    observe("accumulate", [graph for graphs in accumulating for graph in graphs.values()])
     programs: list[StageProgram] = []
     distinct: dict[tuple[str, ...], int] = {}
-    for stage in range(compiled.stages):
-        graphs = {kind: sink_waits(graph) for kind, graph in _graphs_of(compiled, stage).items()}
-        finished = {kind: _finish(graph, sums, choices) for kind, graph in graphs.items()}
+    for stage, (graphs, finished) in enumerate(zip(waiting, accumulating, strict=True)):
         texts = tuple(f"{_roles(graph)}\n{graph.fingerprint}" for graph in finished.values())
         original = distinct.setdefault(texts, stage)
         programs.append(_stage_program(compiled, stage, original, graphs, finished))

@@ -58,6 +58,7 @@ class StepGraph:
         tied_names: Maps every further name of a tied tensor to its first name.
         changed_state: Paths of the module state that forward changes, such as `model.calls`.
         inexact_calls: Calls whose bits differ from eager mode, with the user's line.
+        unused_outputs: Names of what forward returns besides its loss.
         shardings: Mesh and placements of parameters and buffers that are DTensors.
         gradient_placements: Placements of the gradients of such parameters, which may differ from
             the parameter's: `Partial` gradients are summed over the mesh after the step.
@@ -82,6 +83,7 @@ class StepGraph:
     tied_names: Mapping[str, str] = field(default_factory=dict)
     changed_state: frozenset[str] = frozenset()
     inexact_calls: tuple[str, ...] = ()
+    unused_outputs: tuple[str, ...] = ()
     shardings: Mapping[str, Any] = field(default_factory=dict)
     gradient_placements: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     process_groups: Mapping[str, str] = field(default_factory=dict)

@@ -57,6 +57,7 @@ CPU_FLASH_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu
 CPU_FLASH_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 ANNOTATIONS = "custom"  # key in node.meta of what torch.fx.traceback.annotate adds
+MODULES = "nn_module_stack"  # key in node.meta of the modules that a node ran in
 
 # Raised if Python reads a value, or a shape, that depends on the inputs.
 DATA_DEPENDENT_ERRORS = (

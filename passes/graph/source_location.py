@@ -1,5 +1,6 @@
 """Origin: the line of the user's model that an operation comes from, and the module that it ran in."""
 
+import linecache
 import os
 import re
 import sys
@@ -61,6 +62,8 @@ def origin_of(node: Node) -> Origin | None:
     """
     if "origin" in node.meta:
         return cast(Origin, node.meta["origin"])
+    if "custom" in node.meta:
+        return _annotated_origin(node)
     frames = _frames(stack_trace(node))
     users = [frame for frame in frames if not _real(frame[0]).startswith((_TORCH, *_OWN))]
     path, _ = next(reversed(module_stack(node).values()), ("", None))  # "model" is the user's, "" the training step
@@ -73,6 +76,17 @@ def origin_of(node: Node) -> Origin | None:
     if others:
         return Origin(module, *others[-1])
     return Origin(module, "", 0, "(torch.export keeps no line here)") if module else None
+
+
+def _annotated_origin(node: Node) -> Origin | None:
+    """Returns the origin of a node of an exported step, which is annotated with `file:line`."""
+    file, _, number = node.meta["custom"].get("line", "").rpartition(":")
+    path, _ = next(reversed(module_stack(node).values()), ("", None))
+    module = path.partition("@")[0].removeprefix("model").removeprefix(".")
+    if not file:
+        return Origin(module, "", 0, "") if module else None
+    module = module if path else "the loss"
+    return Origin(module, file, int(number), linecache.getline(file, int(number)).strip())
 
 
 def source_line(node: Node) -> str:

@@ -32,7 +32,6 @@ from tests.support.damage import OURS
 from tests.support.meshes import mesh_of
 from tests.support.parallel_models import Along, Leave
 from zbcompile.compiler.compile_example import compile_example_forward
-from zbcompile.compiler.inference import Frame
 from zbcompile.passes.compile_options import Choices
 from zbcompile.program.directories import save_here
 from zbcompile.program.manifest import digest_of
@@ -125,8 +124,7 @@ def save_programs(folder: Path, *names: str) -> dict[str, Path]:
             on_two_ranks(_save_on_mesh, folder / name)
         elif name == FORWARD:
             example = zbcompile.Example(model_of(name), (torch.ones(1, 4),))
-            frame = Frame(build("zb-h1", 2, 4), None, Choices(), {})
-            save_here(compile_example_forward(example, "eval", frame), folder / name)
+            save_here(compile_example_forward(example, "eval", build("zb-h1", 2, 4), Choices()), folder / name)
         else:
             pipe = zbcompile.pipeline(model_of(name), ranks=2, microbatches=4, **STEPS[name])
             x, target = batch_of(name)

@@ -15,9 +15,8 @@ from zbcompile.compiler.compile_example import Compile, CompiledExample, compile
 from zbcompile.compiler.torch_logs import silenced, with_torchs_logs
 from zbcompile.errors import PipelineError
 from zbcompile.options import OPTIONS, PipelineOptions, is_searched
+from zbcompile.passes.exported.compile_step import PASSES, Observer, no_observer
 from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES
-from zbcompile.passes.pass_list.run_passes import Observer, PassRun
 from zbcompile.planning.auto import compile_auto
 from zbcompile.planning.choose_schedule import choose_schedule
 from zbcompile.prediction.memory_limit import compile_within_memory
@@ -77,16 +76,15 @@ def example_of(plan: Plan) -> Example:
 
 
 def compiled(
-    example: Example, schedule: Schedule, plan: Plan, say: Say, observe: Observer | None = None
+    example: Example, schedule: Schedule, plan: Plan, say: Say, observe: Observer = no_observer
 ) -> CompiledExample:
-    """Compile and `say` which stage is ready (stages with equal graphs are compiled once); `observe` sees what each
-    pass makes. If it fails torch prints whole graphs, which only `--debug` shows."""
+    """Compile and `say` what passes have ended; `observe` is called after each. If it fails torch prints whole graphs,
+    which only `--debug` shows."""
 
-    def watch(ran: PassRun) -> None:
-        if ran.name == STAGE_PASSES[-1].name:
-            say(f"compiled stage {ran.stage} of 0 to {schedule.stages - 1}")
-        if observe is not None:
-            observe(ran)
+    def watch(name: str, artifact: Any) -> None:
+        if name in ("export", "extract", "accumulate"):
+            say(f"{name}: {PASSES[name]}")
+        observe(name, artifact)
 
     with quiet(plan):
         return compile_example(example, schedule, plan.options.choices, watch, partial(_choose, plan.options, schedule))

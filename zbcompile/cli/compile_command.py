@@ -10,7 +10,6 @@ from zbcompile.batches.example import Example
 from zbcompile.cli.command_line import split_options
 from zbcompile.cli.compile_arguments import CPU, Plan, compiled, example_of, quiet, schedule_of
 from zbcompile.compiler.compile_example import compile_example_forward
-from zbcompile.compiler.inference import Frame
 from zbcompile.distributed.process_group import device_of, is_alone
 from zbcompile.errors import PipelineError
 from zbcompile.persistence.safetensors_weights import save_weights
@@ -68,7 +67,7 @@ def _programs(example: Example, schedule: Schedule, request: CompileRequest, say
     found: dict[str, Program] = {}
     for name in dict.fromkeys(names):
         with quiet(request):
-            made = compile_example_forward(example, name, Frame(schedule, main, request.options.choices, {}))
+            made = compile_example_forward(example, name, schedule, request.options.choices, main)
         found[name] = replace(made, step=request.options.step)
         main = main or found.pop(name)
         say(f"compiled {name}")

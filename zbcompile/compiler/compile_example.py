@@ -1,23 +1,23 @@
 """Compile an example to look at it: no rank, no process group and no step is needed."""
 
-import dataclasses
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from zbcompile.batches.batch import Microbatch, whole_batch
 from zbcompile.batches.example import Example
+from zbcompile.compiler import inference
+from zbcompile.compiler.compile_exported import compile_program, export_step
+from zbcompile.compiler.compile_forward import ForwardOptions, compile_forward
 from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step
-from zbcompile.compiler.inference import Frame, compile_forward
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.capture.training_step import loss_in
-from zbcompile.passes.pass_list.run_passes import Observer
+from zbcompile.passes.exported.compile_step import Observer, no_observer
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.schedule import Schedule
@@ -27,16 +27,12 @@ _NOT_THE_MODELS = (DeprecationWarning, FutureWarning, PendingDeprecationWarning)
 
 @dataclass(frozen=True)
 class CompiledExample:
-    """A compiled example. `dropped` names outputs that training does not keep, `warnings` what capturing warned of.
-
-    `laid_out` is the captured step; a program that was read has none.
-    """
+    """A compiled example. `dropped` names outputs that training does not keep, `warnings` what capturing warned of."""
 
     example: Example
     program: Program
     dropped: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
-    laid_out: LaidOut | None = None
 
 
 Compile = Callable[[Schedule, Choices], Program]
@@ -46,40 +42,56 @@ def compile_example(
     example: Example,
     schedule: Schedule,
     choices: Choices,
-    observe: Observer | None = None,
+    observe: Observer = no_observer,
     choose: Callable[[Compile], Program] | None = None,
 ) -> CompiledExample:
     """Compile the training step of `example` for `schedule`; raises CompileError if the model cannot be compiled.
 
-    `observe` sees what each pass makes of the model, and of each distinct stage. `choose` may compile the captured step
-    for several schedules or choices, and returns the program to take.
+    `observe` is called after each pass. `choose` may compile the exported step for several schedules or choices, and
+    returns the program to take.
     """
-    dropped: list[str] = []
-
-    def loss_of_model(output: Any, target: Any) -> torch.Tensor:
-        dropped.extend(name for name in names_of_output(output) if name != "loss")
-        return loss_in(output)
-
-    microbatch, loss = one_microbatch(example), example.loss or loss_of_model
-    with _warnings() as seen:
-        laid_out = lay_out_step(example.model, microbatch, loss, choices, schedule, observe)
+    microbatch, loss, dropped = one_microbatch(example), example.loss, tuple[str, ...]()
+    with recorded_warnings() as seen:
+        sharded = None if choices.vocab == "off" else _sharded_step(example, schedule, choices)
+        if sharded is None:
+            device = next((t.device for t in microbatch.tensors.values()), None)
+            exported = export_step(example.model, microbatch, loss, device=device, observe=observe)
+            dropped = exported.step.unused_outputs
 
         def compile_(schedule: Schedule, choices: Choices) -> Program:
-            return compile_laid_out(example.model, microbatch, laid_out, schedule, choices, observe=observe)
+            if sharded is not None:
+                return compile_laid_out(example.model, microbatch, sharded, schedule, choices)
+            return compile_program(example.model, microbatch, exported, schedule, choices, observe=observe)
 
         program = compile_(schedule, choices) if choose is None else choose(compile_)
-    return CompiledExample(example, program, tuple(dict.fromkeys(dropped)), tuple(seen), laid_out)
+    return CompiledExample(example, program, dropped, tuple(seen))
 
 
-def compile_example_forward(example: Example, computes: str, frame: Frame) -> Program:
+def _sharded_step(example: Example, schedule: Schedule, choices: Choices) -> LaidOut | None:
+    """Returns the captured step if `vocab=` shards the output layer, else None."""
+    if choices.vocab == "auto" and choices.exact:
+        return None
+    loss = example.loss or (lambda output, target: loss_in(output))
+    laid_out = lay_out_step(example.model, one_microbatch(example), loss, choices, schedule)
+    return None if laid_out.sharding is None else laid_out
+
+
+def compile_example_forward(
+    example: Example, computes: str, schedule: Schedule, choices: Choices, like: Program | None = None
+) -> Program:
     """A forward of `FORWARDS` for the inputs of `example`: log-probabilities of its target, or of its keyword `labels`,
-    which forward then does not get. Raises CompileError, also for an example without them."""
+    which forward then does not get. Parameters stay where the program `like` has them. Raises CompileError, also for an
+    example without labels."""
     kwargs, labels = dict(example.kwargs), None
     if computes != "eval":
         labels = example.target if example.target is not None else kwargs.pop("labels", None)
-    with _warnings():
+    with recorded_warnings():
         microbatch = whole_batch(example.args, kwargs, labels).whole
-        return compile_forward(example.model, microbatch, computes, frame)
+        if like.vocabulary is not None if like is not None else choices.vocab in (1, 2):
+            return inference.compile_forward(
+                example.model, microbatch, computes, inference.Frame(schedule, like, choices, {})
+            )
+        return compile_forward(example.model, microbatch, computes, ForwardOptions(schedule, like, choices, {}))
 
 
 def read_saved(folder: Path) -> CompiledExample:
@@ -95,20 +107,9 @@ def one_microbatch(example: Example) -> Microbatch:
     return whole_batch(example.args, dict(example.kwargs), example.target).whole
 
 
-def names_of_output(output: Any) -> list[str]:
-    """The names under which a model's output can be asked for its parts; none for a tensor."""
-    if isinstance(output, torch.Tensor):
-        return []
-    if isinstance(output, Mapping):
-        return [str(name) for name, value in output.items() if value is not None]
-    if dataclasses.is_dataclass(output):
-        return [field.name for field in dataclasses.fields(output) if getattr(output, field.name) is not None]
-    return [name for name, value in vars(output).items() if value is not None] if hasattr(output, "__dict__") else []
-
-
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
-    """Collect the warnings raised inside, once each, without those for torch's own developers."""
+def recorded_warnings() -> Iterator[list[str]]:
+    """Context that collects the warnings raised inside, once each, without those for torch's own developers."""
     seen: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

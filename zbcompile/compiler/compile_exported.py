@@ -10,13 +10,15 @@ import torch
 from torch import nn
 
 from zbcompile.batches.batch import Microbatch
+from zbcompile.compiler.dump_passes import with_dumps
+from zbcompile.compiler.overweight import explain_overweight
 from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
-from zbcompile.passes.exported.compile_step import CompiledStep, compile_graph
+from zbcompile.passes.exported.compile_step import CompiledStep, Observer, compile_graph, no_observer
 from zbcompile.passes.exported.partition.assign_stages import cuts_of_owners
 from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
 from zbcompile.passes.exported.partition.cut_points import ForwardLine
@@ -55,12 +57,14 @@ def export_step(
     process_groups: Mapping[str, str] | None = None,
     static_inputs: Sequence[str] = (),
     keep: str = "",
+    observe: Observer = no_observer,
 ) -> ExportedModel:
     """Returns the training step of `model` for microbatches like this one.
 
     Args:
         device: The device of parameters that are on the meta device.
         process_groups: The mesh dimension of each process group, by the group's name.
+        observe: Called after the export.
 
     Raises:
         CaptureError: The model cannot be exported.
@@ -73,6 +77,7 @@ def export_step(
         process_groups=process_groups or {},
     )
     step = export_training_step(model, args, kwargs, target, loss, options)
+    with_dumps(observe)("export", step)
     return ExportedModel(step, hashlib.sha256(graph_text(step.graph).encode()).hexdigest(), keep)
 
 
@@ -84,21 +89,27 @@ def compile_program(
     schedule: Schedule,
     choices: Choices,
     like: Program | None = None,
+    observe: Observer = no_observer,
 ) -> Program:
     """Returns the program of an exported step for a schedule.
 
     `like` is a program of the same model: every parameter stays on the stages where it has it.
+    `observe` is called after each pass.
     """
+    observe = with_dumps(observe)
     choices.require_stages(schedule.stages)
     ranks_of = placement_ranks(schedule.placement)
+    step = exported.step.copy()
+    observe("copy", step)
     compiled = compile_graph(
-        exported.step.copy(),
+        step,
         ranks_of=ranks_of,
         exact=choices.exact,
         recompute=choices.recompute,
         choose_cuts=lambda step, line: choose_cuts(step, line, choices, ranks_of, like),
+        observe=observe,
     )
-    programs = stage_programs(compiled, choices)
+    programs = stage_programs(compiled, choices, observe)
     if schedule.placement.kind == "dual":
         _refuse_buffer_updates(programs)
     if like is not None:
@@ -180,10 +191,11 @@ def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:
         after=tuple(cut - 1 for cut in cuts),
         names=tuple(line.nodes[cut - 1].name for cut in cuts),
         basis="flops" if isinstance(choices.balance, str) else "names",
-        unit="FLOPs",
+        unit="FLOP",
         loads=row.stage_loads(list(cuts)),
         rank_loads=row.rank_loads(list(cuts)),
         boundary=tuple(line.crossing_bytes[cut] for cut in cuts),
+        overweight=explain_overweight(line, compiled.loads, row, cuts),
     )
 
 

@@ -5,28 +5,17 @@ from types import MappingProxyType
 
 import torch
 
-from zbcompile.compiler.dump_passes import dump_graphs
-from zbcompile.env import CHECK, DUMP
 from zbcompile.passes.capture.canonical import Canonical
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.partition.stage_graphs import Stage
 from zbcompile.passes.pass_list.passes_in_order import STAGE_PASSES, StageTask
-from zbcompile.passes.pass_list.run_passes import Observer, PassManager, PassRun
+from zbcompile.passes.pass_list.run_passes import Observer, PassManager
 from zbcompile.passes.stage.stage_program import StageProgram
 
 
 def make_manager(observe: Observer | None = None) -> PassManager:
-    """The manager that runs the passes; with ZBCOMPILE_CHECK=1 it checks the result of each, with ZBCOMPILE_DUMP=DIR
-    it writes the result of each into a file."""
-    folder = DUMP.read()
-
-    def observe_and_dump(run: PassRun) -> None:
-        if folder is not None:
-            dump_graphs(folder, run)
-        if observe is not None:
-            observe(run)
-
-    return PassManager(observe if folder is None else observe_and_dump, CHECK.read())
+    """The manager that runs the passes."""
+    return PassManager(observe)
 
 
 def labels_of(canonical: Canonical) -> dict[str, str]:

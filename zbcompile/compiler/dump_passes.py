@@ -1,23 +1,60 @@
 """`ZBCOMPILE_DUMP=DIR`: the graphs after every pass of the compiler, as files to read and to compare."""
 
 import os
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
-from zbcompile.passes.pass_list.run_passes import PassRun
-from zbcompile.passes.verification.graph_views import graphs_of
+from torch.fx import Graph
+
+from zbcompile.env import DUMP
+from zbcompile.passes.exported.compile_step import Observer
+from zbcompile.passes.exported.stage.pass_graph import PassGraph
+from zbcompile.passes.exported.step_graph import StepGraph
 
 
-def dump_graphs(folder: Path, run: PassRun) -> None:
-    """Writes what a pass made into `folder/rankN/NUMBER-PASS.txt`, with the stage in the name if it is over one.
+def with_dumps(observe: Observer) -> Observer:
+    """Returns an observer that writes what each pass made into `DIR/rankN/NUMBER-PASS.txt` if
+    ZBCOMPILE_DUMP is set, and calls `observe`.
 
     Numbers count up in the order in which passes end, also over several compilations.
     """
+    folder = DUMP.read()
+    if folder is None:
+        return observe
     own = folder / f"rank{os.environ.get('RANK', '0')}"
-    own.mkdir(parents=True, exist_ok=True)
-    where = "" if run.stage is None else f"-stage{run.stage}"
-    texts = [
-        f"# {view.title}\n{view.module.print_readable(print_output=False, include_stride=True)}\n"
-        for view in graphs_of(run.made)
-    ]
-    number = sum(1 for _ in own.iterdir())
-    (own / f"{number:04}-{run.name}{where}.txt").write_text("\n".join(texts), encoding="utf-8")
+
+    def write(name: str, artifact: Any) -> None:
+        own.mkdir(parents=True, exist_ok=True)
+        number = sum(1 for _ in own.iterdir())
+        (own / f"{number:04}-{name}.txt").write_text(text_of(artifact), encoding="utf-8")
+        observe(name, artifact)
+
+    return write
+
+
+def graphs_of(artifact: Any) -> list[Graph]:
+    """Returns the graphs of a step, of the labels of a step, or of a list of pass graphs."""
+    if isinstance(artifact, StepGraph):
+        return [artifact.graph]
+    if isinstance(artifact, dict):
+        return [next(iter(artifact)).graph]
+    return [each.module.graph for each in artifact]
+
+
+def text_of(artifact: Any) -> str:
+    """Returns an operation per line, each with its label (`1.B`) once there are labels."""
+    return "\n".join(_lines(artifact)) + "\n"
+
+
+def _lines(artifact: Any) -> Iterator[str]:
+    if not isinstance(artifact, list):
+        labels = artifact if isinstance(artifact, dict) else {}
+        for node in graphs_of(artifact)[0].nodes:
+            yield f"{labels.get(node, '')!s:5} {node.format_node()}"
+        return
+    for each in artifact:
+        assert isinstance(each, PassGraph)
+        yield f"# {each.name}"
+        yield f"# in: {', '.join(map(str, each.inputs))}"
+        yield f"# out: {', '.join(map(str, each.outputs))}"
+        yield each.module.print_readable(print_output=False, include_stride=True)

@@ -1,19 +1,20 @@
 """`--graph`, `--graphs` and `--passes`: the graphs of a program, and the passes that made them."""
 
-from dataclasses import dataclass, field
+import time
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from torch.fx import Node
 
 from zbcompile.compiler.compile_example import CompiledExample
+from zbcompile.compiler.dump_passes import graphs_of
 from zbcompile.errors import PipelineError
+from zbcompile.passes.exported.compile_step import PASSES
+from zbcompile.passes.graph.fx import copied, with_graph
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.pass_list.passes_in_order import OVERLAP, PASSES
-from zbcompile.passes.pass_list.run_passes import PassManager, PassRun
-from zbcompile.passes.verification.graph_views import count_operations
-from zbcompile.program.program import Program
+from zbcompile.passes.torch_private import set_stack_trace
 from zbcompile.schedules import Schedule
-from zbcompile.schedules.ir.actions import Pair
 from zbcompile.tables import Figure, Table
 
 PASS_LETTERS = ("F", "B", "W", "BW")
@@ -38,13 +39,6 @@ def require_stage(schedule: Schedule, stage: int) -> None:
         )
 
 
-def merge_pairs(program: Program, manager: PassManager) -> None:
-    """The last pass, which runs when a rank is prepared: it merges each kind of pair in the schedule into one graph."""
-    pairs = [step for steps in program.lowered.orders for step in steps if isinstance(step, Pair)]
-    for op, stage, other_op, other in dict.fromkeys((*first[:2], *second[:2]) for first, second in pairs):
-        manager.run(OVERLAP, (program.stages[stage].pieces[op], program.stages[other].pieces[other_op]), stage=stage)
-
-
 def graph_text(inspected: CompiledExample, stage: int, name: str) -> str:
     """Returns one graph as torch.fx prints it, below a title and the role of each input and output."""
     if name not in inspected.program.stages[stage].pieces:
@@ -52,8 +46,13 @@ def graph_text(inspected: CompiledExample, stage: int, name: str) -> str:
     program, model = inspected.program.stages[stage], type(inspected.example.model).__name__
     piece = program.pieces[name]
     roles = [f"# in: {', '.join(map(str, piece.inputs))}", f"# out: {', '.join(map(str, piece.outputs))}"]
+    module = with_graph(piece.module, copied(piece.module.graph))
+    for node in module.graph.nodes:
+        if (origin := origin_of(node)) and origin.file:
+            set_stack_trace(node, f'File "{origin.file}", line {origin.line}, in forward\n    {origin.code}')
+        node.meta.pop("custom", None)  # print_readable shows it
     title = f"# {name} of stage {stage} of {model}: {program.flops[name]:,} FLOPs for one microbatch"
-    return "\n".join([title, *roles, piece.module.print_readable(print_output=False, include_stride=True)])
+    return "\n".join([title, *roles, module.print_readable(print_output=False, include_stride=True)])
 
 
 def graph_table(inspected: CompiledExample, stage: int, name: str) -> Table:
@@ -72,7 +71,7 @@ def _operation(node: Node) -> list[Figure]:
         Figure("inputs", tuple(argument.name for argument in node.all_input_nodes)),
         Figure("module", origin.owner if origin else ""),
         Figure("line", origin.text if origin else ""),
-        Figure("made_by", str(node.meta.get("pass", ""))),
+        Figure("made_by", str(node.meta.get("pass", "" if origin else "zbcompile"))),
     ]
 
 
@@ -88,41 +87,44 @@ def write_graphs(inspected: CompiledExample, directory: Path) -> list[Path]:
 
 @dataclass
 class PassTotals:
-    """How often a pass ran (over the model or each distinct stage), the operations after it, and its seconds."""
+    """How often a pass ran, the operations of the graphs after it, and its seconds."""
 
     runs: int = 0
     operations: int = 0
     seconds: float = 0.0
 
 
-@dataclass
 class PassLog:
     """The totals of every pass by its name. Pass it to the compiler as `observe`."""
 
-    totals: dict[str, PassTotals] = field(default_factory=lambda: {each.name: PassTotals() for each in PASSES})
+    def __init__(self) -> None:
+        self.totals = {name: PassTotals() for name in PASSES}
+        self._last = time.perf_counter()
 
-    def __call__(self, run: PassRun) -> None:
-        totals = self.totals[run.name]
+    def __call__(self, name: str, artifact: Any) -> None:
+        now = time.perf_counter()
+        totals = self.totals[name]
         totals.runs += 1
-        totals.operations += count_operations(run.made)
-        totals.seconds += run.seconds
+        totals.operations += sum(node.op == "call_function" for graph in graphs_of(artifact) for node in graph.nodes)
+        totals.seconds += now - self._last
+        self._last = time.perf_counter()
 
 
 def pass_table(log: PassLog) -> Table:
     """Returns every pass as a row, also one that had nothing to do."""
     rows = [
         [
-            Figure("pass", each.name),
-            Figure("runs", log.totals[each.name].runs),
-            Figure("operations", log.totals[each.name].operations or None),
-            Figure("seconds", log.totals[each.name].seconds if log.totals[each.name].runs else None),
-            Figure("what it does", each.does),
+            Figure("pass", name),
+            Figure("runs", log.totals[name].runs),
+            Figure("operations", log.totals[name].operations or None),
+            Figure("seconds", log.totals[name].seconds if log.totals[name].runs else None, "s"),
+            Figure("what it does", does),
         ]
-        for each in PASSES
+        for name, does in PASSES.items()
     ]
     seconds = sum(totals.seconds for totals in log.totals.values())
     note = (
-        f"Operations after all runs of a pass; {seconds:.2f} seconds in passes. Stages that do the same work as "
-        "another go only through `deduplicate`. A pass without runs had nothing to do."
+        f"Operations after all runs of a pass; {seconds:.2f} seconds in passes. From `extract` on those of F, B, W and "
+        "BW of every stage are counted. A pass without runs had nothing to do."
     )
     return Table("passes", rows=rows, notes=[note])

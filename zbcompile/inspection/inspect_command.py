@@ -10,7 +10,6 @@ from zbcompile.inspection.compared_schedules import compare, compared_names
 from zbcompile.inspection.graphs import (
     PassLog,
     graph_table,
-    merge_pairs,
     pass_table,
     require_stage,
     stage_and_pass,
@@ -19,7 +18,6 @@ from zbcompile.inspection.graphs import (
 from zbcompile.inspection.idle_report import critical_table
 from zbcompile.inspection.report import Summary
 from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for
-from zbcompile.passes.pass_list.run_passes import PassManager
 from zbcompile.progress import Say
 from zbcompile.schedules import Timeline, write_comparison, write_picture
 from zbcompile.schedules.visualization.units import for_trace, in_units
@@ -64,8 +62,7 @@ def _graphs(subject: Subject) -> Iterator[Table]:
 
 def _passes(subject: Subject) -> Iterator[Table]:
     log = PassLog()
-    compiled = compile_for(subject.example, subject.schedule, subject.request, log)
-    merge_pairs(compiled.program, PassManager(log))
+    compile_for(subject.example, subject.schedule, subject.request, log)
     yield pass_table(log)
 
 

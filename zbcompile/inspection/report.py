@@ -17,8 +17,7 @@ from zbcompile.schedules.visualization.step_tables import idle_share
 from zbcompile.tables import WIDTH, Figure, Table, facts
 
 _BASES = {
-    "flops": "FLOPs and bytes",
-    "makespan": "the simulated step (loads from FLOPs and bytes)",
+    "flops": "FLOPs (loads from FLOPs and bytes)",
     "names": "names (loads from FLOPs and bytes)",
 }
 _SPEED = (
@@ -103,9 +102,9 @@ class Summary:
         return self.program.choices.memory or hardware_of(self.program).memory
 
     def _loads(self) -> tuple[Sequence[float], str]:
-        """The load of every stage, in the unit by which the model was cut; times are those of the predicted step."""
+        """The load of every stage and its unit: that of the predicted step, or without times that of the cuts."""
         cuts, costs = self.program.cuts, self.prediction.timeline.costs
-        if cuts.unit != "s" or self.prediction.basis.unit != "s":
+        if self.prediction.basis.unit != "s":
             return cuts.loads, cuts.unit
         scale = self.prediction.speed or 1.0
         columns = zip(costs.forward, costs.backward, costs.weight, strict=True)
@@ -123,7 +122,7 @@ class Summary:
             [
                 Figure("stage", stage.stage),
                 Figure("rank", tuple(sorted(self.program.ranks_of(stage.stage)))),
-                Figure("parameters" if unit == "parameters" else "F + B + W", load, unit, "microbatch"),
+                Figure("F + B + W", load, unit, "microbatch"),
                 Figure("of the mean", load / mean, "ratio"),
                 Figure("crosses", stage.send_bytes, "B", "microbatch"),
                 Figure("last operation", place_of(stage)[1]),

@@ -10,8 +10,8 @@ from zbcompile.cli.compile_arguments import Plan, compiled, example_of, schedule
 from zbcompile.compiler.compile_example import CompiledExample, read_saved
 from zbcompile.errors import PipelineError
 from zbcompile.inspection.measured_report import StepComparison, compare_step
+from zbcompile.passes.exported.compile_step import Observer, no_observer
 from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.passes.pass_list.run_passes import Observer
 from zbcompile.prediction.predict import Basis, basis_of, hardware_of, require_costs
 from zbcompile.program.program import Program
 from zbcompile.program.rank_files import MANIFEST
@@ -86,9 +86,9 @@ def predicted(program: Program, request: Request, basis: Basis | None = None) ->
 
 
 def compile_for(
-    example: Example, schedule: Schedule, request: Request, observe: Observer | None = None
+    example: Example, schedule: Schedule, request: Request, observe: Observer = no_observer
 ) -> CompiledExample:
-    """Compile `example`. `observe` sees what each pass makes."""
+    """Compile `example`. `observe` is called after each pass."""
     request.say(f"capturing {type(example.model).__name__} for {schedule.name}, {schedule.stages} stages")
     found = compiled(example, schedule, request, request.say, observe)
     return replace(found, program=replace(found.program, step=request.options.step))

@@ -47,7 +47,7 @@ def place_of(stage: StageProgram) -> tuple[str, str]:
 
 
 def stage_tables(program: Program, prices: Sequence[StagePrice]) -> Iterator[Table]:
-    """Bytes, recomputation, what the split changed, exchanges; those without rows have nothing to show."""
+    """Bytes, recomputation, exchanges; those without rows have nothing to show."""
     tables: dict[str, tuple[str, Callable[[StageProgram, StagePrice], Iterator[list[Figure]]]]] = {
         "bytes": ("Bytes per microbatch kept between the passes, and sent", _bytes),
         "running": (
@@ -55,7 +55,6 @@ def stage_tables(program: Program, prices: Sequence[StagePrice]) -> Iterator[Tab
             _running,
         ),
         "recomputed": ("Recomputed in B, per microbatch", partial(_recomputed, program)),
-        "improvements": ("What the split changed, and the bytes that this adds or saves", _improvements),
     }
     for name, (title, rows_of) in tables.items():
         pairs = zip(program.stages, prices, strict=True)
@@ -94,17 +93,6 @@ def _recomputed(program: Program, stage: StageProgram, price: StagePrice) -> Ite
             Figure("kept F..B without", again.kept_before, "B", "microbatch"),
             Figure("with", again.kept_after, "B", "microbatch"),
             Figure("saves", again.kept_before - again.kept_after, "B", "microbatch"),
-        ]
-
-
-def _improvements(stage: StageProgram, _: StagePrice) -> Iterator[list[Figure]]:
-    """What the split did beyond the dependency closure."""
-    for done in stage.improvements:
-        yield [
-            Figure("operations", done.operations),
-            Figure("what", done.what),
-            Figure("kept F..B", done.kept, "B more", "microbatch"),
-            Figure("residue B..W", done.residue, "B more", "microbatch"),
         ]
 
 

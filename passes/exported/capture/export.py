@@ -12,7 +12,7 @@ from torch.fx import Node
 
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.autocast_casts import AUTOCAST
-from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF
+from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF, forward_number
 from zbcompile.passes.exported.capture.checkpoint_hints import CHECKPOINT
 from zbcompile.passes.exported.capture.dtensor_parameters import (
     local_tensors,
@@ -47,6 +47,7 @@ from zbcompile.passes.exported.torch_private import (
     ANNOTATIONS,
     ASSERTIONS,
     DATA_DEPENDENT_ERRORS,
+    MODULES,
     annotations_of,
     export_below_autograd,
     pytree,
@@ -240,6 +241,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
         changed_state=step.python_effects.changed,
         inexact_calls=tuple(step.inexact_calls),
+        unused_outputs=step.unused_outputs,
         shardings={public_name(name): sharding for name, sharding in step.shardings.items()},
         gradient_placements={
             public_name(name): placements for name, placements in step.gradient_placements.items()
@@ -288,6 +290,7 @@ def _clean(step: StepGraph) -> None:
     for name, update in step.buffer_updates.items():
         step.buffer_updates[name] = _assigned_value(update)
     step.outputs = [_before_detach(node) for node in step.outputs]
+    _trace_backward_to_forward(step)
     step.refresh_output()
     for name, first in step.tied_names.items():
         tensors = {**step.parameters, **step.buffers}
@@ -297,6 +300,23 @@ def _clean(step: StepGraph) -> None:
         step.buffers.pop(name, None)
         step.graph.erase_node(tied)
     step.remove_dead_nodes()
+
+
+def _trace_backward_to_forward(step: StepGraph) -> None:
+    """Gives every backward node the module and the line of its forward node.
+
+    A sum of gradients has those of its first operand.
+    """
+    backward = step.backward_nodes()
+    sources = {n.meta.get("seq_nr"): n for n in reversed(step.calls()) if n not in backward}
+    for node in backward:
+        number = forward_number(node)
+        operands = [source for source in node.all_input_nodes if source in backward]
+        source = sources.get(number) if number is not None else next(iter(operands), None)
+        node.meta[MODULES] = source.meta.get(MODULES, {}) if source is not None else {}
+        node.meta[ANNOTATIONS].pop(LINE, None)
+        if source is not None and LINE in annotations_of(source):
+            node.meta[ANNOTATIONS][LINE] = annotations_of(source)[LINE]
 
 
 def _assigned_value(update: Node) -> Node:

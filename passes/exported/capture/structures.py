@@ -17,6 +17,14 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.unsupported import RETURNS_A_NUMBER
 
 
+def output_names(output: Any) -> list[str]:
+    """Returns the keys or attributes of a model's output that are not None; [] for a tensor."""
+    if isinstance(output, Tensor):
+        return []
+    values = output if isinstance(output, Mapping) else vars_of(output)
+    return [str(name) for name, value in values.items() if value is not None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Position:
     """The place of a tensor in the flat list."""

@@ -27,7 +27,11 @@ from zbcompile.passes.exported.capture.joined_loss import without_joined_loss
 from zbcompile.passes.exported.capture.known_values import KnownValues
 from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
 from zbcompile.passes.exported.capture.python_effects import PythonEffects
-from zbcompile.passes.exported.capture.structures import OutputStructure, flatten_output
+from zbcompile.passes.exported.capture.structures import (
+    OutputStructure,
+    flatten_output,
+    output_names,
+)
 from zbcompile.passes.exported.capture.unsupported import (
     LOSS_HAS_A_SHAPE,
     LOSS_IS_AN_INTEGER,
@@ -67,8 +71,8 @@ class TrainingStep(nn.Module):
             if there are any), "metrics" alone, or nothing if "".
 
     After a trace `python_effects` names the module state that forward changed, `inexact_calls` the
-    calls whose bits differ from eager mode, and `output_structure` rebuilds what the step returns
-    from the traced outputs.
+    calls whose bits differ from eager mode, `unused_outputs` what forward returns besides its loss,
+    and `output_structure` rebuilds what the step returns from the traced outputs.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class TrainingStep(nn.Module):
         self.python_effects = PythonEffects(model, loss_fn)
         self.output_structure: OutputStructure | None = None
         self.inexact_calls: list[str] = []
+        self.unused_outputs: tuple[str, ...] = ()
         self.prediction = GradientPrediction(enabled=not self.shardings)
         # torch.export restores lists and other containers, but no attributes of other objects.
         self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", known=None)
@@ -212,6 +217,7 @@ class TrainingStep(nn.Module):
         metrics: tuple[Any, ...] = ()
         if self.loss_function is None:
             loss = loss_in(output)
+            self.unused_outputs = tuple(n for n in output_names(output) if n != "loss")
         else:
             name = getattr(self.loss_function, "__name__", type(self.loss_function).__name__)
             types = tensor_types(output, target)

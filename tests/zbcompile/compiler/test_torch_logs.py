@@ -30,15 +30,13 @@ def test_torchs_logs_are_shown_if_asked_for(
     shown: bool,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
-    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("ZBCOMPILE_TORCH_LOGS", str(int(shown)))
     level = logging.getLogger("torch").level
     pipe = zbcompile.pipeline(OnSome(), schedule="1f1b", ranks=1, microbatches=1)
     x = torch.randn(4, WIDTH)
-    with pytest.raises(zbcompile.CompileError, match=r"test_torch_logs.*shape depends on the data"):
+    with pytest.raises(zbcompile.CompileError, match=r"the shape of a result depends.*test_torch_logs"):
         pipe.step(x)
-    assert ("def forward" in capsys.readouterr().err) is shown
     assert ("a warning of torch.fx" in caplog.messages) is shown
     assert "a warning of a model" in caplog.messages
     assert logging.getLogger("torch").level == level

@@ -1,0 +1,35 @@
+"""The notice about cuts that leave one rank with much more work than the others."""
+
+from collections.abc import Sequence
+
+from zbcompile.passes.exported.flops import node_flops
+from zbcompile.passes.exported.partition.cut_points import ForwardLine
+from zbcompile.passes.graph.source_location import origin_of
+from zbcompile.passes.partition.balance import LoadRow
+
+WORTH_SAYING = 1.2  # the heaviest rank over the mean
+
+
+def explain_overweight(line: ForwardLine, loads: Sequence[float], row: LoadRow, cuts: Sequence[int]) -> str:
+    """Returns which rank carries too much, its heaviest operation and remedies; "" if none does."""
+    ranks = row.rank_loads(cuts)
+    rank = ranks.index(max(ranks))
+    ratio = ranks[rank] * len(ranks) / (sum(ranks) or 1.0)
+    if ratio < WORTH_SAYING:
+        return ""
+    spans = zip(row.ranks_of, [0, *cuts], [*cuts, len(loads)], strict=True)
+    own = [index for owner, start, end in spans if owner == rank for index in range(start, end)]
+    heaviest = max(own, key=loads.__getitem__)
+    node = line.nodes[heaviest]
+    origin = origin_of(node)
+    place = f" in {origin.module}" if origin and origin.module else ""
+    remedies = ["fewer ranks or chunks, or a deeper model"]
+    if not row.folded:
+        remedies.append("a V schedule such as zb-v")
+    if not any(map(node_flops, line.nodes[heaviest + 1 :])):  # the last product before the loss
+        remedies.append("vocab=1, which shards an output layer over all ranks (docs/vocabulary.md)")
+    return (
+        f"rank {rank} carries {ratio:.2f} times the mean load, and a step is as slow as its "
+        f"heaviest rank: {node.name}{place} alone is {loads[heaviest] / ranks[rank]:.0%} of its "
+        f"load. To change that: {'; or '.join(remedies)}."
+    )
