@@ -20,7 +20,7 @@ from zbcompile.passes.exported.capture.structures import flatten_output
 from zbcompile.passes.exported.capture.training_step import LossFunction
 from zbcompile.passes.exported.compile_step import CompiledStep, compile_graph
 from zbcompile.passes.exported.step_graph import StepGraph
-from zbcompile.passes.graph.source_location import failing_line, origin_of, shown_path
+from zbcompile.passes.graph.source_location import origin_of, shown_path
 from zbcompile.passes.module_state import AttributeSnapshot
 from zbcompile.passes.torch_names import type_text
 from zbcompile.tables import Figure, Table, facts, to_text
@@ -138,13 +138,10 @@ def _export(
     """Returns the training step, or None with the reason added to `problems`."""
     try:
         return export_training_step(model, *batch, loss)
-    except CompileError as error:
-        problems.append(str(error))
-    except Exception as error:  # raised by forward, the loss or the backward
-        text = next(iter(str(error).splitlines()), "")
-        where = failing_line(error)
-        problems.append(f"{type(error).__name__}: {text}" + f" ({where})" * bool(where))
-    return None
+    except Exception as error:
+        kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "
+        problems.append(kind + next(iter(str(error).splitlines()), ""))
+        return None
 
 
 def _compile(step: StepGraph, problems: list[str]) -> CompiledStep | None:

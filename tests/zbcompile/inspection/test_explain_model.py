@@ -180,7 +180,7 @@ HERE = r"test_explain_model\.py:\d+"
         (Picking, {}, rf"the shape of a result depends on values of the inputs \(.*{HERE}.*mask"),
         (Rounding, {}, "the loss does not depend on a trained parameter"),
         (Undifferentiable, {}, "one_way"),
-        (Failing, {}, rf"KeyError: 'no such layer' \(.*{HERE}"),
+        (Failing, {}, rf"fails \(.*{HERE}\) with KeyError: 'no such layer'"),
         (MLP, {"loss": None}, r"the loss has shape \(2, 32\); expected one element"),
         (lambda: MLP().requires_grad_(False), {}, "the loss does not depend on a trained parameter"),
     ],
