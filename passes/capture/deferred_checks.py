@@ -15,25 +15,13 @@ from types import CodeType
 from typing import Any
 
 import torch
-from torch.overrides import handle_torch_function, has_torch_function
 
+from zbcompile.passes.exported.capture.expert_capacity import require_fit as require_fit
 from zbcompile.passes.graph.source_location import is_own
 
 _TRUTHS = ("POP_JUMP", "TO_BOOL")  # instructions that ask what the one before them has computed
 _COMPARISON = "COMPARE_OP"  # since Python 3.13 it asks its own result
 _BETWEEN = ("EXTENDED_ARG", "NOP")
-
-
-def require_fit(fits: torch.Tensor) -> None:
-    """Require that exchanged rows fit into the room reserved for them. In a capture this becomes a check of the step;
-    outside of a pipeline, raises RuntimeError if they do not fit."""
-    if has_torch_function((fits,)):
-        handle_torch_function(require_fit, (fits,), fits)
-    elif not fits:
-        raise RuntimeError(
-            "more tokens chose the experts of one rank than its capacity. Pass a larger factor= to ExpertExchange: its "
-            "number of ranks is enough for any routing."
-        )
 
 
 def required_answer(function: Any) -> bool | None:

@@ -15,6 +15,7 @@ from zbcompile.passes.exported.stage.pass_graph import (
     BUFFER,
     BUFFER_UPDATE,
     CONSTANT,
+    FITS,
     GRADIENT,
     LOSS,
     OUTPUT,
@@ -46,7 +47,7 @@ INPUTS = {
     END: {PART, PARAMETER, BUFFER, CONSTANT, BATCH},
 }
 OUTPUTS = {
-    FORWARD: {ACTIVATION, SAVED, PART, LOSS, OUTPUT, BUFFER_UPDATE},
+    FORWARD: {ACTIVATION, SAVED, PART, LOSS, OUTPUT, FITS, BUFFER_UPDATE},
     BACKWARD: {GRADIENT, SAVED, PART, WEIGHT_GRADIENT},
     WEIGHT: {PART, WEIGHT_GRADIENT},
     END: {WEIGHT_GRADIENT},
@@ -162,6 +163,7 @@ def _check_results(step: StepGraph, passes: Mapping[Label, PassGraph]) -> None:
         expected[Slot(WEIGHT_GRADIENT, name)] = len(sums)
     expected.update(Slot(BUFFER_UPDATE, name) for name in step.buffer_updates)
     expected.update(Slot(OUTPUT, str(index)) for index in range(len(step.outputs)))
+    expected.update(Slot(FITS, str(index)) for index in range(len(step.fits)))
     for slot, count in expected.items():
         if returned[slot] != count:
             raise VerificationError(f"{slot} is returned {returned[slot]} times; expected {count}")

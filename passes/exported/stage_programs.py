@@ -44,6 +44,7 @@ _OUTPUT_KINDS: Mapping[str, Kind] = {
     roles.BUFFER_UPDATE: "mutation",
     roles.LOSS: "loss",
     roles.OUTPUT: "output",
+    roles.FITS: "fits",
 }
 
 

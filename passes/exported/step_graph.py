@@ -50,6 +50,7 @@ class StepGraph:
         gradients: The node of each trained parameter's gradient, None if it has none.
         buffer_updates: The node of the new value of each buffer that the step writes.
         outputs: Tensors of the model's output and of the metrics.
+        fits: Whether the tokens of each exchange between experts have room in it.
         stage_gradients: For gradients that are summed over stages after the step, by name and
             stage: the stage's own sum. Such gradients are not in `gradients`.
         deferred_sums: The mesh dimension over which a gradient is summed once, after the step.
@@ -76,6 +77,7 @@ class StepGraph:
     gradients: dict[str, Node | None]
     buffer_updates: dict[str, Node]
     outputs: list[Node]
+    fits: list[Node] = field(default_factory=list)
     stage_gradients: dict[str, dict[int, Node]] = field(default_factory=dict)
     deferred_sums: dict[str, str] = field(default_factory=dict)
     output_structure: OutputStructure | None = None
@@ -121,6 +123,7 @@ class StepGraph:
             yield from sums.values()
         yield from self.buffer_updates.values()
         yield from self.outputs
+        yield from self.fits
 
     def copy(self) -> "StepGraph":
         """Returns a copy with a graph of its own, so that one export serves several placements."""
@@ -143,6 +146,7 @@ class StepGraph:
             gradients={name: node and copies[node] for name, node in self.gradients.items()},
             buffer_updates=copied(self.buffer_updates),
             outputs=[copies[node] for node in self.outputs],
+            fits=[copies[node] for node in self.fits],
             stage_gradients={
                 name: {stage: copies[node] for stage, node in sums.items()}
                 for name, sums in self.stage_gradients.items()

@@ -290,15 +290,17 @@ def real_mode() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def replaced_tolist(known_value: Any) -> Iterator[None]:
-    """Context in which `tensor.tolist()` returns the values of `known_value(tensor)` if that is not
-    None. torch's own reads an attribute of the traced tensor, which no dispatch mode sees."""
+def replaced_tolist(known_value: Any, stand_ins: Any) -> Iterator[None]:
+    """Context in which `tensor.tolist()` returns the values of `known_value(tensor)`, or if that is
+    None `stand_ins(tensor)`. torch's own reads an attribute of the traced tensor, which no dispatch
+    mode sees."""
     original = FunctionalTensor.tolist
 
     def tolist(tensor: FunctionalTensor) -> Any:
         value = known_value(tensor)
         if value is None:
-            return original(tensor)
+            numbers = stand_ins(tensor)
+            return original(tensor) if numbers is None else numbers
         with real_mode():
             return value.tolist()
 

@@ -82,6 +82,13 @@ class RoutedExchanges:
         self.is_open = is_open
         self.sizes: dict[int, _Sizes] = {}
 
+    def numbers(self, counts: Tensor) -> "list[RoutedCount] | None":
+        """Returns stand-ins for the numbers of a list that an all-to-all may take; None for other tensors."""
+        whole = counts.ndim == 1 and not counts.is_floating_point() and not counts.is_complex()
+        if whole and torch.distributed.is_available() and torch.distributed.is_initialized():
+            return [RoutedCount(counts, place) for place in range(counts.shape[0])]
+        return None
+
     def numbers_read(self) -> contextlib.AbstractContextManager[None]:
         """Inside, a list of open numbers that forward reads is one of RoutedCounts."""
         truth = FakeTensor.tolist

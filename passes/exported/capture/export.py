@@ -209,7 +209,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
     paths = [path for path, _ in leaves_with_paths(batch)]
     batch_nodes = inputs[len(inputs) - len(paths) :]
     tangent = inputs[0] if len(inputs) > len(paths) else None
-    loss, gradients, outputs = _results(program, step, nodes)
+    loss, gradients, outputs, fits = _results(program, step, nodes)
     buffer_updates = {
         public_name(name): nodes[node_name]
         for node_name, name in signature.buffers_to_mutate.items()
@@ -236,6 +236,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         gradients=gradients,
         buffer_updates=buffer_updates,
         outputs=outputs,
+        fits=fits,
         output_structure=step.output_structure,
         eager_path=step.eager_path,
         tied_names={public_name(a): public_name(b) for a, b in step.tied.items()},
@@ -264,20 +265,21 @@ def _name_in_loss(name: str) -> str:
 
 def _results(
     program: ExportedProgram, step: TrainingStep, nodes: Mapping[str, Node]
-) -> tuple[Node | None, dict[str, Node | None], list[Node]]:
-    """Returns the nodes of the loss, of each gradient and of the outputs."""
+) -> tuple[Node | None, dict[str, Node | None], list[Node], list[Node]]:
+    """Returns the nodes of the loss, of each gradient, of the outputs and of `require_fit`."""
     user_outputs = [
         nodes[value] if isinstance(value, str) else None
         for value in program.graph_signature.user_outputs
     ]
     if type(step) is not TrainingStep:
-        return None, {}, [node for node in user_outputs if node is not None]
+        return None, {}, [node for node in user_outputs if node is not None], []
     loss, *rest = user_outputs
-    count = len(step.trained)
+    count, fits = len(step.trained), len(rest) - len(step.fits)
     gradients = {
         public_name(name): node for name, node in zip(step.trained, rest[:count], strict=True)
     }
-    return loss, gradients, [node for node in rest[count:] if node is not None]
+    outputs = [node for node in rest[count:fits] if node is not None]
+    return loss, gradients, outputs, [node for node in rest[fits:] if node is not None]
 
 
 def _clean(step: StepGraph) -> None:

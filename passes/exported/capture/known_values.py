@@ -37,6 +37,7 @@ from zbcompile.passes.exported.torch_private import (
     storage_key,
     written_arguments,
 )
+from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 
 aten = torch.ops.aten
 # Kernels that draw a number per element in the order of memory. Functionalization would replace
@@ -57,6 +58,7 @@ class KnownValues(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._real = WeakTensorKeyDictionary()
+        self.routed = RoutedExchanges(lambda tensor: self.value_of(tensor) is None)
         self._overwritten: set[int] = set()  # storages whose real values are out of date
         self._protected: dict[int, str] = {}
         self.dynamic_shape_line = ""  # of the first result whose shape depends on values
@@ -64,7 +66,7 @@ class KnownValues(TorchDispatchMode):
         self._tolist: AbstractContextManager[None] | None = None
 
     def __enter__(self) -> "KnownValues":
-        self._tolist = replaced_tolist(self.value_of)
+        self._tolist = replaced_tolist(self.value_of, self.routed.numbers)
         self._tolist.__enter__()
         super().__enter__()
         return self

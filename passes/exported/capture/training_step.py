@@ -98,6 +98,7 @@ class TrainingStep(nn.Module):
         self.output_structure: OutputStructure | None = None
         self.inexact_calls: list[str] = []
         self.unused_outputs: tuple[str, ...] = ()
+        self.fits: list[Tensor] = []
         self.prediction = GradientPrediction(enabled=not self.shardings)
         # torch.export restores lists and other containers, but no attributes of other objects.
         self._progress = SimpleNamespace(call=f"torch.export of {type(model).__name__}", known=None)
@@ -105,8 +106,9 @@ class TrainingStep(nn.Module):
 
     def forward(
         self, tangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
-    ) -> tuple[Tensor, list[Tensor | None], list[Tensor]]:
-        """Returns the loss, one gradient per trained parameter (None if it has none), outputs.
+    ) -> tuple[Tensor, list[Tensor | None], list[Tensor], list[Tensor]]:
+        """Returns the loss, one gradient per trained parameter (None if it has none), outputs, and
+        whether tokens fit into exchanges between experts.
 
         `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m.
         """
@@ -124,7 +126,7 @@ class TrainingStep(nn.Module):
             grads = self._gradients(loss, tangent)
             self._progress.call = f"torch.export of {type(self.model).__name__}"
             self._write_assigned_buffers(buffers)
-        return value, grads, outputs
+        return value, grads, outputs, self.fits
 
     @property
     def running(self) -> str:
@@ -151,11 +153,11 @@ class TrainingStep(nn.Module):
             if path in self.static_inputs and isinstance(leaf, Tensor):
                 known.declare(leaf, self.static_inputs[path])
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
-        inexact = InexactCalls(self.parameters())
+        inexact = InexactCalls(known.routed, self.parameters())
         effects = self.python_effects.watched(known)
         with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
             yield
-        self.inexact_calls = inexact.calls
+        self.inexact_calls, self.fits = inexact.calls, inexact.fits
 
     def _refuse_replaced(self, parameters: Mapping[str, Tensor]) -> None:
         """Raises CaptureError if forward assigned a parameter or wrote its `.data`."""

@@ -7,10 +7,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.capture.expert_capacity import require_fit
 from zbcompile.passes.exported.capture.source_lines import LINE, is_users_frame, users_line
 from zbcompile.passes.exported.torch_private import (
     DATA_DEPENDENT_ERRORS,
@@ -20,6 +22,7 @@ from zbcompile.passes.exported.torch_private import (
     pytree,
     storage_key,
 )
+from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 
 aten = torch.ops.aten
 
@@ -38,13 +41,16 @@ INEXACT_FUNCTIONS: Mapping[str, str] = {
 class InexactCalls(TorchFunctionMode):
     """A function mode that notes calls whose bits differ from eager mode, with the user's line.
 
-    It refuses what a graph cannot say about the traced `parameters`.
+    It refuses what a graph cannot say about the traced `parameters`, collects the values of
+    `require_fit`, and exchanges rows whose counts a router decides.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(self, routed: RoutedExchanges, parameters: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
+        self.routed = routed
         self.calls: list[str] = []
         self._parameters = {id(parameter) for parameter in parameters}
+        self.fits: list[Tensor] = []
 
     def __torch_function__(
         self,
@@ -53,6 +59,12 @@ class InexactCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        result = self.routed.result(func, args, kwargs or {})
+        if result is not NotImplemented:
+            return result
+        if func is require_fit:
+            self.fits.append(args[0].detach())
+            return None
         if func == _SET_DATA:
             if _is_same_memory(*args):  # a conversion that changes nothing, as of Module.to
                 return None

@@ -17,6 +17,7 @@ from zbcompile.passes.exported.stage.pass_graph import (
     BUFFER,
     BUFFER_UPDATE,
     CONSTANT,
+    FITS,
     GRADIENT,
     LOSS,
     OUTPUT,
@@ -225,6 +226,7 @@ def _role(start: Label, end: Label) -> str:
 def _results_of(step: StepGraph) -> list[tuple[Slot, Node]]:
     results = [(Slot(LOSS, "loss"), step.loss)] if step.loss is not None else []
     results += [(Slot(OUTPUT, str(index)), node) for index, node in enumerate(step.outputs)]
+    results += [(Slot(FITS, str(index)), node) for index, node in enumerate(step.fits)]
     results += [(Slot(BUFFER_UPDATE, name), node) for name, node in step.buffer_updates.items()]
     for name, node in step.gradients.items():
         if node is not None:
