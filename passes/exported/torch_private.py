@@ -7,7 +7,7 @@ starts here.
 import contextlib
 import functools
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -139,6 +139,22 @@ def not_compiling() -> Iterator[None]:
         yield
     finally:
         compiler._is_compiling_flag, compiler._is_exporting_flag = flags
+
+
+@contextlib.contextmanager
+def data_assignments(call: Callable[[], None]) -> Iterator[None]:
+    """Context in which Python calls `call` before it assigns to the `.data` of a tensor."""
+    original: Any = torch._C.TensorBase.data
+
+    def assign(tensor: Tensor, value: Tensor) -> None:
+        call()
+        original.__set__(tensor, value)
+
+    torch.Tensor.data = property(original.__get__, assign)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del torch.Tensor.data
 
 
 @contextlib.contextmanager

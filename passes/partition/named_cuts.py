@@ -47,10 +47,14 @@ def _edge(line: Line, name: str) -> int:
 
 
 def _allowed(line: Line, edge: int, name: str) -> int:
-    """The nearest place at or before `edge` where the line can be cut, if only views lie between."""
-    place = edge - 1
+    """The nearest place at `edge`, before it, or after it, where the line can be cut, if only views lie between."""
+    place = ahead = edge - 1
     while place > 0 and not line.allowed[place] and is_view(line.nodes[place]):
         place -= 1
+    while 0 <= ahead < len(line.nodes) - 1 and not line.allowed[ahead] and is_view(line.nodes[ahead + 1]):
+        ahead += 1
+    if 0 <= place < len(line.allowed) and not line.allowed[place] and line.allowed[ahead]:
+        return ahead + 1
     if 0 <= place < len(line.allowed) and line.allowed[place]:
         return place + 1
     nearest = min((i for i, ok in enumerate(line.allowed) if ok), key=lambda i: abs(i - place), default=None)

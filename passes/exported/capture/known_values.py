@@ -78,6 +78,7 @@ class KnownValues(TorchDispatchMode):
         traceback: TracebackType | None,
     ) -> None:
         super().__exit__(kind, error, traceback)
+        set_node_annotation(LINE, "")  # the backward is of no line
         assert self._tolist is not None
         self._tolist.__exit__(kind, error, traceback)
 

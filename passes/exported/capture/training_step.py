@@ -44,8 +44,10 @@ from zbcompile.passes.exported.capture.unsupported import (
     WRITES_A_BUFFER_IN_BACKWARD,
     WRITES_A_PARAMETER,
     InexactCalls,
+    refuse_assigned_data,
 )
 from zbcompile.passes.exported.torch_private import (
+    data_assignments,
     not_compiling,
     pytree,
     reparametrize_module,
@@ -86,7 +88,10 @@ class TrainingStep(nn.Module):
     ) -> None:
         super().__init__()
         self.model = model
-        self.loss_function = loss_fn
+        if isinstance(loss_fn, nn.Module) and loss_fn in model.modules():
+            vars(self)["loss_function"] = loss_fn  # its tensors have names in the model alone
+        else:
+            self.loss_function = loss_fn
         self.eager_path = eager_path
         self.static_inputs = dict(static_inputs or {})
         self.returns = returns
@@ -174,6 +179,7 @@ class TrainingStep(nn.Module):
         mark_backward_nodes(loss)
         with (
             traced_hooks(self._originals, params),
+            data_assignments(refuse_assigned_data),  # in the backward of a Function
             torch.autocast(loss.device.type, enabled=False),  # as recommended for eager mode
         ):
             grads = torch.autograd.grad(

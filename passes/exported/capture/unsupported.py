@@ -93,6 +93,16 @@ _PARAMETER_STATE = {
 }
 
 
+def refuse_assigned_data() -> None:
+    """Raises CaptureError if the caller's caller, which assigns to `.data`, is the user's code.
+
+    Function modes are off in a backward.
+    """
+    frame = sys._getframe(2)
+    if is_users_frame(frame):
+        raise CaptureError(SETS_DATA.format(line=users_line(frame)))
+
+
 def _is_same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
     same_type = (tensor.dtype, tensor.shape, tensor.stride()) == (
         value.dtype,
@@ -304,12 +314,23 @@ _OF_ONE_DTYPE = (
     aten.convolution.default,
 )
 
+_PLAIN_TENSOR = (
+    "A tensor that belongs to no module is changed in place: register it with register_buffer, "
+    "and change it in forward."
+)
+
 # Words in errors of torch, and what to do about them.
 _ADVICE = {
     "no fake impl": "Register one with torch.library.register_fake.",
     "does not have a registered fake impl": "Register one with torch.library.register_fake.",
     "no autograd formula": "Register one with torch.library.register_autograd, or detach its "
     "input if no gradient should flow.",
+    "mirrored meta": "A Function that calls autograd in its backward, for parameters that are not "
+    "its arguments, writes their `.grad` itself: pass them as arguments, and return their "
+    "gradients.",
+    "entirely functional graph": _PLAIN_TENSOR,
+    "mutating a non-functional tensor": _PLAIN_TENSOR,
+    "numpy() is not supported": "Compute with torch, or write a torch.library.custom_op.",
     "functorch": "Write the transform of torch.func out as ordinary operations.",
     "FlexAttention does not support backward on CPU": "Train on a GPU, or call "
     "F.scaled_dot_product_attention with a mask.",

@@ -125,7 +125,7 @@ class Accumulating(MLP):
 
 
 def test_a_forward_that_installs_a_hook_each_time_is_refused() -> None:
-    with pytest.raises(zbcompile.PipelineError, match=r"forward changes the hooks of model\.layers\.2"):
+    with pytest.raises(zbcompile.CaptureError, match=r"forward changes the hooks of model\.layers\.2"):
         pipeline_of(made(Accumulating), "zb-h1").step(ROWS, target=ROWS)
 
 

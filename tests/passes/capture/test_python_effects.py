@@ -1,4 +1,4 @@
-"""What forward does in Python: numbers drawn outside torch are refused by line, output is mentioned once."""
+"""What forward does in Python: numbers drawn outside of torch, seeds and tensors that it carries are refused."""
 
 import random
 import warnings
@@ -40,14 +40,14 @@ def drawing(own: random.Random) -> Callable[[Net], float]:
 
 
 DRAWS = {
-    "random": (lambda net: random.random(), r"Python's random module \(.*test_python_effects.*random\.random\(\)"),
-    "by another name": (lambda net: uniform(0, 1), r"Python's random module;"),
-    "numpy": (lambda net: float(np.random.rand()), r"numpy\.random \(.*np\.random\.rand\(\)"),
-    "an instance": (lambda net: net.own.random(), r"the generator model\.own;"),
-    "a generator of numpy": (lambda net: float(net.noise.random()), r"the generator model\.noise;"),
-    "a global": (lambda net: GLOBAL.random(), r"the generator .*GLOBAL;"),
-    "a global of numpy": (lambda net: float(NOISE.random()), r"the generator .*NOISE;"),
-    "a closure": (drawing(random.Random(1)), r"the generator own in the closure of .*lambda"),
+    "random": (lambda net: random.random(), r"Python's random module \(.*test_python_effects\.py:\d+\)"),
+    "by another name": (lambda net: uniform(0, 1), r"Python's random module\."),
+    "numpy": (lambda net: float(np.random.rand()), r"numpy\.random \(.*test_python_effects\.py:\d+\)"),
+    "an instance": (lambda net: net.own.random(), r"model\.own\."),
+    "a generator of numpy": (lambda net: float(net.noise.random()), r"model\.noise\."),
+    "a global": (lambda net: GLOBAL.random(), r"\S*GLOBAL\."),
+    "a global of numpy": (lambda net: float(NOISE.random()), r"\S*NOISE\."),
+    "a closure": (drawing(random.Random(1)), r"own in the closure of .*lambda"),
 }
 
 
@@ -106,9 +106,7 @@ SEEDS: dict[str, Callable[[Net], object]] = {
 def test_seeds_in_forward_are_refused(how: str) -> None:
     """Eager would draw the same numbers in every step; the compiled steps drew others."""
     STATE[0] = torch.get_rng_state()
-    seeds = ("torch", "the generator", "any", "inside of fork_rng")
-    does = "seeds" if how in seeds else "puts back the state of"
-    with pytest.raises(zbcompile.CaptureError, match=f"forward {does} torch's generator"):
+    with pytest.raises(zbcompile.CaptureError, match="forward seeds torch's generator or restores its state"):
         train(Net(lambda net: float(SEEDS[how](net) is None)))
 
 
@@ -133,58 +131,15 @@ def test_a_fork_in_which_nothing_is_drawn_changes_nothing() -> None:
     assert torch.equal(found, loss(net(rows), rows))
 
 
-QUESTIONS: dict[str, Callable[[], object]] = {
-    "the seed": lambda: torch.initial_seed(),
-    "the number of threads": lambda: torch.get_num_threads(),
-    "whether oneDNN is enabled": lambda: torch.backends.mkldnn.enabled,
-    "whether anomalies are detected": lambda: torch.is_anomaly_enabled(),
-    "the state of torch's generator": lambda: torch.default_generator.set_state(torch.default_generator.get_state()),
-}
-
-
-@pytest.mark.parametrize("asked", QUESTIONS)
-def test_what_a_capture_answers_in_another_way_is_refused(asked: str) -> None:
-    answer = QUESTIONS[asked]
-
-    class Asking(Net):
-        def __init__(self) -> None:
-            super().__init__(lambda net: float(bool(answer())))
-            self.answer = answer
-
-    with pytest.raises(zbcompile.CaptureError, match=f"asks torch for {asked}.* \\(.*answer in an attribute"):
-        train(Asking())
-
-
-HOOKS: dict[str, Callable[[Tensor], object]] = {
-    "node": lambda x: x.grad_fn.register_hook(lambda inputs, outputs: None),  # type: ignore[union-attr]
-    "node before": lambda x: x.grad_fn.next_functions[0][0].register_prehook(lambda outputs: None),  # type: ignore[union-attr]
-    "edge": lambda x: torch.autograd.graph.get_gradient_edge(x).node.register_prehook(lambda outputs: None),
-}
-
-
-@pytest.mark.parametrize("how", HOOKS)
-def test_hooks_on_nodes_of_autograd_are_refused(how: str) -> None:
-    """Eager scaled gradients by them; the compiled step lost them."""
-
-    class Hooked(Net):
-        def forward(self, x: Tensor) -> Tensor:
-            x = self.first(x)
-            HOOKS[how](x)
-            return self.last(x)  # type: ignore[no-any-return]
-
-    with pytest.raises(zbcompile.CaptureError, match=r"forward registers a hook on a node of autograd \(.*hook\("):
-        train(Hooked(lambda net: 0.0))
-
-
 def test_a_backward_hook_that_forward_puts_on_a_module_is_refused() -> None:
-    """Those that were there before are refused by the module's name, or told once."""
+    """Each forward would run with one more."""
 
     class Hooked(Net):
         def forward(self, x: Tensor) -> Tensor:
             self.first.register_full_backward_hook(lambda *_: None)
             return super().forward(x)
 
-    match = r"forward registers a backward hook on a module \(.*self\.first\(x\)"
+    match = r"forward changes the hooks of model\.first"
     with pytest.raises(zbcompile.CaptureError, match=match):
         train(Hooked(lambda net: 0.0))
 
@@ -207,7 +162,7 @@ class Remembering(Net):
 def test_a_tensor_that_each_forward_sets_is_mentioned(reads: Callable[[Tensor | None, Tensor], Any]) -> None:
     """As vision models of transformers do with what the next token needs."""
     net = Remembering(reads)
-    with pytest.warns(UserWarning, match=r"forward changes model\.left \(.*self\.left = .*never does"):
+    with pytest.warns(UserWarning, match=r"forward changes model\.left\. .*never does"):
         train(net)
     assert net.left is None
 
@@ -224,7 +179,7 @@ def test_a_tensor_that_each_forward_sets_is_mentioned(reads: Callable[[Tensor | 
 def test_a_tensor_of_the_forward_before_is_refused(reads: Callable[[Tensor, Tensor], Any]) -> None:
     net = Remembering(reads)
     net.left = torch.zeros(2, 2)
-    with pytest.raises(zbcompile.CaptureError, match=r"changes model\.left .* and reads it"):
+    with pytest.raises(zbcompile.CaptureError, match=r"changes model\.left and reads it"):
         train(net)
 
 
@@ -246,7 +201,9 @@ def test_a_conversion_that_changes_nothing_is_none() -> None:
 
 
 def test_a_conversion_in_forward_is_refused() -> None:
-    with pytest.raises(zbcompile.CaptureError, match=r"test_python_effects\.py:\d+: "):
+    with pytest.raises(
+        zbcompile.CaptureError, match=r"assigns to the `\.data` of a tensor \(.*test_python_effects\.py:\d+"
+    ):
         train(Net(lambda net: float(net.last.double().weight.ndim)))
 
 
@@ -267,18 +224,6 @@ def test_a_function_that_fx_wraps_is_read_as_what_it_is() -> None:
     assert _marked is marked
 
 
-def test_output_is_mentioned_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
-    def effect(net: Net) -> float:
-        print("forward runs")
-        return 0.0
-
-    with pytest.warns(UserWarning, match=r"forward prints \(.*print\(.*happens once, at capture"):
-        pipe = train(Net(effect))
-    capsys.readouterr()
-    pipe.step(ROWS, target=ROWS)
-    assert "forward runs" not in capsys.readouterr().out
-
-
 def test_a_number_that_is_read_for_logging_is_mentioned() -> None:
     class Logging(Net):
         def forward(self, x: Tensor) -> Tensor:
@@ -286,8 +231,10 @@ def test_a_number_that_is_read_for_logging_is_mentioned() -> None:
             self.last_mean = y.detach().mean().item()
             return y
 
-    with pytest.warns(UserWarning, match=r"reads a number out of a tensor \(.*item\(\)"):
-        train(Logging(lambda net: 0.0))
+    net = Logging(lambda net: 0.0)
+    with pytest.warns(UserWarning, match=r"forward changes model\.last_mean\. A compiled step runs no Python"):
+        train(net)
+    assert not hasattr(net, "last_mean")
 
 
 def test_what_draws_nothing_is_left_alone() -> None:

@@ -231,7 +231,7 @@ def test_what_forward_changes_is_put_back_with_a_warning(
     net, before = Net(middle), copy.copy(seen)
     own = dict(vars(net), table=dict(net.table))
     pipe = pipeline_of(net)
-    with pytest.warns(UserWarning, match=rf"forward changes \S*{path}(?: \(.*\))?; a compiled step runs no Python"):
+    with pytest.warns(UserWarning, match=rf"forward changes \S*{path}\. A compiled step runs no Python"):
         pipe.step(batch(0), target=batch(0))
     assert seen == before
     assert vars(net).keys() == own.keys()
@@ -270,7 +270,7 @@ def asks_for_a_version(net: Any, x: Tensor) -> Tensor:
     "middle", [adds_modules, replaces_a_parameter, asks_for_a_gradient, removes_a_gradient, asks_for_a_version]
 )
 def test_what_forward_changes_of_the_model_is_refused(middle: Callable[[Net, Tensor], Tensor]) -> None:
-    with pytest.raises(zbcompile.CaptureError, match=r"forward (changes|replaces|asks)"):
+    with pytest.raises(zbcompile.CaptureError, match=r"forward (changes|writes|reads)"):
         pipeline_of(Net(middle)).step(batch(0), target=batch(0))
 
 
@@ -309,7 +309,7 @@ def test_a_hook_on_the_node_that_accumulates_a_gradient_is_refused(late: bool) -
         pipe.step(batch(0), target=batch(0))
     node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr, operator]
     node.register_prehook(lambda *_: None)
-    with pytest.raises(zbcompile.CaptureError, match=r"layers\.0\.weight has hooks on the node that accumulates"):
+    with pytest.raises(zbcompile.CaptureError, match=r"AccumulateGrad node on the parameter 'layers\.0\.weight'"):
         pipe.step(batch(0), target=batch(0))
 
 
