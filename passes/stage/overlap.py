@@ -226,7 +226,7 @@ def _late_waits(nodes: Sequence[Node]) -> list[Node]:
     order: list[Node] = []
     pending: list[Node] = []
     for node in nodes:
-        if is_wait(node):
+        if is_wait(node) and not is_wait(node.all_input_nodes[0]):
             pending.append(node)
             continue
         for wait in [wait for wait in pending if wait in node.all_input_nodes]:
