@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zbcompile.passes.exported.torch_private import replaced
+from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.torch_private import pytree, replaced
 
 # Namespaces of torch.distributed._functional_collectives and of DTensor's own collectives.
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -38,7 +39,7 @@ def functional_collectives() -> Iterator[None]:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             functional = importlib.import_module("torch.distributed._functional_collectives")
             for name, replacement in _FUNCTIONAL_COLLECTIVES.items():
-                function = _without_work(functional, getattr(functional, replacement))
+                function = _without_work(functional, getattr(functional, replacement), name)
                 stack.enter_context(replaced(torch.distributed, name, function))
         yield
 
@@ -57,13 +58,21 @@ class _FinishedWork:
         return True
 
 
-def _without_work(functional: Any, function: Any) -> Any:
+def _without_work(functional: Any, function: Any, name: str) -> Any:
+    from zbcompile.passes.exported.capture.source_lines import users_line
+    from zbcompile.passes.exported.capture.unsupported import PLAIN_COLLECTIVE
+
     words = {str(operation): word for operation, word in functional.REDUCE_OP_TO_STR.items()}
 
     def in_words(value: Any) -> Any:
         return value if isinstance(value, Tensor | list) else words.get(str(value), value)
 
     def call(*args: Any, async_op: bool = False, **kwargs: Any) -> _FinishedWork | None:
+        tensors = pytree.tree_leaves((args, kwargs))
+        seen = [t for t in tensors if isinstance(t, Tensor) and t.requires_grad]
+        if seen and torch.is_grad_enabled():
+            line = users_line(sys._getframe(1))
+            raise CaptureError(PLAIN_COLLECTIVE.format(name=name, line=line))
         function(*map(in_words, args), **{name: in_words(value) for name, value in kwargs.items()})
         return _FinishedWork() if async_op else None
 

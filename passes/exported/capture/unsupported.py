@@ -284,6 +284,11 @@ NOTHING_TO_TRAIN = (
     "the loss does not depend on a trained parameter: there is nothing to train. Check "
     "`requires_grad`, `detach()` and `torch.no_grad()` in forward and loss."
 )
+PLAIN_COLLECTIVE = (
+    "forward calls torch.distributed.{name} on an activation ({line}): autograd does not see it, "
+    "so the gradient does not pass through the exchange as it does through a graph. Use the function "
+    "of torch.distributed._functional_collectives, or call it under torch.no_grad()."
+)
 HOOK_NEVER_RUNS = (
     "{kind} on the parameter {name!r}: a pipeline adds gradients of microbatches without autograd, "
     "so the hook would never run. Use `parameter.register_hook(hook)`, which sees the gradient of "

@@ -175,4 +175,4 @@ def refusals() -> list[str]:
 def test_what_cannot_be_part_of_a_graph_is_refused(pool: Pool) -> None:
     plain, branching = pool.run(refusals, ranks=1)[0]
     assert "forward calls torch.distributed.all_reduce on an activation" in plain
-    assert "is inside a branch of the model" in branching
+    assert "communicates inside of torch.cond" in branching
