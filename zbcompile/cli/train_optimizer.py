@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 
 from zbcompile.cli.target import load_object
 from zbcompile.errors import PipelineError
-from zbcompile.persistence.optimizer_state import MEMBERS
+from zbcompile.optimizer.named_state import MEMBERS
 
 NAMED: Mapping[str, type[Optimizer]] = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 DECAYS = ("none", "linear", "cosine")
