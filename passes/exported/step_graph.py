@@ -33,6 +33,32 @@ Labels = dict[Node, Label]
 
 
 @dataclass
+class VocabularyValues:
+    """What the stages of a step exchange with the shards of its output layer and embedding.
+
+    Attributes:
+        hidden: The input of the output layer, [rows, width]; the last stage's F returns it.
+        hidden_gradient: Placeholder of its gradient, which the last stage's B receives.
+        lookup: Placeholder of the rows of a sharded embedding, [rows, width], which the first
+            stage's F receives.
+        lookup_gradient: Their gradient; the first stage's B returns it.
+    """
+
+    hidden: Node | None = None
+    hidden_gradient: Node | None = None
+    lookup: Node | None = None
+    lookup_gradient: Node | None = None
+
+    def copy(self, copies: Mapping[Node, Node]) -> "VocabularyValues":
+        """Returns the same values in a copy of the graph."""
+        return VocabularyValues(*(node and copies[node] for node in vars(self).values()))
+
+    def results(self) -> Iterator[Node]:
+        """Yields what stages send to shards."""
+        yield from (node for node in (self.hidden, self.lookup_gradient) if node is not None)
+
+
+@dataclass
 class StepGraph:
     """A training step as a functional graph of ATen operations.
 
@@ -49,7 +75,8 @@ class StepGraph:
         loss: The node that computes the loss; None for a forward alone.
         gradients: The node of each trained parameter's gradient, None if it has none.
         buffer_updates: The node of the new value of each buffer that the step writes.
-        outputs: Tensors of the model's output and of the metrics.
+        outputs: Tensors of the model's output and of the metrics. None: a vocabulary shard
+            computes it.
         stage_gradients: For gradients that are summed over stages after the step, by name and
             stage: the stage's own sum. Such gradients are not in `gradients`.
         deferred_sums: The mesh dimension over which a gradient is summed once, after the step.
@@ -62,6 +89,8 @@ class StepGraph:
         gradient_placements: Placements of the gradients of such parameters, which may differ from
             the parameter's: `Partial` gradients are summed over the mesh after the step.
         process_groups: The name in this process of every process group, by its name in the graph.
+        vocabulary_values: What stages and vocabulary shards exchange if the output layer is cut
+            off this step.
     """
 
     module: GraphModule
@@ -74,7 +103,7 @@ class StepGraph:
     loss: Node | None
     gradients: dict[str, Node | None]
     buffer_updates: dict[str, Node]
-    outputs: list[Node]
+    outputs: list[Node | None]
     stage_gradients: dict[str, dict[int, Node]] = field(default_factory=dict)
     deferred_sums: dict[str, str] = field(default_factory=dict)
     rebuild_outputs: Rebuild | None = None
@@ -85,6 +114,7 @@ class StepGraph:
     shardings: Mapping[str, Any] = field(default_factory=dict)
     gradient_placements: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     process_groups: Mapping[str, str] = field(default_factory=dict)
+    vocabulary_values: VocabularyValues | None = None
 
     @property
     def graph(self) -> Graph:
@@ -102,11 +132,16 @@ class StepGraph:
     def backward_nodes(self) -> dict[Node, None]:
         """Returns the operations of the backward, in order.
 
-        The backward begins with the first operation on the tangent.
+        The backward begins with the first operation on the tangent, or on what the shards of the
+        output layer send back.
         """
         calls = self.calls()
+        starts = {self.tangent} if self.tangent is not None else set()
+        if self.vocabulary_values is not None:
+            starts.add(self.vocabulary_values.hidden_gradient)
         begin = next(
-            (i for i, node in enumerate(calls) if self.tangent in node.all_input_nodes), len(calls)
+            (i for i, node in enumerate(calls) if not starts.isdisjoint(node.all_input_nodes)),
+            len(calls),
         )
         return dict.fromkeys(calls[begin:])
 
@@ -118,7 +153,9 @@ class StepGraph:
         for sums in self.stage_gradients.values():
             yield from sums.values()
         yield from self.buffer_updates.values()
-        yield from self.outputs
+        yield from (node for node in self.outputs if node is not None)
+        if self.vocabulary_values is not None:
+            yield from self.vocabulary_values.results()
 
     def copy(self) -> "StepGraph":
         """Returns a copy with a graph of its own, so that one export serves several placements."""
@@ -140,11 +177,12 @@ class StepGraph:
             loss=self.loss and copies[self.loss],
             gradients={name: node and copies[node] for name, node in self.gradients.items()},
             buffer_updates=copied(self.buffer_updates),
-            outputs=[copies[node] for node in self.outputs],
+            outputs=[node and copies[node] for node in self.outputs],
             stage_gradients={
                 name: {stage: copies[node] for stage, node in sums.items()}
                 for name, sums in self.stage_gradients.items()
             },
+            vocabulary_values=self.vocabulary_values and self.vocabulary_values.copy(copies),
         )
 
     def refresh_output(self) -> None:

@@ -33,6 +33,7 @@ from torch.fx._lazy_graph_module import (
     _LazyGraphModule as LazyGraphModule,  # generates its code when it is first run
     _use_lazy_graph_module,
 )
+from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # documented as functorch.make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.nn.utils.stateless import (
     _reparametrize_module as reparametrize_module,  # functional_call ends before the backward

@@ -242,7 +242,7 @@ def _results(
 ) -> tuple[Node | None, dict[str, Node | None], list[Node]]:
     """Returns the nodes of the loss, of each gradient and of the outputs."""
     user_outputs = [
-        nodes[value] if isinstance(value, str) else None
+        _undetached(nodes[value]) if isinstance(value, str) else None
         for value in program.graph_signature.user_outputs
     ]
     if type(step) is not TrainingStep:
@@ -253,6 +253,19 @@ def _results(
         public_name(name): node for name, node in zip(step.trained, rest[:count], strict=True)
     }
     return loss, gradients, [node for node in rest[count:] if node is not None]
+
+
+def _undetached(node: Node) -> Node:
+    """Returns the value that a node detaches.
+
+    If the model adds to its loss in place, the loss is detached behind the backward.
+    """
+    while node.target in (aten.detach.default, aten.alias.default):
+        source = node.args[0]
+        if not isinstance(source, Node) or source.op != "call_function":
+            break
+        node = source
+    return node
 
 
 def _clean(step: StepGraph) -> None:
