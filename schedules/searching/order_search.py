@@ -204,7 +204,7 @@ def _named(problem: SchedulingProblem) -> Iterator[Candidate]:
     """Yields every named schedule of a placement that fits into its limits, with pairs and with pairs opened."""
     placement = problem.placement
     for family in FAMILIES:
-        if family.placement != placement.kind and (family.placement, placement.kind) != ("looped", "linear"):
+        if family.placement != placement.kind:
             continue
         limit = min(problem.limits) if problem.limits else None
         try:
@@ -227,7 +227,7 @@ def adapted(schedule: Schedule, costs: Costs) -> Schedule:
     V orders are made for equal times. The schedule is returned as it is if the pass does not shorten it in both
     objectives within its memory, and if it is large.
     """
-    if schedule.placement.kind != "v" or sum(map(len, schedule.orders)) > LARGE:
+    if schedule.placement.kind != "v" or schedule.ranks == 1 or sum(map(len, schedule.orders)) > LARGE:
         return schedule
     costs = replace(costs, vocab_s=(), vocab_t=())
     limits = (max(peak_memory(schedule, costs)),) * schedule.ranks

@@ -15,6 +15,7 @@ from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import run_to_end
 from zbcompile.schedules.execution.memory import peak_memory
 from zbcompile.schedules.execution.order_graph import OrderGraph
+from zbcompile.schedules.generators.list_scheduler import sequential_order
 from zbcompile.schedules.generators.registry import require_limit
 from zbcompile.schedules.ir.actions import BW, Action, B, F, S, T, W, flatten
 from zbcompile.schedules.ir.costs import Costs
@@ -23,20 +24,6 @@ from zbcompile.schedules.ir.schedule import Schedule
 
 ROUNDING = 1 + 1e-9  # sums of sizes, or of times, count as equal up to rounding
 Order = list[list[int]]  # by rank, the passes in the order in which it runs them
-
-
-def sequential_order(placement: Placement, microbatches: int, sharded: bool, barriers: int) -> Schedule:
-    """Returns the order that holds least: every microbatch runs alone, with its backward split."""
-    stages, orders = range(placement.stages), [list[Action]() for _ in range(placement.ranks)]
-    schedule = Schedule("auto", placement, microbatches, (), barriers)
-    shards = [placement.stages_of(rank)[0] for rank in range(placement.ranks)] if sharded else []
-    for m in range(microbatches):
-        passes = [(F, stage) for stage in stages]
-        passes += [(op, shard) for op in (S, T) for shard in shards]
-        passes += [(op, stage) for stage in reversed(stages) for op in (B, W)]
-        for op, stage in passes:
-            orders[schedule.rank_of(stage, m)].append(Action(op, stage, m))
-    return replace(schedule, orders=tuple(map(tuple, orders)))
 
 
 class SchedulingProblem:
@@ -58,7 +45,7 @@ class SchedulingProblem:
     ) -> None:
         self.placement, self.costs, self.limits, self.barrier = placement, costs, limits, barrier
         self.sharded = any((*costs.vocab_s, *costs.vocab_t))
-        self.sequential = sequential_order(placement, microbatches, self.sharded, barriers)
+        self.sequential = sequential_order(placement, microbatches, barriers if self.sharded else 0)
         graph = OrderGraph(self.sequential)
         delays, passes = graph.delays(costs), graph.first[-1]
         self.actions = flatten(graph.steps[:passes])
@@ -115,7 +102,7 @@ class SchedulingProblem:
         reached: dict[tuple[str, int], int] = {}
         numbers: list[int] = []
         for op, stage, _ in actions:
-            second_copy = self.placement.kind == "dual" and self.placement.rank(stage) != rank
+            second_copy = self.placement.rank(stage) != rank
             for each in (B, W) if op == BW else (op,):
                 m = reached.get((each, stage), self.microbatches // 2 if second_copy else 0)
                 reached[each, stage] = m + 1
