@@ -7,7 +7,12 @@ import pytest
 
 from zbcompile.schedules import Costs, Schedule, build, check, lower, simulate
 from zbcompile.schedules.ir.actions import Action, B, Pair, W, flatten
-from zbcompile.schedules.searching.pairs import exposed, with_pairs
+from zbcompile.schedules.searching.pairs import with_pairs
+
+
+def exposed(schedule: Schedule, costs: Costs) -> float:
+    """Returns how long all ranks together wait for exchanges inside of their passes."""
+    return sum(costs.waits(step) for order in schedule.orders for step in order)
 
 
 def exchanging(costs: Costs, generator: random.Random) -> Costs:
