@@ -58,7 +58,7 @@ def test_most_is_hidden(name: str, share: float) -> None:
     paired = with_pairs(schedule, costs)
     assert 1 - exposed(paired, costs) / (0.5 * 8 * schedule.stages) >= share
     free = simulate(schedule, Costs.uniform(schedule.stages)).makespan
-    assert simulate(paired, costs).makespan <= free + 2
+    assert simulate(paired, costs).makespan <= free + 2.5
 
 
 def of_one_rank(*steps: Action | Pair) -> Schedule:
