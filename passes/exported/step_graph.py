@@ -84,7 +84,7 @@ class StepGraph:
         eager_path: False if the model was captured on the path that it has for compilers.
         tied_names: Maps every further name of a tied tensor to its first name.
         changed_state: Paths of the module state that forward changes, such as `model.calls`.
-        inexact_calls: Calls whose bits differ from eager mode, with the user's line.
+        inexact_calls: Sentences about what has other bits than eager mode.
         shardings: Mesh and placements of parameters and buffers that are DTensors.
         gradient_placements: Placements of the gradients of such parameters, which may differ from
             the parameter's: `Partial` gradients are summed over the mesh after the step.

@@ -13,7 +13,7 @@ from torch.fx import Node
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.autocast_casts import AUTOCAST
 from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF
-from zbcompile.passes.exported.capture.checkpoint_hints import CHECKPOINT
+from zbcompile.passes.exported.capture.checkpoint_hints import CHECKPOINT, REENTRANT, reentrant_calls
 from zbcompile.passes.exported.capture.dtensor_parameters import (
     local_tensors,
     warn_of_random_numbers_on_shards,
@@ -50,7 +50,7 @@ from zbcompile.passes.exported.torch_private import (
 )
 
 aten = torch.ops.aten
-_ANNOTATIONS = (LINE, CHECKPOINT, BACKWARD_OF, AUTOCAST)
+_ANNOTATIONS = (LINE, CHECKPOINT, REENTRANT, BACKWARD_OF, AUTOCAST)
 
 
 @dataclass(frozen=True)
@@ -234,6 +234,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
     )
     refuse_dynamic_shapes(described.graph.nodes)
     _clean(described)
+    described.inexact_calls += tuple(reentrant_calls(described))
     return described
 
 

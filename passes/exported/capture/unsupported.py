@@ -27,7 +27,7 @@ INEXACT_FUNCTIONS: Mapping[str, str] = {
 
 
 class InexactCalls(TorchFunctionMode):
-    """A function mode that notes calls whose bits differ from eager mode, with the user's line."""
+    """A function mode that notes a sentence for every call whose bits differ from eager mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,8 @@ class InexactCalls(TorchFunctionMode):
             raise CaptureError(SETS_DATA.format(line=users_line(sys._getframe(1))))
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
         if description is not None:
-            self.calls.append(f"{description} ({users_line(sys._getframe(1))})")
+            call = f"{description} ({users_line(sys._getframe(1))})"
+            self.calls.append(INEXACT.format(call=call))
         return func(*args, **(kwargs or {}))
 
 
@@ -163,6 +164,11 @@ INEXACT = (
     "exact=True: {call} is traced as other operations than those that eager mode runs, so its last "
     "bits differ. Use exact=False, which allows it, or another layer."
 )
+SHARED_WITH_A_REENTRANT_REGION = (
+    "exact=True: the parameter {name!r} is used in a reentrant checkpoint and outside of it. Eager "
+    "mode adds both gradients to `.grad` apart, so the last bits of several microbatches differ. "
+    "Use checkpoint(..., use_reentrant=False), or exact=False."
+)
 HAS_A_DYNAMIC_SHAPE = (
     "the shape of a result depends on values of the inputs{at}: nonzero, masked_select and "
     "x[mask] return as many elements as there are. Multiply by the mask, use ignore_index, or name "
@@ -205,4 +211,4 @@ def _line_of(error: Exception) -> str:
 def refuse_inexact(calls: Sequence[str]) -> None:
     """Raises CaptureError if `exact=True` cannot hold."""
     if calls:
-        raise CaptureError(INEXACT.format(call=calls[0]))
+        raise CaptureError(calls[0])

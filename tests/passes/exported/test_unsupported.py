@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.support.exported_runner import differences, eager_step, run_uncut
+from tests.support.exported_runner import Runner, differences, eager_step, run_uncut
+from zbcompile import schedules
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.export import export_training_step
+from zbcompile.passes.exported.compile_step import compile_graph
 from zbcompile.passes.exported.step_graph import StepGraph
 
 WIDTH = 8
@@ -304,3 +307,22 @@ def test_hooks_of_torch_that_replace_a_weight(kind: str) -> None:
     step = export_training_step(model, *batch, F.mse_loss)
     result = run_uncut(step, model, batch)
     assert not differences(result, eager_step(model, [batch], F.mse_loss, 0, in_place=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_parameter_in_and_outside_of_a_reentrant_checkpoint(reentrant: bool) -> None:
+    def twice(model: Model, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: torch.tanh(model.last(x)), x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    batches = [((rows(),), {}, rows()) for _ in range(3)]
+    model = Model(twice)
+    step = export_training_step(model, *batches[0], F.mse_loss)
+    compile_graph(step.copy(), ranks_of=(0, 1))
+    if reentrant:
+        with pytest.raises(CaptureError, match=r"'last.weight'.*use_reentrant=False"):
+            compile_graph(step, ranks_of=(0, 1), exact=True)
+        return
+    compiled = compile_graph(step, ranks_of=(0, 1), exact=True)
+    orders = schedules.build("zb-h1", ranks=2, microbatches=3).orders
+    result = Runner(compiled, model, batches, seed=0).run(orders)
+    assert not differences(result, eager_step(model, batches, F.mse_loss, 0))
