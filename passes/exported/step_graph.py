@@ -200,7 +200,18 @@ def operator_name(node: Node) -> str:
 
 def is_random(node: Node) -> bool:
     """Returns True if a node draws random numbers: it is never duplicated or reordered."""
-    return draws_numbers(node.target, node.args, node.kwargs)
+    if isinstance(node.target, OpOverload):
+        return draws_numbers(node.target, node.args, node.kwargs)
+    return any(map(is_random, branch_nodes(node)))
+
+
+def branch_nodes(node: Node) -> Iterator[Node]:
+    """Yields the nodes of the graphs that a node calls, such as the branches of torch.cond."""
+    for source in node.all_input_nodes if node.op == "call_function" else ():
+        if source.op == "get_attr":
+            module = getattr(source.graph.owning_module, str(source.target), None)
+            if isinstance(module, GraphModule):
+                yield from module.graph.nodes
 
 
 def tensors_of(node: Node) -> list[Tensor]:

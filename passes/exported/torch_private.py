@@ -7,6 +7,7 @@ starts here.
 import contextlib
 import functools
 import gc
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.fx._lazy_graph_module import (
 )
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # documented as functorch.make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
 from torch.nn.utils.stateless import (
     _reparametrize_module as reparametrize_module,  # functional_call ends before the backward
 )
@@ -98,6 +100,7 @@ def export_below_autograd(
         fx_traceback.preserve_node_meta(),
         torch.compiler.set_stance("force_eager"),
         dynamo_config.patch(error_on_nested_fx_trace=False),  # compiled submodules are inlined
+        _compiled_operators(),
         eager_kernels(),
         kernel_strides(),
         meta_tensors_on(device),
@@ -106,6 +109,35 @@ def export_below_autograd(
         _use_lazy_graph_module(True),  # code that nobody runs is not generated
     ):
         return _export(module, example, strict=False, pre_dispatch=False)
+
+
+@contextlib.contextmanager
+def _compiled_operators() -> Iterator[None]:
+    """Context in which torch.cond and flex_attention call torch.compile in spite of the stance
+    "force_eager". They let Dynamo flatten their branches, and fail to differentiate others."""
+    from torch._higher_order_ops import utils
+
+    original = utils.setup_compilation_env
+
+    @contextlib.contextmanager
+    def environment() -> Iterator[Any]:
+        with contextlib.ExitStack() as stack:
+            while _is_our_function_mode_on():  # Dynamo would trace them
+                stack.enter_context(_pop_mode_temporarily())
+            stack.enter_context(torch.compiler.set_stance("default"))
+            stack.enter_context(_compiling(True))
+            yield stack.enter_context(original())
+
+    with contextlib.ExitStack() as stack:
+        for module in list(sys.modules.values()):
+            if getattr(module, "__dict__", {}).get("setup_compilation_env") is original:
+                stack.enter_context(replaced(module, "setup_compilation_env", environment))
+        yield
+
+
+def _is_our_function_mode_on() -> bool:
+    stack = _get_current_function_mode_stack()
+    return bool(stack) and type(stack[-1]).__module__.startswith("zbcompile")
 
 
 @contextlib.contextmanager
@@ -126,15 +158,19 @@ def meta_tensors_on(device: torch.device) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def not_compiling() -> Iterator[None]:
-    """Context in which torch.compiler.is_compiling() and is_exporting() are False.
+def not_compiling() -> contextlib.AbstractContextManager[None]:
+    """Returns a context in which torch.compiler.is_compiling() and is_exporting() are False.
 
     torch.export sets both flags around the trace; no public function sets them.
     """
+    return _compiling(False)
+
+
+@contextlib.contextmanager
+def _compiling(flag: bool) -> Iterator[None]:
     compiler = torch.compiler
     flags = compiler._is_compiling_flag, compiler._is_exporting_flag
-    compiler._is_compiling_flag = compiler._is_exporting_flag = False
+    compiler._is_compiling_flag = compiler._is_exporting_flag = flag
     try:
         yield
     finally:
@@ -215,6 +251,7 @@ _CONTIGUOUS = frozenset(
         *(aten.normal.float_Tensor, aten.poisson.default, aten.rrelu_with_noise.default),
         *(aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default),
         *(aten.huber_loss_backward.default, aten._log_softmax_backward_data.default),
+        aten.native_layer_norm_backward.default,
     }
 )
 

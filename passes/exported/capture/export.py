@@ -38,7 +38,7 @@ from zbcompile.passes.exported.capture.unsupported import (
     data_dependent_error,
     refuse_dynamic_shapes,
 )
-from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.exported.step_graph import StepGraph, is_random
 from zbcompile.passes.exported.torch_collectives import functional_collectives
 from zbcompile.passes.exported.torch_private import (
     ANNOTATIONS,
@@ -308,8 +308,7 @@ def _assigned_value(update: Node) -> Node:
 
 def _has_effect(node: Node) -> bool:
     """Returns True for random numbers, which move the generator, and for collectives."""
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or "c10d" in str(node.target)
+    return is_random(node) or "c10d" in str(node.target)
 
 
 def _static_paths(names: Sequence[str]) -> set[str]:

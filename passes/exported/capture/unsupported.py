@@ -97,6 +97,10 @@ WRITES_A_BUFFER_IN_BACKWARD = (
     "before the backward of this one, so they would read other values than in eager mode. Change "
     "it in forward."
 )
+REPLACES_A_MODULE = (
+    "forward replaces a submodule of {path} by another one, so its first call is unlike the next. "
+    "Call the model once before compiling."
+)
 CARRIES_A_TENSOR = (
     "forward changes {path} and reads it: every microbatch would compute with the value from "
     "before the first step. Register it with `register_buffer`, or pass it as an input. If it is "

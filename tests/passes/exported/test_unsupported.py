@@ -326,3 +326,49 @@ def test_a_parameter_in_and_outside_of_a_reentrant_checkpoint(reentrant: bool) -
     orders = schedules.build("zb-h1", ranks=2, microbatches=3).orders
     result = Runner(compiled, model, batches, seed=0).run(orders)
     assert not differences(result, eager_step(model, batches, F.mse_loss, 0))
+
+
+def test_modules_that_forward_replaces() -> None:
+    def replace(model: Model, x: Tensor) -> Tensor:
+        if model.calls == 0:
+            model.calls, model.last = 1, nn.Linear(WIDTH, WIDTH)
+        return x
+
+    model = Model(replace)
+    last = model.last
+    with pytest.raises(CaptureError, match="submodule of model .*Call the model once"):
+        export_training_step(model, (rows(),), {}, rows(), F.mse_loss)
+    assert model.last is last
+    model(rows())
+    assert_equals_eager(model)
+
+
+def test_hooks_stay_if_the_first_attempt_fails() -> None:
+    def install(model: Model, x: Tensor) -> Tensor:
+        if not getattr(model, "_installed", False):
+            model._installed = model.first.register_forward_hook(lambda *call: call[2] * 1.5)
+        if not torch.compiler.is_compiling() and x.sum() > 0:
+            return x
+        return x
+
+    model = Model(install)
+    with pytest.warns(UserWarning, match="path that it has for compilers"):
+        export_training_step(model, (rows(),), {}, rows(), F.mse_loss)
+    assert len(model.first._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_dropout_in_a_branch(inside: bool) -> None:
+    """torch.cond computes the branch again in the backward, and draws again."""
+
+    def branch(model: Model, x: Tensor) -> Tensor:
+        drop: Any = F.dropout if inside else torch.sin
+        y: Any = torch.cond(x.sum() > 0, drop, torch.cos, (x if inside else F.dropout(x),))
+        return y  # type: ignore[no-any-return]
+
+    step = export(branch)
+    if inside:
+        with pytest.raises(CaptureError, match=r"backward draws random numbers.*in forward"):
+            compile_graph(step, ranks_of=(0, 1))
+    else:
+        compile_graph(step, ranks_of=(0, 1))
