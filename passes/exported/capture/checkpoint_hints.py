@@ -41,9 +41,9 @@ def checkpoint_hints() -> Iterator[None]:
             # among its arguments, nothing in it gets any.
             trains = any(isinstance(arg, Tensor) and arg.requires_grad for arg in args)
             trains = trains and torch.is_grad_enabled()
-            with _numbered(CHECKPOINT, numbers), _numbered(REENTRANT, regions):
-                with torch.set_grad_enabled(trains):
-                    return function(*args)
+            grad_mode = torch.set_grad_enabled(trains)
+            with _numbered(CHECKPOINT, numbers), _numbered(REENTRANT, regions), grad_mode:
+                return function(*args)
 
     with replaced_checkpoint_regions(region, ReentrantRegion):
         yield

@@ -13,7 +13,11 @@ from torch.fx import Node
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.autocast_casts import AUTOCAST
 from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF
-from zbcompile.passes.exported.capture.checkpoint_hints import CHECKPOINT, REENTRANT, reentrant_calls
+from zbcompile.passes.exported.capture.checkpoint_hints import (
+    CHECKPOINT,
+    REENTRANT,
+    reentrant_calls,
+)
 from zbcompile.passes.exported.capture.dtensor_parameters import (
     local_tensors,
     warn_of_random_numbers_on_shards,
@@ -45,9 +49,9 @@ from zbcompile.passes.exported.torch_private import (
     ASSERTIONS,
     DATA_DEPENDENT_ERRORS,
     annotations_of,
-    export_below_autograd,
     pytree,
 )
+from zbcompile.passes.exported.torch_private_export import export_below_autograd
 
 aten = torch.ops.aten
 _ANNOTATIONS = (LINE, CHECKPOINT, REENTRANT, BACKWARD_OF, AUTOCAST)
