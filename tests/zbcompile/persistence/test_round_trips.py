@@ -65,7 +65,9 @@ def trained(folder: Path | None, is_llama: bool, layout: Layout, steps: int, to:
         optimizer.zero_grad()
     if to is not None:
         zbcompile.save_checkpoint(to, pipe, optimizer, wait=False)
-    found = {name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in pipe.state_dict(True).items()}
+    found = {
+        name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in pipe.state_dict(True).items()
+    }
     pipe.close()
     return found
 
