@@ -70,7 +70,7 @@ def check_pass_graphs(
     for stage, graph in fused.items():
         graph.module.graph.lint()
         _check_fused(graph, [passes[label] for label in passes if label.stage == stage])
-    _check_messages(passes)
+    _check_messages(step, passes)
     _check_results(step, passes)
 
 
@@ -110,11 +110,12 @@ def _check_fused(fused: PassGraph, passes: list[PassGraph]) -> None:
     _require(set(fused.outputs) == outputs, label, "the outputs of B and W")
 
 
-def _check_messages(passes: Mapping[Label, PassGraph]) -> None:
+def _check_messages(step: StepGraph, passes: Mapping[Label, PassGraph]) -> None:
+    of_shards = _shard_slots(step)
     for label, graph in passes.items():
         values = dict(zip(graph.inputs, graph.placeholders, strict=True))
         for slot, node in values.items():
-            if slot.role not in MESSAGES:
+            if slot.role not in MESSAGES or slot in of_shards:
                 continue
             makers = [passes[maker] for maker in _makers(label, slot.role) if maker in passes]
             results = [
@@ -132,8 +133,24 @@ def _check_messages(passes: Mapping[Label, PassGraph]) -> None:
     }
     for label, graph in passes.items():
         for slot in graph.outputs:
-            if slot.role in MESSAGES:
+            if slot.role in MESSAGES and slot not in of_shards:
                 _require((label, slot) in received, label, f"a reader of {slot}")
+
+
+def _shard_slots(step: StepGraph) -> set[Slot]:
+    """Returns what stages exchange with vocabulary shards."""
+    values = step.vocabulary_values
+    if values is None:
+        return set()
+    activations, gradients = (
+        (values.hidden, values.lookup),
+        (
+            values.hidden_gradient,
+            values.lookup_gradient,
+        ),
+    )
+    slots = {Slot(ACTIVATION, node.name) for node in activations if node is not None}
+    return slots | {Slot(GRADIENT, node.name) for node in gradients if node is not None}
 
 
 def _makers(label: Label, role: str) -> Iterator[Label]:
@@ -162,8 +179,12 @@ def _check_results(step: StepGraph, passes: Mapping[Label, PassGraph]) -> None:
     for name, sums in step.stage_gradients.items():
         expected[Slot(WEIGHT_GRADIENT, name)] = len(sums)
     expected.update(Slot(BUFFER_UPDATE, name) for name in step.buffer_updates)
-    expected.update(Slot(OUTPUT, str(index)) for index in range(len(step.outputs)))
+    outputs = enumerate(step.outputs)
+    expected.update(Slot(OUTPUT, str(index)) for index, node in outputs if node is not None)
     expected.update(Slot(FITS, str(index)) for index in range(len(step.fits)))
+    if step.vocabulary_values is not None:
+        names = {node.name for node in step.vocabulary_values.results()}
+        expected.update(slot for slot in _shard_slots(step) if slot.name in names)
     for slot, count in expected.items():
         if returned[slot] != count:
             raise VerificationError(f"{slot} is returned {returned[slot]} times; expected {count}")

@@ -90,5 +90,6 @@ _MISSING: dict[Any, Callable[..., int]] = {
     CPU_FLASH_ATTENTION_BACKWARD: _attention_backward,
     **dict.fromkeys((aten.mv, aten.dot, aten.vdot), _product),
     **dict.fromkeys((aten.addmv, aten.addbmm, aten.baddbmm), _added_product),
+    **dict.fromkeys((aten.addmm_, aten.baddbmm_), _added_product),
     GROUPED_MM: _grouped_product,
 }

@@ -33,10 +33,10 @@ from zbcompile.passes.exported.torch_private import (
     LazyGraphModule,
     OpOverload,
     annotations_of,
-    kernel_strides,
     schema_of,
     storage_key,
 )
+from zbcompile.passes.exported.torch_private_export import kernel_strides
 from zbcompile.passes.torch_names import NAMED, dtype_named, name_in_torch, named
 
 Data = dict[str, Any]

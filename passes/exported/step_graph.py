@@ -4,7 +4,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
@@ -33,6 +32,32 @@ Labels = dict[Node, Label]
 
 
 @dataclass
+class VocabularyValues:
+    """What the stages of a step exchange with the shards of its output layer and embedding.
+
+    Attributes:
+        hidden: The input of the output layer, [rows, width]; the last stage's F returns it.
+        hidden_gradient: Placeholder of its gradient, which the last stage's B receives.
+        lookup: Placeholder of the rows of a sharded embedding, [rows, width], which the first
+            stage's F receives.
+        lookup_gradient: Their gradient; the first stage's B returns it.
+    """
+
+    hidden: Node | None = None
+    hidden_gradient: Node | None = None
+    lookup: Node | None = None
+    lookup_gradient: Node | None = None
+
+    def copy(self, copies: Mapping[Node, Node]) -> "VocabularyValues":
+        """Returns the same values in a copy of the graph."""
+        return VocabularyValues(*(node and copies[node] for node in vars(self).values()))
+
+    def results(self) -> Iterator[Node]:
+        """Yields what stages send to shards."""
+        yield from (node for node in (self.hidden, self.lookup_gradient) if node is not None)
+
+
+@dataclass
 class StepGraph:
     """A training step as a functional graph of ATen operations.
 
@@ -49,7 +74,8 @@ class StepGraph:
         loss: The node that computes the loss; None for a forward alone.
         gradients: The node of each trained parameter's gradient, None if it has none.
         buffer_updates: The node of the new value of each buffer that the step writes.
-        outputs: Tensors of the model's output and of the metrics.
+        outputs: Tensors of the model's output and of the metrics. None: a vocabulary shard
+            computes it.
         fits: Whether the tokens of each exchange between experts have room in it.
         stage_gradients: For gradients that are summed over stages after the step, by name and
             stage: the stage's own sum. Such gradients are not in `gradients`.
@@ -58,12 +84,14 @@ class StepGraph:
         eager_path: False if the model was captured on the path that it has for compilers.
         tied_names: Maps every further name of a tied tensor to its first name.
         changed_state: Paths of the module state that forward changes, such as `model.calls`.
-        inexact_calls: Calls whose bits differ from eager mode, with the user's line.
+        inexact_calls: Sentences about what has other bits than eager mode.
         unused_outputs: Names of what forward returns besides its loss.
         shardings: Mesh and placements of parameters and buffers that are DTensors.
         gradient_placements: Placements of the gradients of such parameters, which may differ from
             the parameter's: `Partial` gradients are summed over the mesh after the step.
         process_groups: The name in this process of every process group, by its name in the graph.
+        vocabulary_values: What stages and vocabulary shards exchange if the output layer is cut
+            off this step.
     """
 
     module: GraphModule
@@ -76,7 +104,7 @@ class StepGraph:
     loss: Node | None
     gradients: dict[str, Node | None]
     buffer_updates: dict[str, Node]
-    outputs: list[Node]
+    outputs: list[Node | None]
     fits: list[Node] = field(default_factory=list)
     stage_gradients: dict[str, dict[int, Node]] = field(default_factory=dict)
     deferred_sums: dict[str, str] = field(default_factory=dict)
@@ -89,6 +117,7 @@ class StepGraph:
     shardings: Mapping[str, Any] = field(default_factory=dict)
     gradient_placements: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     process_groups: Mapping[str, str] = field(default_factory=dict)
+    vocabulary_values: VocabularyValues | None = None
 
     @property
     def graph(self) -> Graph:
@@ -106,11 +135,16 @@ class StepGraph:
     def backward_nodes(self) -> dict[Node, None]:
         """Returns the operations of the backward, in order.
 
-        The backward begins with the first operation on the tangent.
+        The backward begins with the first operation on the tangent, or on what the shards of the
+        output layer send back.
         """
         calls = self.calls()
+        starts = {self.tangent} if self.tangent is not None else set()
+        if self.vocabulary_values is not None:
+            starts.add(self.vocabulary_values.hidden_gradient)
         begin = next(
-            (i for i, node in enumerate(calls) if self.tangent in node.all_input_nodes), len(calls)
+            (i for i, node in enumerate(calls) if not starts.isdisjoint(node.all_input_nodes)),
+            len(calls),
         )
         return dict.fromkeys(calls[begin:])
 
@@ -122,8 +156,10 @@ class StepGraph:
         for sums in self.stage_gradients.values():
             yield from sums.values()
         yield from self.buffer_updates.values()
-        yield from self.outputs
+        yield from (node for node in self.outputs if node is not None)
         yield from self.fits
+        if self.vocabulary_values is not None:
+            yield from self.vocabulary_values.results()
 
     def copy(self) -> "StepGraph":
         """Returns a copy with a graph of its own, so that one export serves several placements."""
@@ -145,19 +181,20 @@ class StepGraph:
             loss=self.loss and copies[self.loss],
             gradients={name: node and copies[node] for name, node in self.gradients.items()},
             buffer_updates=copied(self.buffer_updates),
-            outputs=[copies[node] for node in self.outputs],
+            outputs=[node and copies[node] for node in self.outputs],
             fits=[copies[node] for node in self.fits],
             stage_gradients={
                 name: {stage: copies[node] for stage, node in sums.items()}
                 for name, sums in self.stage_gradients.items()
             },
+            vocabulary_values=self.vocabulary_values and self.vocabulary_values.copy(copies),
         )
 
     def remove_dead_nodes(self) -> None:
         """Removes operations without readers, except random ones, which move the generator, and
         collectives."""
         for node in reversed(self.calls()):
-            if not node.users and not _has_effect(node):
+            if not node.users and not (is_random(node) or "c10d" in str(node.target)):
                 self.graph.erase_node(node)
 
     def refresh_output(self) -> None:
@@ -175,12 +212,18 @@ def operator_name(node: Node) -> str:
 
 def is_random(node: Node) -> bool:
     """Returns True if a node draws random numbers: it is never duplicated or reordered."""
-    return draws_numbers(node.target, node.args, node.kwargs)
+    if isinstance(node.target, OpOverload):
+        return draws_numbers(node.target, node.args, node.kwargs)
+    return any(map(is_random, branch_nodes(node)))
 
 
-def _has_effect(node: Node) -> bool:
-    tags = getattr(node.target, "tags", ())
-    return torch.Tag.nondeterministic_seeded in tags or "c10d" in str(node.target)
+def branch_nodes(node: Node) -> Iterator[Node]:
+    """Yields the nodes of the graphs that a node calls, such as the branches of torch.cond."""
+    for source in node.all_input_nodes if node.op == "call_function" else ():
+        if source.op == "get_attr":
+            module = getattr(source.graph.owning_module, str(source.target), None)
+            if isinstance(module, GraphModule):
+                yield from module.graph.nodes
 
 
 def tensors_of(node: Node) -> list[Tensor]:

@@ -5,18 +5,20 @@ graph proves the rest. Errors show the grid around the culprit.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Mapping, Sequence
-from itertools import accumulate, pairwise
-from typing import Literal, NamedTuple
+from collections.abc import Sequence
+from itertools import accumulate, pairwise, zip_longest
+from typing import Any, Literal, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import run_to_end, schedule_error_at
-from zbcompile.schedules.execution.memory import first_beyond, peak_memory
+from zbcompile.schedules.execution.memory import deltas, peak_memory
 from zbcompile.schedules.execution.order_graph import gc_disabled, require_stages, require_steps
 from zbcompile.schedules.generators.forward_only import FORWARD_ONLY
 from zbcompile.schedules.ir.actions import (
     BW,
+    COLLECTIVES,
     COMPUTE,
+    EXCHANGES,
     MESSAGES,
     ONCE,
     PAIRED,
@@ -27,20 +29,20 @@ from zbcompile.schedules.ir.actions import (
     F,
     Pair,
     S,
+    Step,
     T,
     W,
     flatten,
 )
 from zbcompile.schedules.ir.costs import Costs
+from zbcompile.schedules.ir.dependencies import routes_of
 from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, OPTIMIZER_OPS, result_of, work_of
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
-from zbcompile.schedules.lowering.collectives import check_collectives
-from zbcompile.schedules.lowering.routes import Channel, routes_of
-from zbcompile.schedules.lowering.updates import check_exchanges
+from zbcompile.schedules.lowering.collectives import collectives_of
+from zbcompile.schedules.lowering.updates import with_exchanges
 
 OWN_WEIGHT_ORDER = frozenset(("zb-h1-lazy",))  # declares another order of accumulation than that of the microbatches
 WeightOrder = Literal["microbatch", "any"]
-Message = tuple[str, int, int]  # the receive that it ends in, its stage and microbatch
 
 
 class Report(NamedTuple):
@@ -77,185 +79,175 @@ def check(
     costs = costs or Costs.uniform(schedule.stages)
     require_steps(schedule)
     require_stages(schedule, costs)
-    if schedule.placement.kind == "dual" and (schedule.ranks % 2 or schedule.microbatches % 2):
+    if schedule.placement.copies > 1 and (schedule.ranks % 2 or schedule.microbatches % 2):
         counts = f"{schedule.ranks} ranks and {schedule.microbatches} microbatches"
         raise ScheduleError(f"{schedule.name}: {counts}; two model copies need an even number of both")
-    compute = schedule.compute_only()
-    for rank in range(schedule.ranks):
+    compute, ranks = schedule.compute_only(), range(schedule.ranks)
+    for rank in ranks:
         _check_passes(compute, rank)
         _check_once(compute, rank)
-        _check_accumulation(compute, rank, weight_order)
     if schedule.is_lowered:
         _check_messages(schedule)
-        check_collectives(schedule)
-        check_exchanges(schedule)
+        _check_collectives(schedule)
     run_to_end(schedule, Costs.uniform(schedule.stages))
-    buffers = tuple(_receive_buffers(schedule, rank) for rank in range(schedule.ranks)) if schedule.is_lowered else None
-    return Report(_check_memory(compute, costs, memory_limit), buffers)
+    for rank in ranks:
+        _check_accumulation(compute, rank, weight_order)
+    peaks = peak_memory(compute, costs)
+    for rank, peak in enumerate(peaks if memory_limit is not None else ()):
+        if peak > memory_limit * (1 + 1e-9):  # type: ignore[operator]  # sums of floats differ in their last bits
+            owner = [index for index, step in enumerate(compute.orders[rank]) for _ in flatten((step,))]
+            held = zip(owner, accumulate(deltas(compute.orders[rank], costs)), strict=True)
+            index = next(index for index, amount in held if amount > memory_limit)  # type: ignore[operator]
+            what = f"rank {rank} needs {peak} of memory; the limit is {memory_limit}, exceeded here"
+            raise schedule_error_at(f"{schedule.name}: {what}", compute.orders, rank, index)
+    return Report(peaks, tuple(_receive_buffers(schedule, r) for r in ranks) if schedule.is_lowered else None)
 
 
 def _check_passes(schedule: Schedule, rank: int) -> None:
-    """Requires every pass of the rank once, F before B before W."""
-    order, stages = schedule.orders[rank], schedule.placement.stages_of(rank)
-    ran = {stage: dict.fromkeys(schedule.microbatches_of(stage, rank), 0) for stage in stages}  # bits of _BITS
-    action: object = None
+    """Requires every pass of the rank once."""
+    order, passes, shard_passes = schedule.orders[rank], [F, B, W], [S, T]
+    if schedule.name == FORWARD_ONLY:
+        passes, shard_passes = [F], [S]
+    missing: dict[Any, None] = {}
+    for stage in schedule.placement.stages_of(rank):
+        for op in passes + shard_passes * (stage in schedule.shards):
+            missing |= dict.fromkeys((op, stage, m) for m in schedule.microbatches_of(stage, rank))
     for index, step in enumerate(order):
         if isinstance(step, Pair) and (step.first.op, step.second.op) not in PAIRED:
             reason = f"a pair is a forward F and a backward B or BW, or an F or B and a W, not {step}"
             raise _error_at(schedule, rank, index, reason)
         for action in step if isinstance(step, Pair) else (step,):
             try:
-                op, stage, microbatch = action  # type: ignore[misc]
-                if op in ONCE:
-                    continue
-                looked_at, needed, does = _RULES[op]
-                states = ran[stage]
-                if states[microbatch] & looked_at != needed:
-                    raise KeyError
-                states[microbatch] |= does
-            except (KeyError, TypeError, ValueError):
-                raise _error_at(schedule, rank, index, _why_wrong(schedule, rank, action, ran)) from None
-    alone = schedule.name == FORWARD_ONLY
-    for stage, states in ran.items():
-        shard = () if stage not in schedule.shards else (S,) if alone else (S, T)
-        whole = _bits((F, *shard) if alone else (F, B, W, *shard))
-        for microbatch, state in states.items():
-            if state != whole:
-                missing = next((op for op, bit in _BITS.items() if whole & ~state & bit), None)
-                names = " or ".join(op for op in _RULES if result_of(op) == missing)
-                what = f"rank {rank} never runs {names} of stage {stage}, microbatch {microbatch}"
-                if missing is None:
-                    what = f"rank {rank} runs passes of stage {stage}, microbatch {microbatch} that it does not have"
-                raise schedule_error_at(f"{schedule.name}: {what}", schedule.orders, rank, len(order) - 1)
-
-
-def _bits(ops: Collection[str]) -> int:
-    return sum(_BITS[op] for op in ops)
-
-
-_BITS = {op: 1 << place for place, op in enumerate((F, B, W, S, T))}
-# For each pass: the bits to look at, which of them must be set, and those that it sets.
-_RULES = {
-    op: (_bits({*each.after, *each.does}), _bits(each.after), _bits(each.does)) for op, each in COMPUTE_OPS.items()
-}
+                for op in () if action.op in ONCE else work_of(action.op):
+                    del missing[op, action.stage, action.microbatch]
+            except (KeyError, TypeError, AttributeError):
+                raise _error_at(schedule, rank, index, _why_wrong(schedule, rank, action)) from None
+    for op, stage, microbatch in missing:
+        names = " or ".join(name for name in COMPUTE_OPS if op in work_of(name))
+        what = f"rank {rank} never runs {names} of stage {stage}, microbatch {microbatch}"
+        raise schedule_error_at(f"{schedule.name}: {what}", schedule.orders, rank, len(order) - 1)
 
 
 def _error_at(schedule: Schedule, rank: int, index: int, reason: str) -> ScheduleError:
     return schedule_error_at(f"{schedule.name}: rank {rank}, step {index}: {reason}", schedule.orders, rank, index)
 
 
-def _why_wrong(schedule: Schedule, rank: int, action: object, ran: Mapping[int, Mapping[int, int]]) -> str:
-    if not isinstance(action, Action) or not all(isinstance(each, int) for each in action[1:]):
+def _why_wrong(schedule: Schedule, rank: int, action: object) -> str:
+    if not isinstance(action, Action) or not all(isinstance(number, int) for number in action[1:]):
         return f"{action!r} is not an action; expected Action(op, stage, microbatch)"
     op, stage, microbatch = action
-    if op not in _RULES:
+    if op not in COMPUTE_OPS:
         return f"{action} has an unknown operation; expected one of {', '.join(sorted(COMPUTE))}"
-    if stage not in range(schedule.stages):
-        return f"{action} names stage {stage}; this schedule has stages 0 to {schedule.stages - 1}"
-    if microbatch not in range(schedule.microbatches):
-        return f"{action} names microbatch {microbatch}; this schedule has 0 to {schedule.microbatches - 1}"
-    if microbatch not in ran.get(stage, {}):
+    if stage not in range(schedule.stages) or microbatch not in range(schedule.microbatches):
+        counts = f"stages 0 to {schedule.stages - 1}, microbatches 0 to {schedule.microbatches - 1}"
+        return f"{action} is of stage {stage}, microbatch {microbatch}; this schedule has {counts}"
+    if schedule.rank_of(stage, microbatch) != rank:
         return f"{action} is on rank {rank}; its place is rank {schedule.rank_of(stage, microbatch)}"
-    state, (_, needed, does) = ran[stage][microbatch], _RULES[op]
-    if state & does == does:
-        return f"{action} appears a second time (or after a BW that includes it)"
-    if state & does:
-        return f"{action} after B{stage}.{microbatch}; a backward is either split (B, W) or fused (BW)"
-    missing = next(other for other, bit in _BITS.items() if needed & ~state & bit)
-    return f"{action} comes before {missing}{stage}.{microbatch}"
+    return f"{action} appears a second time, beside a BW that includes it, or on a stage that does not run it"
 
 
 def _check_once(schedule: Schedule, rank: int) -> None:
     """Requires the optimizer's actions on every stage if on any, after what they need, before what needs them."""
-    order, own, once = schedule.orders[rank], schedule.placement.stages_of(rank), schedule.ops & ONCE
+    order, once = schedule.orders[rank], schedule.ops & ONCE
     actions = [(index, action) for index, step in enumerate(order) for action in flatten((step,))] if once else []
-    for op in once:
-        for stage in own:
-            places = [i for i, a in actions if a == (op, stage, 0)]
-            needed = [i for i, a in actions if a.stage == stage and {*OPTIMIZER_OPS[op].after} & {*work_of(a.op)}]
-            serves = [i for i, a in actions if a.stage == stage and {*OPTIMIZER_OPS[op].before} & {*work_of(a.op)}]
-            wrong = f"appears {len(places)} times" if len(places) != 1 else ""
-            if not wrong and places[0] < max(needed, default=0):
-                wrong = "comes before what it depends on"
-            if not wrong and places[0] > min(serves, default=len(order)):
-                wrong = f"comes after {order[min(serves)]}, which needs it"
-            if wrong:
-                rules = (("after", OPTIMIZER_OPS[op].after), ("before", OPTIMIZER_OPS[op].before))
-                expected = " and".join(f" {word} all {', '.join(ops)}" for word, ops in rules if ops)
-                text = f"{Action(op, stage, 0)} {wrong}; expected once,{expected} of its stage"
-                raise _error_at(schedule, rank, places[-1] if places else len(order) - 1, text)
-        strays = [i for i, a in actions if a.op == op and (a.stage not in own or a.microbatch != 0)]
-        if strays:
-            text = f"{order[strays[0]]} is not of this rank, or its microbatch is not 0"
-            raise _error_at(schedule, rank, strays[0], text)
+    missing = {Action(op, stage, 0) for op in once for stage in schedule.placement.stages_of(rank)}
+    for index, action in actions:
+        if action.op in once:
+            spec = OPTIMIZER_OPS[action.op]
+            after, before = (
+                [i for i, a in actions if a.stage == action.stage and not {*ops}.isdisjoint(work_of(a.op))]
+                for ops in (spec.after, spec.before)
+            )
+            if action not in missing or not max(after, default=-1) < index < min(before, default=len(order)):
+                rules = f"after all {', '.join(spec.after)}" if spec.after else f"before all {', '.join(spec.before)}"
+                raise _error_at(schedule, rank, index, f"{action}: expected once, {rules} of its stage on its rank")
+            missing.remove(action)
+    if missing:
+        raise _error_at(schedule, rank, len(order) - 1, f"{min(missing)} is missing")
 
 
 def _check_accumulation(schedule: Schedule, rank: int, weight_order: WeightOrder | None) -> None:
     """Requires losses and weight gradients in the order of microbatches, which decides the bits."""
-    ordered = weight_order != "any" and (weight_order or schedule.name not in OWN_WEIGHT_ORDER)
-    for ops, what in (((W, BW), "weight gradients of stage"), ((F,), "forwards of the last stage")):
-        for stage in schedule.placement.stages_of(rank):
-            if (stage != schedule.stages - 1) if F in ops else not ordered:
-                continue
-            steps = enumerate(schedule.orders[rank])
-            runs = [(i, a.microbatch) for i, s in steps for a in flatten((s,)) if a.op in ops and a.stage == stage]
-            for (_, late), (index, early) in pairwise(runs):
-                if late > early:
-                    reason = f"{what} {stage} run microbatch {late} before {early}; expected ascending order"
-                    raise schedule_error_at(f"{schedule.name}: rank {rank}: {reason}", schedule.orders, rank, index)
+    rules = [((F,), "forwards of the last stage", schedule.stages - 1)]
+    if weight_order != "any" and (weight_order or schedule.name not in OWN_WEIGHT_ORDER):
+        stages = schedule.placement.stages_of(rank)
+        rules += [((W, BW), "weight gradients of stage", stage) for stage in stages]  # type: ignore[misc]
+    for ops, what, stage in rules:
+        steps = enumerate(schedule.orders[rank])
+        runs = [(i, a.microbatch) for i, s in steps for a in flatten((s,)) if a.op in ops and a.stage == stage]
+        for (_, later), (index, earlier) in pairwise(runs):
+            if later > earlier:
+                reason = f"{what} {stage} run microbatch {later} before {earlier}; expected ascending order"
+                raise schedule_error_at(f"{schedule.name}: rank {rank}: {reason}", schedule.orders, rank, index)
 
 
 def _check_messages(schedule: Schedule) -> None:
     """Requires exactly the messages that the passes need, received on every channel in the order of the sends."""
-    sent, received, expected = (defaultdict[Channel, list[Message]](list) for _ in range(3))
+    sent, received, expected = (defaultdict[tuple[int, int], list[Action]](list) for _ in range(3))
     for rank, order in enumerate(schedule.orders):
-        routes = routes_of(schedule, rank)
-        for (op, stage), (channel, receive, at) in routes.items():
+        routes = {key: route for key, route in routes_of(schedule, rank).items() if route[0] != route[1]}
+        for (op, stage), (source, destination, target) in routes.items():
             if op in SENDS:
-                expected[channel] += [(receive, at, m) for m in schedule.microbatches_of(stage, rank)]
+                receives = (Action(MESSAGE_OPS[op], target, m) for m in schedule.microbatches_of(stage, rank))
+                expected[source, destination] += receives
         for index, step in enumerate(order):
             if step[0] in MESSAGES:
                 op, stage, microbatch = step
-                route = routes.get((op, stage))  # type: ignore[arg-type]
-                if route is None:
+                if (op, stage) not in routes:
                     reason = "no such stage here, or the other side is on the same rank"
                     raise _error_at(schedule, rank, index, f"{step} is not a message of this rank: {reason}")
-                lane = (sent if op in SENDS else received)[route.channel]
-                lane.append((route.receive, route.stage, microbatch))  # type: ignore[arg-type]
+                source, destination, target = routes[op, stage]  # type: ignore[index]
+                messages, at = (sent, target) if op in SENDS else (received, stage)
+                messages[source, destination].append(Action(MESSAGE_OPS[op], at, microbatch))  # type: ignore
     for channel in {**expected, **sent, **received}:
-        there, here, due = sent[channel], received[channel], expected[channel]
-        if there != here or len(there) != len(due) or set(there) != set(due):
-            raise ScheduleError(f"{schedule.name}: channel {channel[0]} -> {channel[1]}: {_fault(there, here, due)}")
+        for side, actual in (("sent", sent[channel]), ("received", received[channel])):
+            if len(actual) != len(expected[channel]) or {*actual} != {*expected[channel]}:
+                what = _difference(actual, expected[channel])
+                raise ScheduleError(f"{schedule.name}: channel {channel[0]} -> {channel[1]}: {what} among those {side}")
+        for place, (one, other) in enumerate(zip(sent[channel], received[channel], strict=True)):
+            if one != other:
+                what = f"message {place} is that for {one}, but that for {other} is posted for it"
+                raise ScheduleError(f"{schedule.name}: channel {channel[0]} -> {channel[1]}: {what}")
 
 
-def _fault(sent: Sequence[Message], received: Sequence[Message], due: Sequence[Message]) -> str:
-    for what, found in (("SEND", sent), ("RECV", received)):
-        missing, surplus = Counter(due) - Counter(found), Counter(found) - Counter(due)
-        for message, problem in ((next(iter(missing), None), "is missing"), (next(iter(surplus), None), "is surplus")):
-            if message is not None:
-                return f"the {what} of {Action(*message)} {problem}"
-    place = next(i for i, (one, other) in enumerate(zip(sent, received, strict=True)) if one != other)
-    return f"message {place} is {Action(*sent[place])}, but {Action(*received[place])} is posted for it"
+def _difference(actions: Sequence[Step], expected: Sequence[Step]) -> str:
+    """Returns the first action that is missing or too much."""
+    for missing in Counter(expected) - Counter(actions):
+        return f"{missing} is missing"
+    return f"{next(iter(Counter(actions) - Counter(expected)))} is surplus"
+
+
+def _check_collectives(schedule: Schedule) -> None:
+    """Requires every collective once on every shard, and the exchanges around all other steps, all in one order."""
+    shards = {schedule.rank_of(shard, 0): shard for shard in schedule.shards}
+    kinds = collectives_of(schedule) if shards else ()
+    exchanges = {step[0] for step in schedule.orders[0] if step[0] in EXCHANGES}
+    first: list[tuple[Any, ...]] = []
+    for rank, order in enumerate(schedule.orders):
+        where = f"{schedule.name}: rank {rank}"
+        posted = [step for step in order if step[0] in COLLECTIVES]
+        expected = [Action(op, shards[rank], m) for op in kinds for m in range(schedule.microbatches) if rank in shards]
+        if Counter(posted) != Counter(expected):
+            raise ScheduleError(f"{where}: {_difference(posted, expected)} among the collectives of the shards")
+        first = first or [(step[0], step[2]) for step in posted]  # type: ignore[misc]
+        for step, place in zip(posted, first, strict=False):
+            if (step[0], step[2]) != place:  # type: ignore[misc]
+                what = f"{step} is posted where another rank posts {place[0]} of microbatch {place[1]}"
+                raise schedule_error_at(f"{where}: {what}", schedule.orders, rank, order.index(step))
+        within = [step for step in order if step[0] not in EXCHANGES]
+        ops, due = ([step[0] for step in steps] for steps in (order, with_exchanges(rank, within, exchanges)))
+        for index, (op, expected_op) in enumerate(zip_longest(ops, due)):
+            if op != expected_op:
+                what = "all ranks run the same exchanges, each once, in the order of the table, around all other steps"
+                raise _error_at(schedule, rank, min(index, len(order) - 1), what)
 
 
 def _receive_buffers(schedule: Schedule, rank: int) -> int:
     """Returns the most receives that are posted and whose consumer has not run yet."""
     change: dict[tuple[str, int], int] = {}
-    for op, stage in routes_of(schedule, rank):
-        if op in RECEIVES:
+    for (op, stage), (source, destination, _) in routes_of(schedule, rank).items():
+        if op in RECEIVES and source != destination:
             change[op, stage] = 1
-            for user in COMPUTE_OPS:
-                if result_of(user) == MESSAGE_OPS[op].payload:
-                    change[user, stage] = change.get((user, stage), 0) - 1
+            change |= {(user, stage): -1 for user in COMPUTE_OPS if result_of(user) == MESSAGE_OPS[op]}
     actions = flatten(schedule.orders[rank])
     return max(accumulate(change.get((op, stage), 0) for op, stage, _ in actions), default=0)
-
-
-def _check_memory(schedule: Schedule, costs: Costs, limit: float | None) -> tuple[float, ...]:
-    peaks = peak_memory(schedule, costs)
-    for rank, peak in enumerate(peaks if limit is not None else ()):
-        if peak > limit * (1 + 1e-9):  # type: ignore[operator]  # sums of floats differ in their last bits
-            index = first_beyond(schedule.orders[rank], costs, limit)  # type: ignore[arg-type]
-            message = f"{schedule.name}: rank {rank} needs {peak} of memory; the limit is {limit}, exceeded here"
-            raise schedule_error_at(message, schedule.orders, rank, index)
-    return peaks

@@ -17,15 +17,7 @@ def peak_memory(schedule: Schedule, costs: Costs) -> tuple[float, ...]:
 
 
 def deltas(order: Sequence[Step], costs: Costs) -> list[float]:
-    """The change of memory with each action of one rank, pairs opened forward first."""
+    """Returns the change of memory with each action of one rank, pairs opened forward first."""
     actions = flatten(order)
     change = {op: costs.added(op) for op in {action[0] for action in actions}}
     return [change[op][stage] for op, stage, _ in actions]
-
-
-def first_beyond(order: Sequence[Step], costs: Costs, limit: float) -> int:
-    """Index of the first step of one rank after which it holds more than `limit`."""
-    sizes = [len(flatten((step,))) for step in order]
-    owner = [index for index, size in enumerate(sizes) for _ in range(size)]
-    held = accumulate(deltas(order, costs))
-    return next(index for index, amount in zip(owner, held, strict=True) if amount > limit)

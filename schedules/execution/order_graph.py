@@ -18,13 +18,7 @@ from typing import NamedTuple
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COLLECTIVES, COMPUTE, EXCHANGES, SENDS, Action, B, Pair, S, Step, W
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.dependencies import (
-    SEND_OF,
-    awaited,
-    needs,
-    other_end,
-    target,
-)
+from zbcompile.schedules.ir.dependencies import needs, routes_of, shard_dependencies
 from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, OPS
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 
@@ -50,12 +44,7 @@ class EdgeKind(NamedTuple):
         return costs.comm if self.kind == "shards" else 0
 
 
-class NodeInput(NamedTuple):
-    """An input of an operation: the `op` result of `stage` for the same microbatch, and its link."""
-
-    op: str
-    stage: int
-    link: EdgeKind
+LOCAL, SHARDS, RENDEZVOUS = EdgeKind("local"), EdgeKind("shards"), EdgeKind("rendezvous")
 
 
 class OrderGraph:
@@ -69,22 +58,24 @@ class OrderGraph:
     def __init__(self, schedule: Schedule) -> None:
         require_schedule(schedule)
         require_steps(schedule)
-        self.schedule, orders = schedule, schedule.orders
-        self.lowered = schedule.is_lowered
+        self.schedule = schedule
         self.first = [0]
-        for order in orders:
+        for order in schedule.orders:
             self.first.append(self.first[-1] + len(order))
-        self.steps: list[Step] = [step for order in orders for step in order]
-        self.links: list[EdgeKind] = []
+        self.steps: list[Step] = [step for order in schedule.orders for step in order]
         self.inputs: list[tuple[tuple[int, int], ...]] = []
         self._link_numbers: dict[EdgeKind, int] = {}
         self._nodes: dict[tuple[str, int], list[int]] = {}  # by operation and stage, then by microbatch
+        self._none = [MISSING] * schedule.microbatches
         try:
             self._number_nodes()
-            self._connect(orders)
+            self._routes = [routes_of(schedule, rank) for rank in range(schedule.ranks)]
+            self._shard_needs = shard_dependencies(schedule, schedule.is_lowered)
+            self._connect()
         except (KeyError, IndexError, TypeError, ValueError):
             what = "an order has a step that its rank cannot run; `check` says which and why"
-            raise ScheduleError(f"{self.schedule.name}: {what}") from None
+            raise ScheduleError(f"{schedule.name}: {what}") from None
+        self.links = list(self._link_numbers)
 
     def rank(self, node: int) -> int:
         """Returns the rank of a node; that of a barrier is -1."""
@@ -106,122 +97,101 @@ class OrderGraph:
 
     def times(self, costs: Costs) -> list[float]:
         """Returns the time of every node."""
-        known = {(op, stage): time for op in COMPUTE for stage, time in enumerate(costs.times(op))}
-        pairs: dict[tuple[int, int, str, str], float] = {}
-        times: list[float] = []
-        for step in self.steps:
+        times = {(op, stage): time for op in COMPUTE for stage, time in enumerate(costs.times(op))}
+        pair_times: dict[tuple[str, int, str, int], float] = {}
+        result: list[float] = []
+        for step in self.steps[: self.first[-1]]:
             if step.__class__ is Pair:
                 (op, stage, _), (other_op, other, _) = step
-                key = (stage, other, other_op, op)
-                if key not in pairs:
-                    pairs[key] = costs.pair_time(*key)
-                times.append(pairs[key])
+                pair = (op, stage, other_op, other)
+                if pair not in pair_times:
+                    pair_times[pair] = costs.pair_time(*pair)
+                result.append(pair_times[pair])
             else:
-                times.append(known.get((step[0], step[1]), 0))  # type: ignore[arg-type]
-        times[self.first[-1] :] = [0] * (len(times) - self.first[-1])
-        return times
+                result.append(times.get((step[0], step[1]), 0))  # type: ignore[arg-type]
+        return result + [0] * (len(self.steps) - len(result))
 
     def _number_nodes(self) -> None:
-        count = self.schedule.microbatches
         nodes = self._nodes
         for n, step in enumerate(self.steps):
             for op, stage, microbatch in step if step.__class__ is Pair else (step,):  # type: ignore[misc]
-                event = _EVENT.get(op, op)
-                if (event, stage) not in nodes:
-                    nodes[event, stage] = [MISSING] * count
+                result = B if op == BW else op
+                if (result, stage) not in nodes:
+                    nodes[result, stage] = self._none[:]
                 if microbatch < 0:
                     raise IndexError
-                nodes[event, stage][microbatch] = n
+                nodes[result, stage][microbatch] = n
 
-    def _connect(self, orders: Sequence[Sequence[Step]]) -> None:
-        none = self._none = [MISSING] * self.schedule.microbatches
-        barriers = self._add_barriers()
-        for rank, order in enumerate(orders):
+    def _connect(self) -> None:
+        schedule, numbers = self.schedule, self._link_numbers
+        barriers: dict[str, list[int]] = {}  # by operation that every shard must have run, the node of each microbatch
+        for op in dict.fromkeys(self._shard_needs.values()):
+            barriers[op] = [*range(len(self.steps), len(self.steps) + schedule.microbatches)]
+            self.steps += [Action(op, schedule.shards[0], m) for m in range(schedule.microbatches)]
+        for rank, order in enumerate(schedule.orders):
             rules: dict[tuple[str, int], list[tuple[list[int], int]]] = {}
             for n, step in enumerate(order, self.first[rank]):
-                found: list[tuple[int, int]] = []
+                inputs: list[tuple[int, int]] = []
                 for op, stage, microbatch in step if step.__class__ is Pair else (step,):  # type: ignore[misc]
                     rule = rules.get((op, stage))
                     if rule is None:
-                        needed = self._needs(rank, op, stage)
-                        rule = [(self._nodes.get((o, s), none), self._number(link)) for o, s, link in needed]
-                        if (op, stage) in self._awaits:
-                            rule.append((barriers[self._awaits[op, stage]], self._number(EdgeKind("shards"))))
-                        rules[op, stage] = rule
+                        rule = rules[op, stage] = [
+                            (self._nodes.get((o, s), self._none), numbers.setdefault(link, len(numbers)))
+                            for o, s, link in self._needs(rank, op, stage)
+                        ]
+                        if (op, stage) in self._shard_needs:
+                            barrier = barriers[self._shard_needs[op, stage]]
+                            rule.append((barrier, numbers.setdefault(SHARDS, len(numbers))))
                     for table, link in rule:
                         made = table[microbatch]
                         if made != n or op != W:  # a W may run beside its own B
-                            found.append((made, link))
-                self.inputs.append(tuple(found))
-        local = self._number(EdgeKind("local"))
-        for step in self.steps[self.first[-1] :]:
-            assert isinstance(step, Action)
-            tables = [self._nodes.get((step.op, shard), none) for shard in self.schedule.shards]
-            self.inputs.append(tuple((table[step.microbatch], local) for table in tables))
-
-    def _add_barriers(self) -> dict[str, list[int]]:
-        """Appends one node per microbatch for each operation of which something awaits every shard."""
-        schedule = self.schedule
-        self._awaits = awaited(schedule, self.lowered) if schedule.shards else {}
-        barriers: dict[str, list[int]] = {}
-        for op in dict.fromkeys(self._awaits.values()):
-            barriers[op] = [*range(len(self.steps), len(self.steps) + schedule.microbatches)]
-            self.steps += [Action(op, schedule.shards[0], m) for m in range(schedule.microbatches)]
-        return barriers
-
-    def _number(self, link: EdgeKind) -> int:
-        if link not in self._link_numbers:
-            self._link_numbers[link] = len(self.links)
-            self.links.append(link)
-        return self._link_numbers[link]
+                            inputs.append((made, link))
+                self.inputs.append(tuple(inputs))
+        local = numbers.setdefault(LOCAL, len(numbers))
+        for op, nodes in barriers.items():
+            tables = [self._nodes.get((op, shard), self._none) for shard in schedule.shards]
+            self.inputs += [tuple((table[m], local) for table in tables) for m in range(len(nodes))]
 
     def needed_by(self, node: int) -> Iterator[tuple[Action, int]]:
         """Yields the actions that a node of a rank waits for, each with its node; of a barrier those of every shard."""
         step, rank = self.steps[node], self.rank(node)
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
-            found = [need[:2] for need in self._needs(rank, op, stage)]
-            if (op, stage) in self._awaits:
-                found += [(self._awaits[op, stage], shard) for shard in self.schedule.shards]
-            for other, at in found:
-                made = self._nodes.get((other, at), self._none)[microbatch]
+            needed = [(other, origin) for other, origin, _ in self._needs(rank, op, stage)]
+            if (op, stage) in self._shard_needs:
+                needed += [(self._shard_needs[op, stage], shard) for shard in self.schedule.shards]
+            for other, origin in needed:
+                made = self._nodes.get((other, origin), self._none)[microbatch]
                 if made != node or op != W:
-                    yield self._as_run(Action(other, at, microbatch), made), made
+                    runs = self.steps[made] if made != MISSING else ()
+                    is_fused = Action(BW, origin, microbatch) in (runs, *runs) and other == B
+                    yield Action(BW if is_fused else other, origin, microbatch), made
 
-    def _as_run(self, action: Action, node: int) -> Action:
-        """Returns B or BW, whichever the node runs."""
-        step = self.steps[node] if node != MISSING else action
-        actions = step if isinstance(step, Pair) else (step,)
-        return next((each for each in actions if (_EVENT.get(each.op, each.op), *each[1:]) == action), action)
-
-    def _needs(self, rank: int, op: str, stage: int) -> Iterator[NodeInput]:
-        """Yields what `op` on `stage` of `rank` waits for, without the barriers over the vocabulary shards."""
-        if op not in EXCHANGES and stage not in self.schedule.placement.stages_of(rank):
+    def _needs(self, rank: int, op: str, stage: int) -> Iterator[tuple[str, int, EdgeKind]]:
+        """Yields what `op` on `stage` of `rank` waits for without barriers: operation, stage and link."""
+        schedule, routes = self.schedule, self._routes[rank]
+        if op not in EXCHANGES and stage not in schedule.placement.stages_of(rank):
             raise KeyError
-        schedule, local = self.schedule, EdgeKind("local")
-        stages, beside = schedule.stages, schedule.placement.rank_beside
         if op in SENDS:
-            yield NodeInput(MESSAGE_OPS[op].payload, stage, local)
-            if (there := target(op, stage, stages)) is not None:
-                yield NodeInput(other_end(op), there, EdgeKind("rendezvous"))
+            payload = MESSAGE_OPS[op]
+            yield payload, stage, LOCAL
+            yield f"RECV_{payload}", routes[op, stage].stage, RENDEZVOUS
         elif op in COLLECTIVES:
-            made = needs(op, stage, stages)
-            yield from (NodeInput(other, at, local) for other, at in made if schedule.rank_of(at, 0) == rank)
+            for result, origin in needs(op, stage, schedule.stages):
+                if schedule.rank_of(origin, 0) == rank:
+                    yield result, origin, LOCAL
         elif op == S:
-            made = () if self.lowered else needs(op, stage, stages)
-            yield from (NodeInput(other, at, EdgeKind("shards")) for other, at in made)
+            if not schedule.is_lowered:
+                yield from ((result, origin, SHARDS) for result, origin in needs(op, stage, schedule.stages))
         elif op in COMPUTE_OPS:  # `check` proves the place of all others in the order of their rank
-            for other, origin in needs(op, stage, stages):
-                source_rank = beside(rank, stage, origin)
-                if source_rank == rank:
-                    yield NodeInput(other, origin, local)
+            for result, origin in needs(op, stage, schedule.stages):
+                source = rank if origin == stage else routes[f"RECV_{result}", stage].source
+                if source == rank:
+                    yield result, origin, LOCAL
                 else:
-                    link = EdgeKind("message", min(stage, origin), source_rank, rank)
-                    yield NodeInput(SEND_OF[other] if self.lowered else other, origin, link)
+                    made_by = f"SEND_{result}" if schedule.is_lowered else result
+                    yield made_by, origin, EdgeKind("message", min(stage, origin), source, rank)
         elif op not in OPS:
             raise KeyError(op)
-
-
-_EVENT = {BW: B}
 
 
 class NodeTimes(NamedTuple):
@@ -293,10 +263,10 @@ def require_steps(schedule: Schedule) -> None:
         counts = f"{len(schedule.orders)} orders for {schedule.ranks} ranks"
         raise ScheduleError(f"{schedule.name}: {counts}; expected one per rank")
     for rank, order in enumerate(schedule.orders):
-        if not set(map(type, order)) <= {Action, Pair}:
-            index, step = next((i, step) for i, step in enumerate(order) if type(step) not in (Action, Pair))
-            what = f"{step!r} is not a step; expected Action(op, stage, microbatch) or a Pair"
-            raise ScheduleError(f"{schedule.name}: rank {rank}, step {index}: {what}")
+        for index, step in enumerate(order if {*map(type, order)} - {Action, Pair} else ()):
+            if type(step) not in (Action, Pair):
+                what = f"{step!r} is not a step; expected Action(op, stage, microbatch) or a Pair"
+                raise ScheduleError(f"{schedule.name}: rank {rank}, step {index}: {what}")
 
 
 def require_stages(schedule: Schedule, costs: Costs) -> None:

@@ -19,17 +19,16 @@ def dualpipe(task: Task, rank: int) -> Order:
     Microbatches below m/2 enter at rank 0 (copy 0), the others at rank p-1 (copy 1). Idle time with F = T_B:
     (p/2-1)(F&B + T_B+T_W - 3 T_W), F&B the time of a pair; peak p+1 activations; twice the parameters. The gradients
     of a stage add up copy by copy. On 2 ranks, 4 microbatches (microbatches 2 and 3 run through copy 1, whose stage 0
-    lives on rank 1)::
+    is on rank 1)::
 
         F0.0  F1.2  F0.1  BW1.2  (F1.3|BW0.0)  BW1.3  B0.1  W0.1
         F0.2  F1.0  F0.3  BW1.0  (F1.1|BW0.2)  BW1.1  B0.3  W0.3
     """
     half, p = task.microbatches // 2, task.ranks
-    mirrored = p - 1 - rank
-    first_copy, second_copy = rank, mirrored
+    first_copy, second_copy = rank, p - 1 - rank
     near, far = (first_copy, second_copy) if rank < p // 2 else (second_copy, first_copy)
     write = Writer(half, first={second_copy: half})
-    return _phases(write, (near, far), half, turn=p // 2, depth=min(rank, mirrored))
+    return _phases(write, near, far, half, turn=p // 2, depth=min(first_copy, second_copy))
 
 
 @each_rank
@@ -45,13 +44,12 @@ def dualpipe_v(task: Task, rank: int) -> Order:
         (F3.2|BW0.0)  BW3.2         (F3.3|BW0.1)         BW3.3  B0.2  W0.2  B0.3  W0.3
         (F2.2|BW1.0)  (F1.3|BW2.1)  (F2.3|BW1.1)  BW2.2  BW1.2  B2.3  B1.3  W2.3  W1.3
     """
-    sides = rank, 2 * task.ranks - 1 - rank
-    return _phases(Writer(task.microbatches), sides, task.microbatches, turn=task.ranks, depth=rank)
+    near, far = rank, 2 * task.ranks - 1 - rank
+    return _phases(Writer(task.microbatches), near, far, task.microbatches, turn=task.ranks, depth=rank)
 
 
-def _phases(write: Writer, sides: tuple[int, int], microbatches: int, turn: int, depth: int) -> Order:
-    """`microbatches` through each of the `sides`, the near stage and the far one; phase numbers are DeepSeek's."""
-    near, far = sides
+def _phases(write: Writer, near: int, far: int, microbatches: int, turn: int, depth: int) -> Order:
+    """Writes `microbatches` through the near stage and the far one; phase numbers are DeepSeek's."""
     outer = turn - depth - 1
     for _ in range(2 * outer):  # 1
         write.f(near)
@@ -62,35 +60,21 @@ def _phases(write: Writer, sides: tuple[int, int], microbatches: int, turn: int,
         write.b(far)
         write.w()
         write.f(far)
-    _main(write, near, far, microbatches - 2 * turn + depth + 1, at_turn=outer == 0)  # 4
+    for index in range(microbatches - 2 * turn + depth + 1):  # 4
+        if outer == 0 and index == 0:  # at the turn the first backward needs the forward that it would be paired with
+            write.f(near)
+            write.bw(far)
+        else:
+            write.pair(near, far)
+        write.pair(far, near)
     for _ in range(outer):  # 5
         write.bw(far)
         write.pair(far, near)
-    _cool_down(write, near, far, depth)  # 6
+    for index in range(2 * (depth + 1)):  # 6: backwards, fused in their first half and split in the second
+        (write.bw if index <= depth else write.b)(near if index % 2 else far)
     for _ in range(outer):  # 7
         write.w()
         write.b(near)
     while write.pending:  # 8
         write.w()
     return tuple(write.order)
-
-
-def _main(write: Writer, near: int, far: int, count: int, at_turn: bool) -> None:
-    """Phase 4. On the rank at the turn, the first backward needs the forward that it would be paired with."""
-    for index in range(count):
-        if at_turn and index == 0:
-            write.f(near)
-            write.bw(far)
-        else:
-            write.pair(near, far)
-        write.pair(far, near)
-
-
-def _cool_down(write: Writer, near: int, far: int, depth: int) -> None:
-    """Phase 6: 2(depth+1) backwards, fused in their first half and split in the second."""
-    for index in range(2 * (depth + 1)):
-        stage = near if index % 2 else far
-        if index <= depth:
-            write.bw(stage)
-        else:
-            write.b(stage)

@@ -17,16 +17,14 @@ def interlaced(ranks: int, microbatches: int) -> Schedule:
     >>> check(interlaced(ranks=4, microbatches=8)).peak_memory
     (6, 4, 3, 1)
     """
-    orders = tuple(_order(ranks, rank, microbatches) for rank in range(ranks))
-    return Schedule("interlaced", Placement("linear", ranks), microbatches, orders, barriers=2)
-
-
-def _order(ranks: int, rank: int, microbatches: int) -> tuple[Step, ...]:
-    distance = ranks - 1 - rank
-    ahead, order = 1 + distance // 2, list[Step]()
-    for slot in range(-ahead, microbatches + distance):  # warm-up below 0, cool-down from `microbatches` on
-        if 0 <= slot < microbatches:
-            order += [Action(S, rank, slot), Action(T, rank, slot)]
-        passes = [Action(BW, rank, slot - distance), Action(F, rank, slot + ahead)]
-        order += [each for each in passes[:: -1 if distance % 2 else 1] if 0 <= each.microbatch < microbatches]
-    return tuple(order)
+    orders = []
+    for rank in range(ranks):
+        distance = ranks - 1 - rank
+        ahead, order = 1 + distance // 2, list[Step]()
+        for slot in range(-ahead, microbatches + distance):  # warm-up below 0, cool-down from `microbatches` on
+            if 0 <= slot < microbatches:
+                order += [Action(S, rank, slot), Action(T, rank, slot)]
+            passes = [Action(BW, rank, slot - distance), Action(F, rank, slot + ahead)]
+            order += [a for a in passes[:: -1 if distance % 2 else 1] if 0 <= a.microbatch < microbatches]
+        orders.append(tuple(order))
+    return Schedule("interlaced", Placement.named("linear", ranks), microbatches, tuple(orders), barriers=2)

@@ -1,9 +1,9 @@
-"""The pen of the generators: it knows which microbatch comes next, so that a generator reads like its paper."""
+"""Writes the order of one rank: keeps count of the next microbatch, so that a generator reads like its paper."""
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 from zbcompile.schedules.ir.actions import BW, Action, B, F, Pair, Step, W
+from zbcompile.schedules.ir.kinds import result_of
 
 
 class Writer:
@@ -20,54 +20,50 @@ class Writer:
 
     def __init__(self, microbatches: int, first: Mapping[int, int] | None = None) -> None:
         self.order: list[Step] = []
-        self._microbatches = microbatches
-        self._first = dict(first or {})
-        self._forwards: dict[int, int] = defaultdict(int, self._first)  # by stage, the next microbatch
-        self._backwards: dict[int, int] = defaultdict(int, self._first)
         self.pending: list[Action] = []  # weight gradients, oldest first
+        self._microbatches = microbatches
+        self._first = first or {}
+        self._counts: dict[tuple[str, int], int] = {}  # passes written, by result and stage
 
     def f(self, stage: int) -> None:
-        """The next forward of `stage`."""
-        self.order.append(self._forward(stage))
+        """Adds the next forward of `stage`."""
+        self.order.append(self._next(F, stage))
 
     def b(self, stage: int) -> None:
-        """The next input gradient of `stage`; its weight gradient becomes pending."""
-        microbatch = self._backward(stage)
-        self.pending.append(Action(W, stage, microbatch))
-        self.order.append(Action(B, stage, microbatch))
+        """Adds the next input gradient of `stage`; its weight gradient becomes pending."""
+        self.order.append(self._next(B, stage))
+        self.pending.append(Action(W, *self.order[-1][1:]))  # type: ignore[arg-type]
 
     def w(self, stage: int | None = None) -> None:
-        """The oldest pending weight gradient, or the oldest of `stage`."""
-        at = next(i for i, action in enumerate(self.pending) if stage in (None, action.stage))
-        self.order.append(self.pending.pop(at))
+        """Adds the oldest pending weight gradient, or the oldest of `stage`."""
+        oldest = next(action for action in self.pending if stage in (None, action.stage))
+        self.pending.remove(oldest)
+        self.order.append(oldest)
 
     def bw(self, stage: int) -> None:
-        """The next backward of `stage`, fused."""
-        self.order.append(Action(BW, stage, self._backward(stage)))
+        """Adds the next backward of `stage`, fused."""
+        self.order.append(self._next(BW, stage))
 
     def pair(self, forward_stage: int, backward_stage: int) -> None:
-        """The next forward of one stage together with the next fused backward of another."""
-        forward = self._forward(forward_stage)
-        self.order.append(Pair(forward, Action(BW, backward_stage, self._backward(backward_stage))))
+        """Adds the next forward of one stage together with the next fused backward of another."""
+        self.order.append(Pair(self._next(F, forward_stage), self._next(BW, backward_stage)))
 
     def flush(self, *stages: int) -> None:
-        """All pending weight gradients, stage by stage."""
+        """Adds all pending weight gradients, stage by stage."""
         for stage in stages:
-            for _ in [action for action in self.pending if action.stage == stage]:
-                self.w(stage)
+            self.order += [action for action in self.pending if action.stage == stage]
+            self.pending = [action for action in self.pending if action.stage != stage]
 
     def has_f(self, stage: int) -> bool:
-        return self._forwards[stage] < self._first.get(stage, 0) + self._microbatches
+        """Returns whether a forward of `stage` is left."""
+        return self._counts.get((F, stage), 0) < self._microbatches
 
     def has_b(self, stage: int) -> bool:
-        return self._backwards[stage] < self._first.get(stage, 0) + self._microbatches
+        """Returns whether a backward of `stage` is left."""
+        return self._counts.get((B, stage), 0) < self._microbatches
 
-    def _forward(self, stage: int) -> Action:
-        microbatch = self._forwards[stage]
-        self._forwards[stage] = microbatch + 1
-        return Action(F, stage, microbatch)
-
-    def _backward(self, stage: int) -> int:
-        microbatch = self._backwards[stage]
-        self._backwards[stage] = microbatch + 1
-        return microbatch
+    def _next(self, op: str, stage: int) -> Action:
+        key = (result_of(op), stage)
+        count = self._counts.get(key, 0)
+        self._counts[key] = count + 1
+        return Action(op, stage, self._first.get(stage, 0) + count)

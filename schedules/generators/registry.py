@@ -5,10 +5,10 @@
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
@@ -20,9 +20,11 @@ from zbcompile.schedules.ir.placement import Placement, require_count
 from zbcompile.schedules.ir.schedule import Schedule
 
 
-@dataclass(frozen=True)
-class MicrobatchRule:
-    """Which numbers of microbatches a schedule admits on `ranks` ranks (`holds`), in words (`text`)."""
+class MicrobatchRule(NamedTuple):
+    """`holds(ranks, microbatches)` says which numbers of microbatches a schedule admits, `text` describes them.
+
+    Every rule is periodic in 2 x ranks or holds from 2 x ranks on.
+    """
 
     text: str
     holds: Callable[[int, int], bool]
@@ -44,50 +46,54 @@ WIDE_AND_EVEN = MicrobatchRule(
 class Family:
     """One name of the registry.
 
-    `chunks` is how many stages a rank holds by default, `free_chunks` whether another number is allowed; `options` are
-    the keywords that `build` hands on to the generator. `generate` is None if the order is searched.
+    `options` are the keywords that `build` passes to the generator. `generate` is None if the order is searched.
     """
 
     name: str
     generate: Generator | None
     placement: str = "linear"
-    chunks: int = 1
-    free_chunks: bool = False
     rule: MicrobatchRule = ANY_COUNT
     options: tuple[str, ...] = ()
-    aliases: tuple[str, ...] = ()
+    alias: str = ""
+
+    @property
+    def chunks(self) -> int:
+        """The default number of stages per rank."""
+        return 2 if self.placement in ("looped", "v") else 1
+
+    @property
+    def free_chunks(self) -> bool:
+        """Whether another number is allowed."""
+        return self.placement == "looped"
 
 
-def _interleaved(name: str, generate: Generator, *aliases: str) -> Family:
-    return Family(
-        name, generate, "looped", chunks=2, free_chunks=True, rule=EVEN_GROUPS, options=("group",), aliases=aliases
-    )
-
-
+GROUP = ("group",)
 FAMILIES = (
     Family("gpipe", gpipe_1f1b.gpipe),
-    Family("1f1b", gpipe_1f1b.one_f_one_b, aliases=("pipedream-flush",)),
+    Family("1f1b", gpipe_1f1b.one_f_one_b, alias="pipedream-flush"),
     Family("1f1b-overlap", gpipe_1f1b.overlapped_one_f_one_b),
-    _interleaved("interleaved-1f1b", interleaved.interleaved_one_f_one_b),
-    _interleaved("interleaved-1f1b-overlap", interleaved.overlapped_interleaved),
-    Family("looped-bfs", gpipe_1f1b.looped_bfs, "looped", chunks=2, free_chunks=True),
+    Family("interleaved-1f1b", interleaved.interleaved_one_f_one_b, "looped", EVEN_GROUPS, GROUP),
+    Family("interleaved-1f1b-overlap", interleaved.overlapped_interleaved, "looped", EVEN_GROUPS, GROUP),
+    Family("looped-bfs", gpipe_1f1b.looped_bfs, "looped"),
     Family("zb-h1", zb_h.zb_h1),
     Family("zb-h1-lazy", zb_h.zb_h1_lazy, options=("exact",)),
     Family("zb-h2", zb_h.zb_h2),
-    Family("zb-1p", zb_auto.zb_1p, options=()),
-    Family("zb-2p", zb_auto.zb_2p, options=()),
-    _interleaved("interleaved-zb", interleaved.interleaved_zero_bubble, "interleaved-zero-bubble"),
-    Family("zb-v", zb_v.zb_v, placement="v", chunks=2, aliases=("zbv-zero-bubble",)),
-    Family("v-half", v_half_v_min.v_half, placement="v", chunks=2),
-    Family("v-min", v_half_v_min.v_min, placement="v", chunks=2),
-    Family("dualpipe", dualpipe.dualpipe, placement="dual", rule=WIDE_AND_EVEN),
-    Family("dualpipe-v", dualpipe.dualpipe_v, placement="v", chunks=2, rule=WIDE),
+    Family("zb-1p", zb_auto.zb_1p),
+    Family("zb-2p", zb_auto.zb_2p),
+    Family(
+        "interleaved-zb", interleaved.interleaved_zero_bubble, "looped", EVEN_GROUPS, GROUP, "interleaved-zero-bubble"
+    ),
+    Family("zb-v", zb_v.zb_v, "v", alias="zbv-zero-bubble"),
+    Family("v-half", v_half_v_min.v_half, "v"),
+    Family("v-min", v_half_v_min.v_min, "v"),
+    Family("dualpipe", dualpipe.dualpipe, "dual", WIDE_AND_EVEN),
+    Family("dualpipe-v", dualpipe.dualpipe_v, "v", WIDE),
 )
-AUTO = Family("auto", None, "looped", chunks=2, free_chunks=True)  # or v
+AUTO = Family("auto", None, "looped")  # or v
 
 
 def names() -> tuple[str, ...]:
-    """The canonical names of all schedules.
+    """Returns the canonical names of all schedules.
 
     >>> "zb-v" in names()
     True
@@ -96,21 +102,22 @@ def names() -> tuple[str, ...]:
 
 
 def find(name: str) -> Family:
-    """The family called `name` in any spelling; raises `ScheduleError` with the nearest names."""
-    spelled, known = _spelling(name), _known()
-    if spelled in known:
-        return known[spelled]
-    near = [known[match].name for match in difflib.get_close_matches(spelled, known, n=3, cutoff=0.5)]
+    """Returns the family called `name` in any spelling; raises `ScheduleError` with the nearest names."""
+    spelled, families = _normalize(name), _families_by_spelling()
+    if spelled in families:
+        return families[spelled]
+    near = [families[match].name for match in difflib.get_close_matches(spelled, families, n=3, cutoff=0.5)]
     hint = f"did you mean {' or '.join(dict.fromkeys(near))}?" if near else f"known names: {', '.join(names())}"
     raise ScheduleError(f"no schedule is called {name!r}; {hint}")
 
 
 @cache
-def _known() -> dict[str, Family]:
-    return {_spelling(alias): family for family in (*FAMILIES, AUTO) for alias in (family.name, *family.aliases)}
+def _families_by_spelling() -> dict[str, Family]:
+    spellings = ((_normalize(text), family) for family in (*FAMILIES, AUTO) for text in (family.name, family.alias))
+    return {spelling: family for spelling, family in spellings if spelling}
 
 
-def _spelling(name: str) -> str:
+def _normalize(name: str) -> str:
     return "".join(c for c in str(name).lower() if c.isalnum()).removeprefix("schedule")
 
 
@@ -125,59 +132,45 @@ def build_named(
 ) -> Schedule:
     """Returns the schedule of a family that a rule generates; arguments and errors as of `build`."""
     assert family.generate is not None
-    placement = placement_of(family, ranks, chunks)
+    placement, group = placement_of(family, ranks, chunks), options.get("group")
     require_count("microbatches", microbatches)
-    require_limit(memory_limit)
-    if options.get("group") is None and not family.rule.holds(ranks, microbatches):
-        raise ScheduleError(_inadmissible(family, ranks, microbatches))
-    require_options(family, options)
-    if options.get("group") is not None:
-        require_count("group", options["group"])
+    if group is not None:
+        require_count("group", group)
+    elif not family.rule.holds(ranks, microbatches):
+        near = [_next_admitted(family, ranks, microbatches, step) for step in (-1, 1)]
+        known = " and ".join(str(count) for count in near if count)
+        hint = f"the nearest that work: {known}" if known else f"no number works on {ranks} ranks"
+        counts = f"{microbatches} microbatches on {ranks} ranks"
+        raise ScheduleError(f"{family.name}: {counts}; it admits {family.rule.text}; {hint}")
     if costs is not None and costs.stages != placement.stages:
         raise ScheduleError(f"{family.name}: costs of {costs.stages} stages for a schedule of {placement.stages}")
     task = Task(placement, microbatches, costs, memory_limit)
     schedule = Schedule(family.name, placement, microbatches, family.generate(task, **options))
-    if options.get("group") is not None:
+    if group is not None:
         run_to_end(schedule, task.costs_or_equal)  # a short last group can end in a deadlock
-    _require_within(schedule, task)
+    peaks = task.peaks(schedule.orders) if memory_limit is not None else (0,)
+    if max(peaks) > (memory_limit or 0) * (1 + 1e-9):  # sums of sizes count as equal up to rounding
+        raise ScheduleError(
+            f"{schedule.name}: rank {peaks.index(max(peaks))} holds {max(peaks)} at its peak, but memory_limit is "
+            f"{memory_limit}; raise the limit or choose a schedule that needs less (v-half, v-min)"
+        )
     return schedule
 
 
-def require_options(family: Family, options: Mapping[str, Any]) -> None:
-    """Raises `ScheduleError` for options that a family does not have."""
-    unknown = sorted(set(options) - set(family.options))
-    if unknown:
-        expected = f"expected {', '.join(family.options)}" if family.options else "it has none"
-        raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
-
-
 def require_limit(limit: Any) -> None:
-    """Raise `ScheduleError` unless `limit` can be a limit of memory; infinity is none."""
+    """Raises `ScheduleError` unless `limit` can be a limit of memory; infinity is none."""
     if limit is not None and limit != math.inf and not is_amount(limit):
         expected = "a number that is not negative, in the unit of the costs' activation"
         raise ScheduleError(f"memory_limit={limit!r:.80}; expected {expected}")
 
 
-def _require_within(schedule: Schedule, task: Task) -> None:
-    """Raise `ScheduleError` if a rank holds more than the task allows."""
-    if task.memory_limit is None:
-        return
-    peaks = task.peaks(schedule.orders)
-    rank = max(range(task.ranks), key=peaks.__getitem__)
-    if peaks[rank] > task.memory_limit * (1 + 1e-9):  # sums of sizes count as equal up to rounding
-        raise ScheduleError(
-            f"{schedule.name}: rank {rank} holds {peaks[rank]} at its peak, but memory_limit is {task.memory_limit}; "
-            "raise the limit or choose a schedule that needs less (v-half, v-min)"
-        )
-
-
 def admits(name: str, ranks: int, microbatches: int) -> bool:
-    """Whether `build` accepts these counts."""
+    """Returns whether `build` accepts these counts."""
     return ranks >= 1 and microbatches >= 1 and find(name).rule.holds(ranks, microbatches)
 
 
 def smallest_microbatches(name: str, ranks: int, at_least: int = 1, chunks: int | None = None) -> int:
-    """The smallest admitted number of microbatches that is not below `at_least`.
+    """Returns the smallest admitted number of microbatches that is not below `at_least`.
 
     Raises `ScheduleError` if no number is admitted on that many ranks.
 
@@ -186,32 +179,22 @@ def smallest_microbatches(name: str, ranks: int, at_least: int = 1, chunks: int 
     """
     family = find(name)
     placement_of(family, ranks, chunks)
-    for microbatches in range(max(1, at_least), max(1, at_least) + _horizon(ranks)):
-        if family.rule.holds(ranks, microbatches):
-            return microbatches
-    raise ScheduleError(
-        f"{family.name}: no number of microbatches works on {ranks} ranks: it admits {family.rule.text}"
-    )
+    microbatches = _next_admitted(family, ranks, max(1, at_least), 1)
+    if microbatches is None:
+        what = f"no number of microbatches works on {ranks} ranks: it admits {family.rule.text}"
+        raise ScheduleError(f"{family.name}: {what}")
+    return microbatches
 
 
-def _horizon(ranks: int) -> int:
-    """Every rule is periodic in 2 x ranks or holds from 2 x ranks on."""
-    return 4 * ranks + 2
-
-
-def _inadmissible(family: Family, ranks: int, microbatches: int) -> str:
-    holds, far = family.rule.holds, _horizon(ranks)
-    below = [m for m in range(microbatches - 1, max(0, microbatches - far), -1) if holds(ranks, m)]
-    above = [m for m in range(microbatches + 1, microbatches + far) if holds(ranks, m)]
-    nearest = [str(m) for m in below[:1] + above[:1]]
-    hint = f"the nearest that work: {' and '.join(nearest)}" if nearest else f"no number works on {ranks} ranks"
-    return f"{family.name}: {microbatches} microbatches on {ranks} ranks; it admits {family.rule.text}; {hint}"
+def _next_admitted(family: Family, ranks: int, microbatches: int, step: int) -> int | None:
+    """Returns the first admitted number of microbatches from this one on, up or down; None if there is none."""
+    counts = range(microbatches, max(0, microbatches + step * (4 * ranks + 2)), step)
+    return next((count for count in counts if family.rule.holds(ranks, count)), None)
 
 
 def placement_of(family: Family, ranks: int, chunks: int | None) -> Placement:
-    require_count("ranks", ranks)
-    chunks = family.chunks if chunks is None else chunks
-    require_count("chunks", chunks)
-    if chunks != family.chunks and not family.free_chunks:
+    """Returns the placement of a family; `chunks=None`: with its default number of stages per rank."""
+    if chunks is not None and chunks != family.chunks and not family.free_chunks:
+        require_count("chunks", chunks)
         raise ScheduleError(f"{family.name}: chunks={chunks}; a rank holds exactly {family.chunks} (leave it out)")
-    return Placement(family.placement, ranks, chunks)
+    return Placement.named(family.placement, ranks, family.chunks if chunks is None else chunks)

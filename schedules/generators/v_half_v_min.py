@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from zbcompile.schedules.generators.list_scheduler import Floor, begins, dispatch, spans
+from zbcompile.schedules.generators.list_scheduler import DispatchState, dispatch, spans, starts
 from zbcompile.schedules.generators.task import Orders, Task
 from zbcompile.schedules.ir.actions import Action, B, F, W
 from zbcompile.schedules.ir.placement import Placement
@@ -27,24 +27,24 @@ class Block(NamedTuple):
     b0: int
 
     def slots(self) -> dict[tuple[str, int], int]:
-        """Slot by (operation, chunk): W takes the first slot after its B that is free in every period."""
-        taken = {(F, 0): self.f0, (F, 1): self.f1, (B, 1): self.b1, (B, 0): self.b0}
+        """Returns the slot by operation and chunk: W takes the first one after its B that is free in every period."""
+        slots = {(F, 0): self.f0, (F, 1): self.f1, (B, 1): self.b1, (B, 0): self.b0}
         for chunk in (1, 0):
-            slot = taken[B, chunk] + 1
-            while slot % PERIOD in {other % PERIOD for other in taken.values()}:
+            slot = slots[B, chunk] + 1
+            while slot % PERIOD in {used % PERIOD for used in slots.values()}:
                 slot += 1
-            taken[W, chunk] = slot
-        return taken
+            slots[W, chunk] = slot
+        return slots
 
 
 def v_min_block(p: int, rank: int) -> Block:
-    """One slot per hop in all four directions (table 8)."""
+    """Returns one slot per hop in all four directions (table 8)."""
     gap = 0 if p % 3 else 2
     return Block(rank, 2 * p - 1 - rank, 2 * p + gap + rank, 4 * p + gap - 1 - rank)
 
 
 def v_half_block(p: int, rank: int) -> Block:
-    """Two slots per hop for F0 and B1, one for F1 and B0 (table 9)."""
+    """Returns two slots per hop for F0 and B1, one for F1 and B0 (table 9)."""
     gap = 0 if p % 2 else 3
     return Block(2 * rank, 3 * p - 2 - rank, 3 * p + gap - 1 + 2 * rank, 6 * p + gap - 2 - rank)
 
@@ -59,7 +59,7 @@ def v_min(task: Task) -> Orders:
               F1.0  F1.1        F4.0        F4.1  B4.0  W4.0  B4.1  B1.0  W1.0  B1.1  W4.1  W1.1
                     F2.0  F3.0  F2.1  F3.1              B3.0  B2.0  B3.1  B2.1  W3.0  W2.0  W3.1  W2.1
     """
-    return _from_block(task, v_min_block)
+    return _from_block(task, "v-min")
 
 
 def v_half(task: Task) -> Orders:
@@ -72,129 +72,88 @@ def v_half(task: Task) -> Orders:
               F1.0  F1.1        F4.0        F4.1  B4.0  W4.0  B4.1  B1.0  W4.1  B1.1  W1.0  W1.1
                     F2.0  F3.0  F2.1  F3.1              B3.0  B2.0  B3.1  B2.1  W3.0  W2.0  W3.1  W2.1
     """
-    return _from_block(task, v_half_block)
+    return _from_block(task, "v-half")
 
 
 BLOCKS: Mapping[str, Callable[[int, int], Block]] = {"v-min": v_min_block, "v-half": v_half_block}
 
 
 def repeated_with_barriers(name: str, placement: Placement, microbatches: int, barriers: int) -> Actions:
-    """The block of `name`, repeated, with room for the vocabulary's barriers: B1 and B0 come a period later for each.
+    """Returns the block of `name` for every microbatch, each rank sorted by slot.
 
-    Every barrier adds one microbatch to the peak (arXiv 2411.05288, section 5.3).
+    With room for the vocabulary's barriers: B1 and B0 come a period later for each, which adds one microbatch to the
+    peak (arXiv 2411.05288, section 5.3).
     """
-
-    def block(p: int, rank: int) -> Block:
-        plain = BLOCKS[name](p, rank)
-        return plain._replace(b1=plain.b1 + PERIOD * barriers, b0=plain.b0 + PERIOD * barriers)
-
-    return _repeated(placement, microbatches, block)
-
-
-def _from_block(task: Task, block: Callable[[int, int], Block]) -> Orders:
-    """Returns the order that is made at equal times, as published, whatever the costs."""
-    return _shortest_cool_down(replace(task, costs=None), block)
-
-
-def _shortest_cool_down(task: Task, block: Callable[[int, int], Block]) -> Orders:
-    """The block repeated, squeezed and reordered with the cool-down that makes the shortest step in the same memory.
-
-    The best cool-down does not depend on m once there is a steady state, so the search uses 3p microbatches.
-    """
-    small = replace(task, microbatches=min(task.microbatches, 3 * task.ranks))
-    squeezed = _squeezed(small, block)
-    made = {size: _reordered(small, squeezed, size) for size in (0, task.ranks // 2, task.ranks // 2 + 1)}
-    limit = max(small.peaks(made[0]))
-    best = min(
-        (size for size in made if max(small.peaks(made[size])) <= limit), key=lambda size: spans(small, made[size])
-    )
-    return made[best] if small == task else _reordered(task, _squeezed(task, block), best)
-
-
-class _SqueezedBlock(NamedTuple):
-    """The repeated block, when its actions begin if each rank runs them as early as it can, and its peak."""
-
-    orders: Actions
-    begins: Mapping[Action, float]
-    peak: float
-
-
-def _squeezed(task: Task, block: Callable[[int, int], Block]) -> _SqueezedBlock:
-    orders = _repeated(task.placement, task.microbatches, block)
-    return _SqueezedBlock(orders, begins(task, orders), max(task.peaks(orders)))
-
-
-def _reordered(task: Task, squeezed: _SqueezedBlock, cool_down: int) -> Orders:
-    """The squeezed orders with their idle gaps filled and a cool-down of the last `cool_down` microbatches."""
-    reorder = _Reorder(squeezed, task.microbatches - cool_down)
-    return dispatch(Floor(task), reorder.choose)
-
-
-def _repeated(placement: Placement, microbatches: int, block: Callable[[int, int], Block]) -> Actions:
-    """The building block for every microbatch, each rank sorted by slot."""
     orders = []
     for rank in range(placement.ranks):
-        stages = placement.stages_of(rank)
-        slots = block(placement.ranks, rank).slots()
+        stages, block = placement.stages_of(rank), BLOCKS[name](placement.ranks, rank)
+        block = block._replace(b1=block.b1 + PERIOD * barriers, b0=block.b0 + PERIOD * barriers)
         timed = [
             (slot + PERIOD * microbatch, Action(op, stages[chunk], microbatch))
-            for (op, chunk), slot in slots.items()
+            for (op, chunk), slot in block.slots().items()
             for microbatch in range(microbatches)
         ]
         orders.append(tuple(action for _, action in sorted(timed)))
     return tuple(orders)
 
 
-class _Reorder:
-    """Chooses the next action of a rank so that none begins later than in the squeezed order.
+def _from_block(task: Task, name: str) -> Orders:
+    """Returns the block repeated, squeezed and reordered, at equal times, as published, whatever the costs.
 
-    Idle gaps are filled with later actions that end before the next one in order begins. From the B of
-    microbatch `free_from` on, a rank is in its cool-down: backwards as soon as they can, W in the time that is left.
+    Of three sizes of the cool-down it has the one that makes the shortest step in the same memory. The best one does
+    not depend on m once there is a steady state, so it is sought with 3p microbatches.
+    """
+    task = replace(task, costs=None)
+    small = replace(task, microbatches=min(task.microbatches, 3 * task.ranks))
+    candidates = {size: _Reordering(small, name, size).orders() for size in (0, task.ranks // 2, task.ranks // 2 + 1)}
+    limit = max(small.peaks(candidates[0]))
+    fitting = (size for size, orders in candidates.items() if max(small.peaks(orders)) <= limit)
+    best = min(fitting, key=lambda size: spans(small, candidates[size]))
+    return candidates[best] if small == task else _Reordering(task, name, best).orders()
+
+
+class _Reordering:
+    """Chooses the next action of a rank so that none starts later than in the squeezed order.
+
+    Idle gaps are filled with later actions that end before the next one in order starts. From the B of the first of
+    the last `cool_down` microbatches on, a rank runs backwards as soon as it can, and W in the time that is left.
     """
 
-    def __init__(self, squeezed: _SqueezedBlock, free_from: int) -> None:
-        self._orders, self._begins, self._limit = squeezed
-        self._free_from = free_from
-        self._reached = [0] * len(self._orders)
-        self._cooling = [False] * len(self._orders)
+    def __init__(self, task: Task, name: str, cool_down: int) -> None:
+        self._state, self._first_free = DispatchState(task), task.microbatches - cool_down
+        self._squeezed = repeated_with_barriers(name, task.placement, task.microbatches, 0)
+        self._starts, self._limit = starts(task, self._squeezed), max(task.peaks(self._squeezed))
+        self._reached = [0] * task.ranks
+        self._cooling = [False] * task.ranks
 
-    def choose(self, floor: Floor, rank: int) -> Action | None:
-        head = self._head(floor, rank)
-        if head is None:
+    def orders(self) -> Orders:
+        """Returns the orders that the ranks choose."""
+        return dispatch(self._state, self._choose)
+
+    def _choose(self, state: DispatchState, rank: int) -> Action | None:
+        order = self._squeezed[rank]
+        while self._reached[rank] < len(order) and self._has_started(order[self._reached[rank]]):
+            self._reached[rank] += 1
+        if self._reached[rank] == len(order):
             return None
-        if not self._cooling[rank]:
-            self._cooling[rank] = head.op == B and head.microbatch >= self._free_from
+        head, ready = order[self._reached[rank]], state.ready(rank)
+        self._cooling[rank] |= head.op == B and head.microbatch >= self._first_free
         if self._cooling[rank]:
-            return min(floor.ready(rank), key=self._cool_down_preference, default=None)
-        if floor.is_ready(head):
+            return min(ready, key=lambda a: (a.op != F, a.op != B, self._starts[a]), default=None)
+        if state.is_ready(head):
             return head
-        fillers = [action for action in floor.ready(rank) if self._fits(floor, rank, action, head)]
-        return min(fillers, key=self._begins.__getitem__, default=None)
+        return min((a for a in ready if self._fits(rank, a, head)), key=self._starts.__getitem__, default=None)
 
-    def _cool_down_preference(self, action: Action) -> tuple[int, float]:
-        return "FBW".index(action.op), self._begins[action]
+    def _has_started(self, action: Action) -> bool:
+        return self._state.started[action.op, action.stage] > action.microbatch
 
-    def _head(self, floor: Floor, rank: int) -> Action | None:
-        order, started = self._orders[rank], floor.started
-        for at in range(self._reached[rank], len(order)):
-            op, stage, microbatch = order[at]
-            if started[op, stage] <= microbatch:
-                self._reached[rank] = at
-                return order[at]
-        return None
-
-    def _fits(self, floor: Floor, rank: int, action: Action, head: Action) -> bool:
-        """Whether `action` may run before `head`: it delays nothing and no later peak grows beyond the limit."""
-        if floor.now + floor.time(action) > self._begins[head]:
+    def _fits(self, rank: int, action: Action, head: Action) -> bool:
+        """Returns whether `action` may run before `head`: it delays nothing and keeps later peaks within the limit."""
+        added, memory = self._state.added, self._state.memory[rank] + self._state.added(action)
+        if self._state.now + self._state.time(action) > self._starts[head]:
             return False
-        memory = floor.memory[rank] + floor.added(action)
-        if floor.added(action) <= 0:
-            return True
-        for skipped in self._orders[rank][self._reached[rank] :]:
-            if memory > self._limit:
-                return False
-            if skipped == action:
-                return True
-            if floor.started[skipped.op, skipped.stage] <= skipped.microbatch:
-                memory += floor.added(skipped)
-        return False
+        for skipped in self._squeezed[rank][self._reached[rank] :] if added(action) > 0 else ():
+            if skipped == action or memory > self._limit:
+                break
+            memory += 0 if self._has_started(skipped) else added(skipped)
+        return added(action) <= 0 or memory <= self._limit

@@ -6,7 +6,6 @@ It reads the times, hops and memory of each stage; the published runtime gives i
 from collections.abc import Sequence
 from itertools import product
 from operator import le
-from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.generators.list_scheduler import spans
@@ -41,50 +40,23 @@ def zb_2p(task: Task) -> Orders:
 
 
 def _automatic(task: Task, times_1f1b: int) -> Orders:
-    """The best of the heuristic's eight variants and of the handcrafted orders that fit into the limit."""
-    limits = _limits(task, times_1f1b)
-    switches = (Switches(*flags) for flags in product((False, True), repeat=3))
-    found = [Heuristic(task, limits, each).orders() for each in switches]
-    most = [limit * (1 + ROUNDING) for limit in limits]
-    handcrafted = (each for each in (zb_h1(task), zb_h2(task)) if all(map(le, task.peaks(each), most)))
-
-    def preference(orders: Orders) -> tuple[float, float, float]:
-        return *spans(task, orders), max(task.peaks(orders))
-
-    return min((*found, *handcrafted), key=preference)
-
-
-def _limits(task: Task, times_1f1b: int) -> list[float]:
-    activation = task.costs_or_equal.activation
-    if task.memory_limit is None:
-        return [times_1f1b * task.ranks * size for size in activation]
-    largest = max(activation)
-    if task.memory_limit < largest:
-        where = f"stage {activation.index(largest)} alone needs {largest} for one microbatch"
-        raise ScheduleError(f"memory_limit={task.memory_limit}: {where}; allow at least that")
-    return [task.memory_limit] * task.ranks
-
-
-class Switches(NamedTuple):
-    """The switches that the heuristic is tried with and without.
-
-    * `spare_first_backward`: a forward that would delay the first B is not issued before it (else it is, rather than
-      leaving a gap);
-    * `prioritise_backward`: skip a forward that would delay a B if the next rank has enough work;
-    * `fill_every_gap`: run W in gaps too small for it even on ranks that can afford the gap.
-    """
-
-    spare_first_backward: bool
-    prioritise_backward: bool
-    fill_every_gap: bool
+    """Returns the best of the heuristic's eight variants and of the handcrafted orders that fit into the limit."""
+    activation, limit = task.costs_or_equal.activation, task.memory_limit
+    if limit is not None and limit < max(activation):
+        where = f"stage {activation.index(max(activation))} alone needs {max(activation)} for one microbatch"
+        raise ScheduleError(f"memory_limit={limit}: {where}; allow at least that")
+    limits = [(times_1f1b * task.ranks * size if limit is None else limit) * (1 + ROUNDING) for size in activation]
+    candidates = [_Heuristic(task, limits, *switches).orders() for switches in product((False, True), repeat=3)]
+    handcrafted = zb_h1(task), zb_h2(task)
+    candidates += [orders for orders in handcrafted if all(map(le, task.peaks(orders), limits))]
+    return min(candidates, key=lambda orders: (*spans(task, orders), max(task.peaks(orders))))
 
 
 class _Rank:
     """One rank while its order is written: clock, memory, idle time since its first action, what it has run."""
 
     def __init__(self, costs: Costs, stage: int, limit: float) -> None:
-        self.stage = stage
-        self.limit = limit * (1 + ROUNDING)
+        self.stage, self.limit = stage, limit
         self.time = {op: costs.time(op, stage) for op in (F, B, W)}
         self.added = {op: costs.added(op)[stage] for op in (F, B, W)}
         self.clock: float = 0
@@ -99,7 +71,7 @@ class _Rank:
         return len(self.ends[B]) - len(self.ends[W])
 
     def run(self, op: str, arrival: float = 0) -> None:
-        """The next microbatch of `op`, whose input arrives then."""
+        """Runs the next microbatch of `op`, whose input arrives then."""
         idle = max(0, arrival - self.clock)
         if self.order:
             self.bubble += idle
@@ -108,135 +80,119 @@ class _Rank:
         self.ends[op].append(self.clock)
         self.memory += self.added[op]
 
-    def flush(self) -> None:
-        while self.pending:
-            self.run(W)
-
     def weights_before_forward(self) -> int:
-        """How many pending W must run to make room for one more forward."""
+        """Returns how many pending W must run to make room for one more forward."""
         excess = self.memory + self.added[F] - self.limit
-        count = 0
-        while excess > count * -self.added[W] and count < self.pending:
-            count += 1
-        return count
+        return next((n for n in range(self.pending) if excess <= n * -self.added[W]), self.pending)
 
 
-class Heuristic:
+class _Heuristic:
     """One run of the published procedure with one setting of its switches.
 
     After the warm-up it goes round by round: in round i every rank may issue one F, first rank to last, and then issues
-    B of microbatch i, last rank to first. W fills the waits.
+    B of microbatch i, last rank to first. W fills the waits. The switches:
+
+    * `spare_first_backward`: a forward that would delay the first B is not issued before it (else it is, rather than
+      leaving a gap);
+    * `prioritise_backward`: skip a forward that would delay a B if the next rank has enough work;
+    * `fill_every_gap`: run W in gaps too small for it even on ranks that can afford the gap.
     """
 
-    def __init__(self, task: Task, limits: Sequence[float], switches: Switches) -> None:
-        costs = task.costs_or_equal
-        self.microbatches = task.microbatches
-        self.switches = switches
+    def __init__(
+        self,
+        task: Task,
+        limits: Sequence[float],
+        spare_first_backward: bool,
+        prioritise_backward: bool,
+        fill_every_gap: bool,
+    ) -> None:
+        costs, last = task.costs_or_equal, task.ranks - 1
+        self.microbatches, self.last = task.microbatches, last
+        self.spare_first_backward, self.prioritise_backward = spare_first_backward, prioritise_backward
+        self.fill_every_gap = fill_every_gap
         self.ranks = [_Rank(costs, stage, limit) for stage, limit in enumerate(limits)]
         self._worst_bubble: float = 0
         self._tolerance = ROUNDING * max((*costs.forward, *costs.backward, *costs.weight))
-        self._hop_down = [0, *(costs.hop(stage, stage, stage + 1) for stage in range(task.ranks - 1))]
-        self._hop_up = [*(costs.hop(stage, stage + 1, stage) for stage in range(task.ranks - 1)), 0]
+        self._hop_down = [0, *(costs.hop(stage, stage, stage + 1) for stage in range(last))]
+        self._hop_up = [*(costs.hop(stage, stage + 1, stage) for stage in range(last)), 0]
 
     def orders(self) -> Orders:
+        """Returns the orders of all ranks."""
         self._warm_up()
-        self._backwards()
-        for microbatch in range(1, self.microbatches):
-            for index, granted in enumerate(self._grants(microbatch)):
+        for microbatch in range(self.microbatches):
+            for index, granted in enumerate(self._grants(microbatch) if microbatch else ()):
                 if granted:
-                    self._forward(index)
-            self._backwards()
+                    self._issue(F, index)
+            for index in reversed(range(len(self.ranks))):
+                self._issue(B, index)
         for rank in self.ranks:
-            rank.flush()
+            while rank.pending:
+                rank.run(W)
         return tuple(tuple(rank.order) for rank in self.ranks)
 
     def _warm_up(self) -> None:
+        """Issues one forward per rank, and more that fit into memory and into the wait for the first B."""
         for index in range(len(self.ranks)):
-            self._forward(index)
-        extra = self._extra_forwards()
+            self._issue(F, index)
+        extra, ready = [0] * len(self.ranks), 0.0  # when the first B can start
+        for index, rank in reversed(list(enumerate(self.ranks))):
+            now = rank.clock
+            while 1 + extra[index] < self.microbatches:
+                if self.spare_first_backward:
+                    worthwhile = now + rank.time[F] <= ready + self._tolerance
+                else:
+                    worthwhile = now < ready - self._tolerance
+                if not worthwhile or rank.memory + (extra[index] + 1) * rank.added[F] > rank.limit:
+                    break
+                extra[index] += 1
+                now += rank.time[F]
+            ready = max(now, ready) + rank.time[B] + self._hop_up[index - 1]
         for index in range(1, len(extra)):  # a rank far from the end has more microbatches in flight
             extra[index] = max(0, min(extra[index], extra[index - 1] - 1))
         for index, count in enumerate(extra):
             for _ in range(count):
-                self._forward(index)
+                self._issue(F, index)
 
-    def _extra_forwards(self) -> list[int]:
-        """Per rank, how many more forwards fit into memory and into the wait for the first B."""
-        extra = [0] * len(self.ranks)
-        ready: float = 0
-        for index, rank in reversed(list(enumerate(self.ranks))):
-            now = rank.clock
-            while 1 + extra[index] < self.microbatches and self._worth_issuing(rank, extra[index], now, ready):
-                extra[index] += 1
-                now += rank.time[F]
-            ready = max(now, ready) + rank.time[B] + self._hop_up[index - 1]
-        return extra
+    def _issue(self, op: str, index: int) -> None:
+        """Runs the next F or B of a rank, and before it W that fit into the wait for its input.
 
-    def _worth_issuing(self, rank: _Rank, issued: int, now: float, ready: float) -> bool:
-        if rank.memory + (issued + 1) * rank.added[F] > rank.limit:
-            return False
-        if self.switches.spare_first_backward:
-            return now + rank.time[F] <= ready + self._tolerance
-        return now < ready - self._tolerance
-
-    def _backwards(self) -> None:
-        for index in reversed(range(len(self.ranks))):
-            self._backward(index)
-
-    def _forward(self, index: int) -> None:
-        rank = self.ranks[index]
-        arrival: float = 0
-        if index:
-            arrival = self.ranks[index - 1].ends[F][len(rank.ends[F])] + self._hop_down[index]
-        for _ in range(rank.weights_before_forward()):
-            rank.run(W)
-        self._fill(rank, arrival)
-        rank.run(F, arrival)
-        self._worst_bubble = max(self._worst_bubble, rank.bubble)
-
-    def _backward(self, index: int) -> None:
-        rank = self.ranks[index]
-        microbatch = len(rank.ends[B])
-        if index == 0 and len(rank.ends[F]) == self.microbatches:
-            rank.flush()  # nothing waits for rank 0 any more
-        if index + 1 < len(self.ranks):
-            arrival = self.ranks[index + 1].ends[B][microbatch] + self._hop_up[index]
+        A W that does not fit runs if waiting would raise the largest bubble.
+        """
+        rank, arrival = self.ranks[index], 0.0
+        microbatch = len(rank.ends[op])
+        if op == F:
+            if index:
+                arrival = self.ranks[index - 1].ends[F][microbatch] + self._hop_down[index]
+            for _ in range(rank.weights_before_forward()):
+                rank.run(W)
         else:
-            arrival = rank.ends[F][microbatch]
-        self._fill(rank, arrival)
-        rank.run(B, arrival)
-        self._worst_bubble = max(self._worst_bubble, rank.bubble)
-
-    def _fill(self, rank: _Rank, arrival: float) -> None:
-        """Run the W that fit before `arrival`, and one that does not fit if waiting would raise the largest bubble."""
+            while index == 0 and rank.pending and len(rank.ends[F]) == self.microbatches:
+                rank.run(W)  # nothing waits for rank 0 any more
+            if index < self.last:
+                arrival = self.ranks[index + 1].ends[B][microbatch] + self._hop_up[index]
+            else:
+                arrival = rank.ends[F][microbatch]
         while rank.pending and rank.clock + rank.time[W] <= arrival:
             rank.run(W)
         wait = arrival - rank.clock
         costly = rank.bubble + wait > self._worst_bubble + self._tolerance
-        if rank.pending and wait > self._tolerance and (costly or self.switches.fill_every_gap):
+        if rank.pending and wait > self._tolerance and (costly or self.fill_every_gap):
             rank.run(W)
+        rank.run(op, arrival)
+        self._worst_bubble = max(self._worst_bubble, rank.bubble)
 
     def _grants(self, microbatch: int) -> list[bool]:
-        """The ranks that issue a forward before B of `microbatch`; a rank does so only if the next rank does."""
-        grants = [False] * len(self.ranks)
-        estimate: float = 0  # of the end of that B on the successor
+        """Returns which ranks issue a forward before B of `microbatch`; a rank does so only if the next rank does."""
+        grants, estimate = [False] * len(self.ranks), 0.0  # of the end of that B on the successor
         for index, rank in reversed(list(enumerate(self.ranks))):
-            arrival = estimate + self._hop_up[index]
-            allowed = index + 1 == len(self.ranks) or grants[index + 1]
-            left = len(rank.ends[F]) < self.microbatches
-            must = len(rank.ends[F]) <= microbatch
-            grants[index] = must or (allowed and left and not self._better_skipped(index, arrival))
-            now = rank.clock + (rank.time[F] if grants[index] else 0)
-            estimate = max(now, arrival) + rank.time[B]
+            arrival, forwards = estimate + self._hop_up[index], len(rank.ends[F])
+            allowed = forwards < self.microbatches and (index == self.last or grants[index + 1])
+            if allowed and self.prioritise_backward and index < self.last:
+                end = rank.clock + rank.weights_before_forward() * rank.time[W] + rank.time[F]
+                bubble = rank.bubble + max(0, arrival - rank.clock)
+                is_early = forwards >= len(self.ranks[index + 1].ends[F]) + 2  # the successor does not need it yet
+                affordable = bubble <= self._worst_bubble + self._tolerance
+                allowed = not (is_early and arrival < end and affordable)
+            grants[index] = forwards <= microbatch or allowed
+            estimate = max(rank.clock + (rank.time[F] if grants[index] else 0), arrival) + rank.time[B]
         return grants
-
-    def _better_skipped(self, index: int, arrival: float) -> bool:
-        """Whether B, expected at `arrival`, should not wait for a forward that the successor does not need yet."""
-        if not self.switches.prioritise_backward or index + 1 == len(self.ranks):
-            return False
-        rank, successor = self.ranks[index], self.ranks[index + 1]
-        if len(rank.ends[F]) < len(successor.ends[F]) + 2:
-            return False
-        end = rank.clock + rank.weights_before_forward() * rank.time[W] + rank.time[F]
-        bubble = max(0, arrival - rank.clock)
-        return arrival < end and rank.bubble + bubble <= self._worst_bubble + self._tolerance

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from zbcompile.schedules.generators.list_scheduler import Floor, begins, dispatch, oldest, spans
+from zbcompile.schedules.generators.list_scheduler import DispatchState, dispatch, oldest, spans, starts
 from zbcompile.schedules.generators.order_writer import Writer
 from zbcompile.schedules.generators.task import Order, Orders, Task
 from zbcompile.schedules.generators.zb_v_greedy import greedy_orders
@@ -29,30 +29,27 @@ def zb_v(task: Task) -> Orders:
     given costs the authors' greedy orders compete as well, for any number of microbatches in steps of up to 4,000
     passes.
     """
-    handcrafted = _handcrafted(task.ranks, max(task.microbatches, 2 * task.ranks - 1))
-    found = [_deleted(handcrafted, task.microbatches)]
-    if task.microbatches < 2 * task.ranks - 1:
-        found += _dispatched(task, handcrafted)
-    if task.costs and 6 * task.ranks * task.microbatches <= GREEDY_PASSES:
-        found += greedy_orders(task)
-    return _shortest(task, found) if len(found) > 1 else handcrafted
+    p, many = task.ranks, max(task.microbatches, 2 * task.ranks - 1)
+    handcrafted = tuple(_handcrafted(p, rank, many) for rank in range(p))
+    deleted = tuple(tuple(a for a in flatten(order) if a.microbatch < task.microbatches) for order in handcrafted)
+    candidates: list[Orders] = [deleted]
+    if task.microbatches < many:  # no rank waits while it has work
+        clock = starts(replace(task, microbatches=many), handcrafted)
+        classes = {(B, False): 0, (B, True): 1, (F, True): 2, (F, False): 3}
+        for prefer in (clock.__getitem__, lambda a: (classes[a.op, a.stage >= p], a.microbatch)):
+            candidates.append(dispatch(DispatchState(task), _never_wait(prefer)))
+    if task.costs and 6 * p * task.microbatches <= GREEDY_PASSES:
+        candidates += greedy_orders(task)
+    if len(candidates) == 1:
+        return deleted
+    measured = [(spans(task, orders), orders) for orders in candidates]  # cost and makespan
+    (_, longest), _ = measured[0]
+    return min((found for found in measured if found[0][1] <= longest), key=lambda found: found[0])[1]
 
 
-def _handcrafted(p: int, microbatches: int) -> Orders:
-    return tuple(_rank_order(p, rank, microbatches) for rank in range(p))
-
-
-def _rank_order(p: int, rank: int, microbatches: int) -> Order:
-    write = Writer(microbatches)
-    _warm_up(write, p, rank)
-    _steady(write, down=rank, up=2 * p - 1 - rank)
-    _cool_down(write, p, rank)
-    return tuple(write.order)
-
-
-def _warm_up(write: Writer, p: int, rank: int) -> None:
-    down, up = rank, 2 * p - 1 - rank
-    for _ in range(2 * (p - rank) - 1):
+def _handcrafted(p: int, rank: int, microbatches: int) -> Order:
+    write, down, up = Writer(microbatches), rank, 2 * p - 1 - rank
+    for _ in range(2 * (p - rank) - 1):  # warm-up
         write.f(down)
     for _ in range(rank):
         write.f(up)
@@ -61,10 +58,7 @@ def _warm_up(write: Writer, p: int, rank: int) -> None:
         write.f(up)
         write.b(up)
         write.w(up)
-
-
-def _steady(write: Writer, down: int, up: int) -> None:
-    while write.has_f(up):
+    while write.has_f(up):  # steady
         if write.has_f(down):
             write.f(down)
         write.b(down)
@@ -72,50 +66,23 @@ def _steady(write: Writer, down: int, up: int) -> None:
         write.f(up)
         write.b(up)
         write.w(up)
-
-
-def _cool_down(write: Writer, p: int, rank: int) -> None:
-    down, up = rank, 2 * p - 1 - rank
-    for _ in range(rank):
+    for _ in range(rank):  # cool-down
         write.b(down)
         write.b(up)
     for _ in range(p - rank):
         write.b(down)
         write.w(down)
     write.flush(up, down)
+    return tuple(write.order)
 
 
-def _deleted(orders: Orders, microbatches: int) -> Orders:
-    return tuple(tuple(step for step in flatten(order) if step.microbatch < microbatches) for order in orders)
+def _never_wait(prefer: Callable[[Action], Any]) -> Callable[[DispatchState, int], Action | None]:
+    """Chooses the preferred F or B that fits into 1F1B's memory (p microbatches on both chunks), else the oldest W."""
 
-
-def _dispatched(task: Task, handcrafted: Orders) -> list[Orders]:
-    """Two orders in which no rank waits while it has work: one follows the clock of the handcrafted order, the other
-    prefers backwards."""
-    p = task.ranks
-    clock = begins(replace(task, microbatches=2 * p - 1), handcrafted)
-    classes = {(B, False): 0, (B, True): 1, (F, True): 2, (F, False): 3}
-
-    def backwards_first(action: Action) -> tuple[int, int]:
-        return classes[action.op, action.stage >= p], action.microbatch
-
-    return [dispatch(Floor(task), _never_wait(prefer)) for prefer in (clock.__getitem__, backwards_first)]
-
-
-def _never_wait(prefer: Callable[[Action], Any]) -> Callable[[Floor, int], Action | None]:
-    """Choose the preferred F or B that fits into 1F1B's memory (p microbatches on both chunks), else the oldest W."""
-
-    def choose(floor: Floor, rank: int) -> Action | None:
-        limit = floor.placement.ranks * sum(floor.costs.activation[s] for s in floor.placement.stages_of(rank))
-        ready = floor.ready(rank)
-        passes = [a for a in ready if a.op == B or (a.op == F and floor.has_room(rank, a, limit))]
+    def choose(state: DispatchState, rank: int) -> Action | None:
+        limit = state.placement.ranks * sum(state.costs.activation[s] for s in state.placement.stages_of(rank))
+        ready = state.ready(rank)
+        passes = [a for a in ready if a.op == B or (a.op == F and state.has_room(rank, a, limit))]
         return min(passes, key=prefer) if passes else oldest(action for action in ready if action.op == W)
 
     return choose
-
-
-def _shortest(task: Task, candidates: list[Orders]) -> Orders:
-    """The least cost, then makespan, among the orders whose makespan is no longer than that of the first one."""
-    measured = [(spans(task, orders), orders) for orders in candidates]
-    baseline = measured[0][0][1]
-    return min((each for each in measured if each[0][1] <= baseline), key=lambda each: each[0])[1]

@@ -20,9 +20,9 @@ LOOKUP, SPREAD = "LOOKUP", "SPREAD"
 VALIDATE, GATHER, REDUCE, OPT = "VALIDATE", "GATHER", "REDUCE", "OPT"
 ONCE = frozenset(OPTIMIZER_OPS)
 COMPUTE = ONCE.union(COMPUTE_OPS)
-SENDS = frozenset(op for op, message in MESSAGE_OPS.items() if message.direction == "SEND")
-RECEIVES = frozenset(MESSAGE_OPS) - SENDS
-MESSAGES = SENDS | RECEIVES
+MESSAGES = frozenset(MESSAGE_OPS)
+SENDS = MESSAGES & {SEND_F, SEND_B}
+RECEIVES = MESSAGES - SENDS
 COLLECTIVES = frozenset(COLLECTIVE_OPS)
 EXCHANGES = tuple(EXCHANGE_OPS)  # in the order in which ranks run them
 COMMUNICATION = frozenset((*MESSAGES, *COLLECTIVES, *EXCHANGES))
@@ -72,7 +72,7 @@ def has_pairs(order: Sequence[Step]) -> bool:
 
 
 def flatten(order: Sequence[Step]) -> list[Action]:
-    """The actions of an order with every pair opened."""
+    """Returns the actions of an order with every pair opened."""
     if not has_pairs(order):
         return cast(list[Action], list(order))
     return [action for step in order for action in (step if isinstance(step, Pair) else (step,))]

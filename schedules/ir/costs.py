@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from operator import sub
 from typing import Any, NamedTuple
 
 from zbcompile.field_check import is_amount
@@ -66,29 +67,29 @@ class Costs:
 
     def __post_init__(self) -> None:
         stages = len(self.forward)
+        if not stages:
+            raise ScheduleError("costs: `forward` is empty; expected one time per stage")
         ones = (1,) * stages
         defaults = {"activation": ones, "residue": self.activation or ones, "message": ones}
         for name in PER_STAGE:
             values = tuple(getattr(self, name)) or defaults.get(name, (0,) * stages)
             object.__setattr__(self, name, values)
-        object.__setattr__(self, "links", tuple(Link(*link) for link in self.links))
-        self._validate(stages)
-
-    def _validate(self, stages: int) -> None:
-        if not stages:
-            raise ScheduleError("costs: `forward` is empty; expected one time per stage")
-        for name in PER_STAGE:
-            values = getattr(self, name)
             if len(values) != stages:
                 counts = f"`{name}` has {len(values)} entries, `forward` has {stages}"
                 raise ScheduleError(f"costs: {counts}; give one per stage")
-            for stage, value in enumerate(values):
-                _require_amount(f"{name}[{stage}]", value)
-        _require_amount("comm", self.comm)
+        object.__setattr__(self, "links", tuple(Link(*link) for link in self.links))
+        self._require_amounts()
+
+    def _require_amounts(self) -> None:
+        amounts = {f"{name}[{stage}]": value for name in PER_STAGE for stage, value in enumerate(getattr(self, name))}
+        amounts["comm"] = self.comm
         for link in self.links:
-            _require_amount("latency of a link", link.latency)
+            amounts[f"latency of {link!r:.80}"] = link.latency
             if type(link.source) is not int or type(link.destination) is not int:
                 raise ScheduleError(f"costs: links={link!r:.80}; expected two ranks, a latency and a bandwidth")
+        for name, value in amounts.items():
+            if not is_amount(value):
+                raise ScheduleError(f"costs: {name}={value!r:.80}; expected a finite number, 0 or more")
         for bandwidth in (self.bandwidth, *(link.bandwidth for link in self.links)):
             if bandwidth is not None and not (is_amount(bandwidth) and bandwidth > 0):
                 raise ScheduleError(f"costs: bandwidth={bandwidth!r:.80}; expected a positive number or None")
@@ -110,16 +111,9 @@ class Costs:
         optimizer: float = 0,
     ) -> "Costs":
         """Returns the same costs for each of `stages` stages; `residue=None`: all of `activation` stays until W."""
-        per_stage = {
-            "forward": forward,
-            "backward": backward,
-            "weight": weight,
-            "activation": activation,
-            "residue": activation if residue is None else residue,
-            "optimizer": optimizer,
-        }
-        values: dict[str, Any] = {name: (value,) * stages for name, value in per_stage.items()}
-        return cls(**values, comm=comm)
+        amounts = forward, backward, weight, 0, activation, activation if residue is None else residue
+        per_stage: Any = ((amount,) * stages for amount in amounts)
+        return replace(cls(*per_stage), comm=comm, optimizer=(optimizer,) * stages)
 
     @property
     def stages(self) -> int:
@@ -130,20 +124,18 @@ class Costs:
         if op not in COMPUTE:
             raise ScheduleError(f"costs: {op!r} has no time; expected one of {', '.join(sorted(COMPUTE))}")
         total = self._sum((COMPUTE_OPS.get(op) or OPTIMIZER_OPS[op]).time)
-        if op == BW:
-            hidden = map(min, self.backward_exchange, self.weight)
-            columns = zip(total, hidden, self.saved, strict=True)
-            return tuple(time - exchange - saved for time, exchange, saved in columns)
-        return total
+        if op != BW:
+            return total
+        columns = zip(total, self.backward_exchange, self.weight, self.saved, strict=True)
+        return tuple(time - min(exchange, weight) - saved for time, exchange, weight, saved in columns)
 
     def added(self, op: str) -> tuple[float, ...]:
         """Returns what the compute operation `op` adds to the memory of its rank on every stage; below 0: frees."""
-        adds, frees = (COMPUTE_OPS[op].adds, COMPUTE_OPS[op].frees) if op in COMPUTE_OPS else ((), ())
-        return tuple(a - f for a, f in zip(self._sum(adds), self._sum(frees), strict=True))
+        spec = COMPUTE_OPS.get(op)
+        return tuple(map(sub, self._sum(spec.adds), self._sum(spec.frees))) if spec else (0,) * self.stages
 
     def _sum(self, names: Sequence[str]) -> tuple[float, ...]:
-        columns = [getattr(self, name) for name in names]
-        return tuple(map(sum, zip(*columns, strict=True))) if names else (0,) * self.stages
+        return tuple(map(sum, zip((0,) * self.stages, *(getattr(self, name) for name in names), strict=True)))
 
     def time(self, op: str, stage: int) -> float:
         """Returns the time of the compute operation `op` on `stage`."""
@@ -161,18 +153,16 @@ class Costs:
         if isinstance(step, Action):
             return self.exchange(step.op, step.stage)
         (op, stage, _), (other_op, other, _) = step
-        both = self.time(op, stage) + self.time(other_op, other)
-        hidden = both - self.pair_time(stage, other, other_op, op)
-        return max(self.exchange(op, stage) + self.exchange(other_op, other) - hidden, 0)
+        return self.exchange(op, stage) + self.exchange(other_op, other) - self._hidden(op, stage, other_op, other)
 
-    def pair_time(self, stage: int, other_stage: int, other_op: str = BW, op: str = F) -> float:
+    def pair_time(self, op: str, stage: int, other_op: str, other: int) -> float:
         """Returns the time of a pair of passes. Each hides what the other exchanges while it computes."""
-        one, other = self.time(op, stage), self.time(other_op, other_stage)
-        exchange, other_exchange = self.exchange(op, stage), self.exchange(other_op, other_stage)
-        if not exchange and not other_exchange:
-            return one + other
-        hidden = min(exchange, other - other_exchange) + min(other_exchange, one - exchange)
-        return one + other - hidden
+        return self.time(op, stage) + self.time(other_op, other) - self._hidden(op, stage, other_op, other)
+
+    def _hidden(self, op: str, stage: int, other_op: str, other: int) -> float:
+        exchange, other_exchange = self.exchange(op, stage), self.exchange(other_op, other)
+        computing = self.time(op, stage) - exchange
+        return min(exchange, self.time(other_op, other) - other_exchange) + min(other_exchange, computing)
 
     def hop(self, stage: int, source: int, destination: int) -> float:
         """Returns the delay between the end of a pass on rank `source` and the use of its message on `destination`.
@@ -197,11 +187,18 @@ class Costs:
             return self
         if stages < 1 or (stages % self.stages and self.stages % stages):
             raise ScheduleError(f"costs of {self.stages} stages do not fit {stages}: give costs for {stages} stages")
-        values: dict[str, Any] = {name: _resized(getattr(self, name), stages) for name in PER_STAGE}
-        for name in ("vocab_s", "vocab_t", "vocab_state"):  # a rank's shard is the same, however the model is cut
-            values[name] = _largest(getattr(self, name), stages)
-        last = [((stage + 1) * self.stages - 1) // stages for stage in range(stages)]
-        values["message"] = tuple(self.message[stage] for stage in last)  # what leaves the last of the merged stages
+        merged = max(1, self.stages // stages)  # stages into one
+        parts = max(1, stages // self.stages)  # of a stage
+        values: dict[str, Any] = {}
+        for name in PER_STAGE:
+            columns = [getattr(self, name)[i : i + merged] for i in range(0, self.stages, merged)]
+            if name.startswith("vocab"):  # a rank's shard is the same, however the model is cut
+                sizes = [max(column) for column in columns]
+            elif name == "message":  # what leaves the last of the merged stages
+                sizes = [column[-1] for column in columns]
+            else:
+                sizes = [sum(column) if parts == 1 else sum(column) / parts for column in columns]
+            values[name] = tuple(size for size in sizes for _ in range(parts))
         return replace(self, **values)
 
     def to_json(self) -> str:
@@ -219,7 +216,7 @@ class Costs:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Costs":
-        """Reads what `json.loads` returned."""
+        """Returns the costs in the value of a JSON text."""
         known = [f.name for f in fields(cls)]
         if not isinstance(data, Mapping):
             raise ScheduleError(f"costs: received {type(data).__name__}; expected an object with {', '.join(known)}")
@@ -238,23 +235,3 @@ class Costs:
 
 
 PER_STAGE = tuple(field.name for field in fields(Costs) if field.type == tuple[float, ...])
-
-
-def _require_amount(name: str, value: Any) -> None:
-    if not is_amount(value):
-        raise ScheduleError(f"costs: {name}={value!r:.80}; expected a finite number, 0 or more")
-
-
-def _largest(values: tuple[float, ...], stages: int) -> tuple[float, ...]:
-    size, parts = max(1, len(values) // stages), max(1, stages // len(values))
-    merged = (max(values[i : i + size]) for i in range(0, len(values), size))
-    return tuple(value for value in merged for _ in range(parts))
-
-
-def _resized(values: tuple[float, ...], stages: int) -> tuple[float, ...]:
-    """Returns sums over groups of neighbours, or equal parts."""
-    if stages < len(values):
-        size = len(values) // stages
-        return tuple(sum(values[i : i + size]) for i in range(0, len(values), size))
-    parts = stages // len(values)
-    return tuple(value / parts for value in values for _ in range(parts))

@@ -6,82 +6,14 @@ The tables of `zbcompile.schedules.ir.kinds` say everything else about operation
 from functools import cache
 from typing import NamedTuple
 
-from zbcompile.schedules.ir.actions import BW, CAST, LOOKUP, STATS, SUM, B, F, S, T, W
-from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, MESSAGE_OPS, message_op, result_of
+from zbcompile.schedules.ir.actions import BW, CAST, LOOKUP, STATS, SUM, B, F, S, T
+from zbcompile.schedules.ir.kinds import COLLECTIVE_OPS, COMPUTE_OPS, result_of
 from zbcompile.schedules.ir.schedule import Schedule
 
-ALONG = {F: 1, B: -1}  # whose results go down the pipeline, from stage to stage + 1, and up
-TRAVELS = {op: ALONG.get(result_of(op), 0) for op in COMPUTE_OPS}
-TRAVELS |= {op: ALONG[message.payload] for op, message in MESSAGE_OPS.items()}
-SEND_OF = {payload: message_op("SEND", payload) for payload in ALONG}
-RECEIVE_OF = {payload: message_op("RECV", payload) for payload in ALONG}
+DIRECTION = {F: 1, B: -1}  # of results that another stage needs: to the next stage, or to the one before
 
 
-def source(op: str, stage: int, stages: int) -> int | None:
-    """The stage whose result `op` on `stage` needs, or receives; None at the start of its way and for results that do
-    not travel.
-
-    >>> source("F", 2, 4), source("BW", 2, 4), source("RECV_B", 2, 4), source("F", 0, 4), source("W", 2, 4)
-    (1, 3, 3, None, None)
-    """
-    return _beside(stage, -TRAVELS.get(op, 0), stages)
-
-
-def target(op: str, stage: int, stages: int) -> int | None:
-    """The stage that needs what `op` on `stage` makes, or sends; None at the end of its way and for results that do
-    not travel.
-
-    >>> target("F", 2, 4), target("BW", 2, 4), target("SEND_B", 2, 4), target("F", 3, 4)
-    (3, 1, 1, None)
-    """
-    return _beside(stage, TRAVELS.get(op, 0), stages)
-
-
-def _beside(stage: int, step: int, stages: int) -> int | None:
-    return stage + step if step and 0 <= stage + step < stages else None
-
-
-def travels_as(op: str) -> str:
-    """The operation that names what `op` needs from, makes for or carries to another stage.
-
-    >>> travels_as("BW"), travels_as("SEND_B"), travels_as("F")
-    ('B', 'B', 'F')
-    """
-    return MESSAGE_OPS[op].payload if op in MESSAGE_OPS else result_of(op)
-
-
-def sends_after(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
-    """The message in which the results of `op` on `stage` leave for another stage, if any.
-
-    >>> from zbcompile.schedules import build
-    >>> sends_after(build("1f1b", ranks=4, microbatches=1), "BW", 2)
-    ('SEND_B',)
-    """
-    return _messages(schedule, "SEND", result_of(op), stage)
-
-
-def receives_before(schedule: Schedule, op: str, stage: int) -> tuple[str, ...]:
-    """The message that brings what `op` on `stage` needs from another stage, if any."""
-    return _messages(schedule, "RECV", result_of(op), stage)
-
-
-def _messages(schedule: Schedule, direction: str, event: str, stage: int) -> tuple[str, ...]:
-    if event not in SEND_OF:
-        return ()
-    neighbour = (target if direction == "SEND" else source)(event, stage, schedule.stages)
-    return () if neighbour is None else (message_op(direction, event),)
-
-
-def other_end(op: str) -> str:
-    """The receive of a send, and the send of a receive.
-
-    >>> other_end("SEND_F"), other_end("RECV_B")
-    ('RECV_F', 'SEND_B')
-    """
-    return op.replace("SEND", "RECV") if op.startswith("SEND") else op.replace("RECV", "SEND")
-
-
-class Need(NamedTuple):
+class Dependency(NamedTuple):
     """The result of an operation on a stage, for the same microbatch."""
 
     op: str
@@ -89,38 +21,32 @@ class Need(NamedTuple):
 
 
 @cache
-def needs(op: str, stage: int, stages: int) -> tuple[Need, ...]:
-    """What a compute action or a collective waits for, apart from what every vocabulary shard must have done.
+def needs(op: str, stage: int, stages: int) -> tuple[Dependency, ...]:
+    """Returns the results that a compute action or a collective needs, without those of every vocabulary shard.
 
     >>> needs("F", 0, 4), needs("B", 3, 4), needs("B", 2, 4)
-    ((), (Need(op='F', stage=3),), (Need(op='B', stage=3),))
+    ((), (Dependency(op='F', stage=3),), (Dependency(op='B', stage=3),))
     >>> needs("W", 1, 4), needs("S", 1, 4)
-    ((Need(op='B', stage=1),), (Need(op='F', stage=3),))
+    ((Dependency(op='B', stage=1),), (Dependency(op='F', stage=3),))
     """
     if op in COLLECTIVE_OPS:
-        payload = COLLECTIVE_OPS[op].payload
-        return (Need(payload, {F: stages - 1, B: 0}.get(payload, stage)),) if payload else ()
+        payload = COLLECTIVE_OPS[op]
+        return (Dependency(payload, {F: stages - 1, B: 0}.get(payload, stage)),) if payload else ()
     if op == S:
-        return (Need(F, stages - 1),)
-    before = source(op, stage, stages)
-    after = COMPUTE_OPS[op].after
-    return tuple(Need(other, stage) for other in after) if before is None else (Need(result_of(op), before),)
+        return (Dependency(F, stages - 1),)
+    result = result_of(op)
+    if result in DIRECTION and 0 <= stage - DIRECTION[result] < stages:
+        return (Dependency(result, stage - DIRECTION[result]),)
+    return tuple(Dependency(other, stage) for other in COMPUTE_OPS[op].after)
 
 
-@cache
-def users(op: str, stage: int, stages: int) -> tuple[Need, ...]:
-    """The split passes that wait for `op` on `stage`: the inverse of `needs`.
+def shard_dependencies(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
+    """Returns, by operation and stage, the operation that EVERY shard must have run before.
 
-    >>> users("F", 3, 4), [tuple(each) for each in users("B", 2, 4)]
-    ((Need(op='B', stage=3),), [('B', 1), ('W', 2)])
+    In a lowered schedule this is a collective, which is complete when every shard has posted it.
     """
-    around = [Need(other, at) for other in (F, B, W) for at in (stage - 1, stage, stage + 1) if 0 <= at < stages]
-    return tuple(each for each in around if (op, stage) in needs(*each, stages))
-
-
-def awaited(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
-    """What of EVERY shard an operation on a stage waits for: the operation that makes it, or in a lowered program its
-    collective, which is complete when every shard has posted it."""
+    if not schedule.shards:
+        return {}
     reduced = {1: (S, STATS), 2: (T, SUM)}[schedule.barriers][lowered]
     found = {(op, schedule.stages - 1): reduced for op in (B, BW)}
     found |= {(T, shard): STATS if lowered else S for shard in schedule.shards}
@@ -129,9 +55,36 @@ def awaited(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
     return found | {(F, 0): LOOKUP} if lowered and schedule.lookups else found
 
 
-def count_messages(schedule: Schedule) -> int:
-    """The number of messages between ranks in a step, forward and backward."""
-    rank, stages = schedule.placement.rank, schedule.stages
-    sends = ((s, send) for op in SEND_OF for s in range(stages) for send in sends_after(schedule, op, s))
-    targets = ((s, target(send, s, stages)) for s, send in sends)
-    return schedule.microbatches * sum(there is not None and rank(s) != rank(there) for s, there in targets)
+class Route(NamedTuple):
+    """The ranks between which the messages of one kind and stage are sent, and the stage at the other end."""
+
+    source: int
+    destination: int
+    stage: int
+
+
+def routes_of(schedule: Schedule, rank: int) -> dict[tuple[str, int], Route]:
+    """Returns the routes of `rank` by operation ("SEND_F", ...) and stage.
+
+    Results that stay on the rank have a route from it to itself.
+
+    >>> from zbcompile.schedules import build
+    >>> routes_of(build("1f1b", ranks=2, microbatches=1), 0)
+    {('SEND_F', 0): Route(source=0, destination=1, stage=1), ('RECV_B', 0): Route(source=1, destination=0, stage=1)}
+    """
+    routes: dict[tuple[str, int], Route] = {}
+    placement, results = schedule.placement, {result_of(op) for op in schedule.ops}
+    for stage in placement.stages_of(rank):
+        for op, step in DIRECTION.items():
+            for direction, other in (("RECV", stage - step), ("SEND", stage + step)):
+                if op in results and 0 <= other < schedule.stages:
+                    peer = placement.rank_of_neighbour(rank, stage, other)
+                    ends = (rank, peer) if direction == "SEND" else (peer, rank)
+                    routes[f"{direction}_{op}", stage] = Route(*ends, other)
+    return routes
+
+
+def channels_of(schedule: Schedule) -> tuple[tuple[int, int], ...]:
+    """Returns every pair of ranks, source and destination, between which a schedule sends messages."""
+    routes = (route for rank in range(schedule.ranks) for route in routes_of(schedule, rank).values())
+    return tuple(sorted({(source, destination) for source, destination, _ in routes if source != destination}))

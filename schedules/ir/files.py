@@ -9,7 +9,6 @@ import io
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,23 +16,15 @@ from typing import Any, NamedTuple
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import SENDS, Step, flatten
 from zbcompile.schedules.ir.costs import Costs
-from zbcompile.schedules.ir.placement import Placement
-from zbcompile.schedules.ir.schedule import (
-    Letters,
-    Schedule,
-    compute_only,
-    format_step,
-    parse_step,
-    require_counts,
-    require_schedule,
-)
+from zbcompile.schedules.ir.placement import Placement, require_count
+from zbcompile.schedules.ir.schedule import Letters, Schedule, compute_only, format_step, parse_step, require_schedule
 from zbcompile.untrusted_text import parse_json, read_text
 
-TORCHS_OWN = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")  # written among the others
+# Actions of torch between those of a schedule.
+TORCH_ONLY = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB])\d*")
 ENDS_OF_SCHEDULES = (".csv", ".json")
-JSON_VERSION = 1
-PASSES = [(barriers, lookups) for barriers in (1, 2) for lookups in (False, True)]
-RANKS = 1 << 16  # no CSV has more rows
+JSON_VERSION = 2
+MAX_RANKS = 1 << 16  # rows of a CSV
 SHOWN = 16  # ranks, and stages of each, in a message
 
 
@@ -41,7 +32,7 @@ def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) 
     """Returns one row per rank, one action per cell.
 
     `waits`: with the WAIT_SEND_F and WAIT_SEND_B that torch 2.15 expects among messages and earlier releases do not
-    know: each before the rank's next send.
+    know, each before the rank's next send.
 
     >>> from zbcompile.schedules import build
     >>> print(to_csv(build("1f1b", ranks=2, microbatches=2)))
@@ -50,7 +41,7 @@ def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) 
     <BLANKLINE>
     """
     require_schedule(schedule)
-    if letters == "torch" and schedule.placement.kind == "dual":
+    if letters == "torch" and schedule.placement.copies > 1:
         raise ScheduleError(f"{schedule.name}: torch supports one copy of a stage; use dualpipe-v, or letters='papers'")
     if schedule.barriers != 1 or schedule.lookups:
         what = "lookups" if schedule.lookups else f"its {schedule.barriers} barriers"
@@ -58,82 +49,84 @@ def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) 
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
     for order in schedule.orders:
-        writer.writerow(_with_waits(order) if waits else [format_step(step, letters) for step in order])
+        cells, wait = list[str](), list[str]()
+        for step in order:
+            cell = format_step(step, letters)
+            if waits and step[0] in SENDS:
+                cells += wait
+                wait = [cell.replace("SEND", "WAIT_SEND")]
+            cells.append(cell)
+        writer.writerow(cells + wait)
     return out.getvalue()
 
 
-def _with_waits(order: Sequence[Step]) -> list[str]:
-    found: list[str] = []
-    waiting = ""
-    for step in order:
-        cell = format_step(step, "torch")
-        if step[0] in SENDS:
-            found += [waiting] * bool(waiting)
-            waiting = cell.replace("SEND", "WAIT_SEND")
-        found.append(cell)
-    return found + [waiting] * bool(waiting)
-
-
 def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -> Schedule:
-    """Reads what `to_csv` or torch's `_dump_csv` writes.
+    """Returns the schedule that `to_csv` or torch's `_dump_csv` wrote.
 
     Empty cells (torch's bubbles), SEND and RECV, and torch's UNSHARD, RESHARD, REDUCE_GRAD and waits are left out:
-    `lower` places messages anew. The placement is read off the rows unless it is given.
+    `lower` places messages again. The placement is read off the rows unless it is given.
     """
     try:
-        rows = list(islice(filter(None, csv.reader(io.StringIO(text))), RANKS + 1))
+        rows = list(islice(filter(None, csv.reader(io.StringIO(text))), MAX_RANKS + 1))
     except csv.Error as error:
         raise ScheduleError(f"invalid CSV: {error}") from None
-    if len(rows) > RANKS:
-        raise ScheduleError(f"this CSV has more than {RANKS} rows; expected one row of actions per rank")
-    orders = compute_only(_cells(rank, row) for rank, row in enumerate(rows))
-    actions = [action for order in orders for action in flatten(order)]
-    if not actions:
+    if len(rows) > MAX_RANKS:
+        raise ScheduleError(f"this CSV has more than {MAX_RANKS} rows; expected one row of actions per rank")
+    orders = compute_only(_parse_cells(rank, row) for rank, row in enumerate(rows))
+    microbatches = 1 + max((action.microbatch for order in orders for action in flatten(order)), default=-1)
+    if not microbatches:
         raise ScheduleError("this CSV holds no actions; expected one row of actions per rank")
-    microbatches = 1 + max(action.microbatch for action in actions)
-    found = placement or infer_placement(orders)
-    require_counts(found, microbatches, orders)
-    return Schedule(name, found, microbatches, orders)
+    placement = placement or infer_placement(orders)
+    _require_counts(placement, microbatches, orders)
+    return Schedule(name, placement, microbatches, orders)
 
 
-def _cells(rank: int, row: Sequence[str]) -> list[Step]:
+def _parse_cells(rank: int, row: Sequence[str]) -> list[Step]:
     steps = []
-    for column, cell in enumerate(row):
-        if not cell.strip() or TORCHS_OWN.fullmatch(cell.strip()):
-            continue
-        try:
-            steps.append(parse_step(cell.strip()))
-        except ScheduleError as error:
-            raise ScheduleError(f"CSV row {rank + 1}, cell {column + 1}: {error}") from None
+    for column, cell in enumerate(map(str.strip, row)):
+        if cell and not TORCH_ONLY.fullmatch(cell):
+            try:
+                steps.append(parse_step(cell))
+            except ScheduleError as error:
+                raise ScheduleError(f"CSV row {rank + 1}, cell {column + 1}: {error}") from None
     return steps
 
 
 def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
-    """The placement under which every rank runs its own stages and no others.
+    """Returns the placement under which every rank runs its own stages and no others.
 
     >>> from zbcompile.schedules.ir.schedule import parse_order
-    >>> infer_placement([parse_order("F0.0 F3.0"), parse_order("F1.0 F2.0")])
-    Placement(kind='v', ranks=2, chunks=2, owners=())
+    >>> str(infer_placement([parse_order("F0.0 F3.0"), parse_order("F1.0 F2.0")]))
+    'v'
     """
-    found = [tuple(sorted({action.stage for action in flatten(order)})) for order in orders]
-    dual = Placement("dual", len(orders))
-    if len(orders) > 1 and [dual.stages_of(rank) for rank in range(dual.ranks)] == found:
-        return dual
-    owners = {stage: rank for rank, owned in enumerate(found) for stage in owned}
-    if all(found) and sorted(owners) == sorted(stage for owned in found for stage in owned) == [*range(len(owners))]:
-        return Placement.of_owners([owners[stage] for stage in range(len(owners))])
-    listing = "; ".join(f"rank {rank}: {_listed(owned)}" for rank, owned in enumerate(found[:SHOWN]))
-    listing += "; ..." * (len(found) > SHOWN)
+    stages = [tuple(sorted({action.stage for action in flatten(order)})) for order in orders]
+    if len(orders) > 1:
+        dual = Placement.named("dual", len(orders))
+        if [dual.stages_of(rank) for rank in range(dual.ranks)] == stages:
+            return dual
+    owners = {stage: rank for rank, owned in enumerate(stages) for stage in owned}
+    if all(stages) and sorted(stage for owned in stages for stage in owned) == [*range(len(owners))]:
+        return Placement.of_ranks(owners[stage] for stage in range(len(owners)))
+    listing = "; ".join(
+        f"rank {rank}: {', '.join(map(str, owned[:SHOWN])) or 'none'}{', ...' * (len(owned) > SHOWN)}"
+        for rank, owned in enumerate(stages[:SHOWN])
+    )
+    listing += "; ..." * (len(stages) > SHOWN)
     expected = "each of the stages 0 to n-1 on one rank, at least one on every rank (or two copies of the model, dual)"
     raise ScheduleError(f"stages by rank ({listing}) match no placement; expected {expected}")
 
 
-def _listed(stages: Sequence[int]) -> str:
-    return ", ".join(map(str, stages[:SHOWN])) + ", ..." * (len(stages) > SHOWN) or "none"
+def _require_counts(placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]) -> None:
+    """Raises `ScheduleError` for counts above the number of actions, before memory is allocated for them."""
+    require_count("microbatches", microbatches)
+    actions = len(orders) + sum(map(len, orders)) * 2
+    if placement.ranks != len(orders) or max(placement.stages, microbatches) > actions:
+        counts = f"{placement.ranks} ranks with {placement.chunks} chunks and {microbatches} microbatches"
+        raise ScheduleError(f"{counts}, but orders of {len(orders)} ranks with at most {actions} actions")
 
 
 class Document(NamedTuple):
-    """What a JSON file holds."""
+    """The contents of a JSON file."""
 
     schedule: Schedule
     costs: Costs | None
@@ -146,47 +139,40 @@ def to_json(schedule: Schedule, costs: Costs | None = None) -> str:
         "format": "zbcompile schedule",
         "version": JSON_VERSION,
         "name": schedule.name,
-        "placement": {name: value for name, value in asdict(schedule.placement).items() if value != ()},
+        "placement": str(schedule.placement),
         "microbatches": schedule.microbatches,
+        "barriers": schedule.barriers,
+        "lookups": schedule.lookups,
     }
-    if schedule.barriers != 1:
-        data["barriers"] = schedule.barriers
-    if schedule.lookups:
-        data["lookups"] = True
     if costs is not None:
         data["costs"] = json.loads(costs.to_json())
     lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items()]
-    lines.append(f'"orders": {_rows(schedule.orders)}')
-    return "{\n" + ",\n".join(lines) + "\n}\n"
-
-
-def _rows(orders: Sequence[Sequence[Step]]) -> str:
-    return "[\n" + ",\n".join(json.dumps([str(step) for step in order]) for order in orders) + "]"
+    rows = ",\n".join(json.dumps([str(step) for step in order]) for order in schedule.orders)
+    return "{\n" + ",\n".join([*lines, f'"orders": [\n{rows}]']) + "\n}\n"
 
 
 def from_json(text: str) -> Document:
-    """Read what `to_json` writes; raises `ScheduleError` for anything else."""
+    """Returns what `to_json` wrote; raises `ScheduleError` for anything else."""
     return from_dict(parse_json(text, ScheduleError))
 
 
 def from_dict(data: Any) -> Document:
-    """As `from_json`, from the value of the text."""
+    """Returns the document in the value of a JSON text."""
     try:
         if data["version"] != JSON_VERSION:
             raise ScheduleError(f"JSON version {data['version']!r:.80}; this release reads version {JSON_VERSION}")
-        orders = _orders(data["orders"])
-        placement, passes = Placement(**data["placement"]), (data.get("barriers", 1), data.get("lookups", False))
-        require_counts(placement, data["microbatches"], orders)
-        if type(data["name"]) is not str or passes not in PASSES:
-            raise ScheduleError(f"a schedule called {data['name']!r:.80} with barriers and lookups of {passes!r:.80}")
-        schedule = Schedule(data["name"], placement, data["microbatches"], orders, *passes)
+        orders = tuple(tuple(map(parse_step, row)) for row in data["orders"])
+        placement = Placement.parse(data["placement"], len(orders))
+        name, microbatches, barriers, lookups = (data[k] for k in ("name", "microbatches", "barriers", "lookups"))
+        _require_counts(placement, microbatches, orders)
+        if type(name) is not str or barriers not in (1, 2) or type(lookups) is not bool:
+            raise ScheduleError(
+                f"a schedule called {name!r:.80} with barriers={barriers!r:.80}, lookups={lookups!r:.80}"
+            )
+        schedule = Schedule(name, placement, microbatches, orders, barriers, lookups)
         return Document(schedule, Costs.from_dict(data["costs"]) if "costs" in data else None)
     except (KeyError, TypeError, AttributeError) as error:
         raise ScheduleError(f"JSON that describes no schedule: {error!r:.200}; write it with `to_json`") from None
-
-
-def _orders(rows: Sequence[Sequence[str]]) -> tuple[tuple[Step, ...], ...]:
-    return tuple(tuple(map(parse_step, row)) for row in rows)
 
 
 def save(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> None:
@@ -196,11 +182,9 @@ def save(schedule: Schedule, path: str | Path, costs: Costs | None = None) -> No
 
 
 def load(path: str | Path) -> Schedule:
-    """Reads a file by its ending: .csv (named after the file) or .json."""
+    """Returns the schedule in a file, by its ending: .csv (named after the file) or .json."""
     ending, text = _ending(path), read_text(path, ScheduleError)
-    if ending == ".json":
-        return from_dict(parse_json(text, ScheduleError)).schedule
-    return from_csv(text, name=Path(path).stem)
+    return from_json(text).schedule if ending == ".json" else from_csv(text, name=Path(path).stem)
 
 
 def _ending(path: str | Path) -> str:

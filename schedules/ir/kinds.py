@@ -34,41 +34,15 @@ COMPUTE_OPS = {
     "T": ComputeOp("vocabulary T", "", ("T",), ("S",), ("vocab_t",), (), ("vocab_state",)),
 }
 
+# The pass whose result a message carries to or from the next stage, or the one before.
+MESSAGE_OPS = {"RECV_F": "F", "RECV_B": "B", "SEND_F": "F", "SEND_B": "B"}
 
-class MessageOp(NamedTuple):
-    """A SEND or RECV of the result of `payload`, F or B, to or from the stage beside."""
-
-    direction: str
-    payload: str
-
-
-def message_op(direction: str, payload: str) -> str:
-    """Returns the letters of a message.
-
-    >>> message_op("SEND", "F")
-    'SEND_F'
-    """
-    return f"{direction}_{payload}"
-
-
-MESSAGE_OPS = {
-    message_op(direction, payload): MessageOp(direction, payload) for direction in ("RECV", "SEND") for payload in "FB"
-}
-
-
-class CollectiveOp(NamedTuple):
-    """A collective of the vocabulary shards; `payload`: the pass whose result it carries ("": it needs none)."""
-
-    meaning: str
-    payload: str
-
-
-COLLECTIVE_OPS = {
-    "CAST": CollectiveOp("output to all shards", "F"),
-    "STATS": CollectiveOp("statistics of S", "S"),
-    "SUM": CollectiveOp("input gradient of T", "T"),
-    "LOOKUP": CollectiveOp("rows of the embedding", ""),
-    "SPREAD": CollectiveOp("their gradient", "B"),
+COLLECTIVE_OPS = {  # of the vocabulary shards, with the pass whose result they carry ("": they need none)
+    "CAST": "F",  # the output of the last stage to all shards
+    "STATS": "S",  # the statistics of S
+    "SUM": "T",  # the input gradient of T
+    "LOOKUP": "",  # the rows of the embedding
+    "SPREAD": "B",  # their gradient
 }
 
 
@@ -101,9 +75,8 @@ EXCHANGE_OPS = {  # in the order in which all ranks run them
 }
 
 OPS = frozenset((*COMPUTE_OPS, *MESSAGE_OPS, *COLLECTIVE_OPS, *OPTIMIZER_OPS, *EXCHANGE_OPS))
-TORCH_LETTERS = {op: each.torch for op, each in COMPUTE_OPS.items() if each.torch}
-TORCH_LETTERS |= {op: op for op in MESSAGE_OPS}
-TORCH_LETTERS |= {op: op for op in COLLECTIVE_OPS}
+TORCH_LETTERS = {op: spec.torch for op, spec in COMPUTE_OPS.items() if spec.torch}
+TORCH_LETTERS |= {op: op for op in (*MESSAGE_OPS, *COLLECTIVE_OPS)}
 
 
 def work_of(op: str) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ Actions are written in the papers' letters or in torch's: `F0.3`, `B0.3`, `BW0.3
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import zip_longest
@@ -16,14 +16,17 @@ from typing import Any, ClassVar, Literal
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.ir.actions import BW, COMMUNICATION, Action, B, Pair, S, Step, W, flatten
 from zbcompile.schedules.ir.kinds import OPS, TORCH_LETTERS, result_of
-from zbcompile.schedules.ir.placement import Placement, require_count
+from zbcompile.schedules.ir.placement import Placement
 
 Orders = tuple[tuple[Step, ...], ...]
 
 
 class Picturable:
-    """In notebooks it is a picture of its steps; those of a schedule take the times of `Costs`' defaults. The package
-    says how in `picture`, because the room of pictures imports this one."""
+    """Shown in notebooks as a picture of its steps.
+
+    The package sets `picture`, because the room of pictures imports this one. The steps of a schedule take the times
+    of `Costs`' defaults.
+    """
 
     picture: ClassVar[Callable[[Any], str]]
 
@@ -78,33 +81,32 @@ class Schedule(Picturable):
         return replace(self, orders=compute_only(self.orders))
 
     def copy_of(self, microbatch: int) -> int:
-        """Returns the model copy that a microbatch runs through: 0, or 1 for the second half under `dual`."""
-        return int(self.placement.kind == "dual" and microbatch >= self.microbatches // 2)
+        """Returns the model copy that a microbatch runs through: 0, or with two copies 1 for the second half."""
+        return int(self.placement.copies > 1 and microbatch >= self.microbatches // 2)
 
     def rank_of(self, stage: int, microbatch: int) -> int:
-        return self.placement.rank(stage, self.copy_of(microbatch))
+        return self.placement.owners[stage][self.copy_of(microbatch)]
 
-    def microbatches_of(self, stage: int, rank: int) -> Sequence[int]:
-        """Returns those that run through `stage` on `rank`: all, or those of one model copy."""
-        every = range(self.microbatches)
-        return every if self.placement.kind != "dual" else [m for m in every if self.rank_of(stage, m) == rank]
+    def microbatches_of(self, stage: int, rank: int) -> list[int]:
+        """Returns the microbatches that run through `stage` on `rank`."""
+        return [m for m in range(self.microbatches) if self.rank_of(stage, m) == rank]
 
     @cached_property
     def ops(self) -> frozenset[str]:
         """The letters of all its actions, those in pairs included."""
-        found: set[str] = set()
+        ops: set[str] = set()
         for order in self.orders:
             heads = set(map(itemgetter(0), order))  # of a pair: its forward
-            found |= heads if heads <= OPS else {action.op for action in flatten(order)}
-        return frozenset(found)
+            ops |= heads if heads <= OPS else {action.op for action in flatten(order)}
+        return frozenset(ops)
 
     @cached_property
     def shards(self) -> tuple[int, ...]:
         """The vocabulary shards, each named by a stage of its rank, in order of their ranks; none without S."""
         if S not in self.ops:
             return ()
-        found = ({step.stage for step in order if step[0] == S and isinstance(step, Action)} for order in self.orders)
-        return tuple(stage for stages in found for stage in sorted(stages))
+        by_rank = ({step.stage for step in order if step[0] == S and type(step) is Action} for order in self.orders)
+        return tuple(stage for stages in by_rank for stage in sorted(stages))
 
     def beside(self, op: str, stage: int) -> Counter[str]:
         """Counts what runs together with the `op` passes of a stage: "own W" in BW, "W1" in a pair, or "nothing".
@@ -113,17 +115,17 @@ class Schedule(Picturable):
         >>> build("1f1b-overlap", ranks=1, microbatches=3).beside("F", 0)
         Counter({'BW0': 2, 'nothing': 1})
         """
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for actions in (flatten((step,)) for order in self.orders for step in order):
             for action in actions:
                 if action.stage == stage and op in (action.op, result_of(action.op)):
-                    others = [f"{other.op}{other.stage}" for other in actions if other != action]
-                    found["own W" if action.op == BW and op == B else "".join(others) or "nothing"] += 1
-        return found
+                    partners = [f"{partner.op}{partner.stage}" for partner in actions if partner != action]
+                    counts["own W" if action.op == BW and op == B else "".join(partners) or "nothing"] += 1
+        return counts
 
     def weight_order(self, stage: int) -> tuple[int, ...]:
         """Returns the microbatches in the order in which the weight gradients of `stage` accumulate, copy by copy."""
-        ranks = dict.fromkeys((self.rank_of(stage, 0), self.rank_of(stage, self.microbatches - 1)))
+        ranks = dict.fromkeys(self.placement.owners[stage])
         actions = (action for rank in ranks for action in flatten(self.orders[rank]))
         return tuple(action.microbatch for action in actions if action.op in (W, BW) and action.stage == stage)
 
@@ -136,11 +138,10 @@ def require_schedule(schedule: Any) -> None:
 
 Letters = Literal["papers", "torch"]
 
-_FROM_TORCH = {theirs: ours for ours, theirs in TORCH_LETTERS.items()}
-_PAPERS = re.compile(r"([A-Z]+(?:\d{0,9}_[FB])?)(\d{1,9})\.(\d{1,9})")
-_TORCH = re.compile(r"(\d{1,9})([A-Z]+(?:_[FB])?)(\d{1,9})")
-_PAPERS_PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)")
-_TORCH_PAIR = re.compile(r"\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
+_FROM_TORCH = {torch: op for op, torch in TORCH_LETTERS.items()}
+_PAPERS = re.compile(r"(?P<op>[A-Z]+(?:_[FB])?)(?P<stage>\d{1,9})\.(?P<microbatch>\d{1,9})")
+_TORCH = re.compile(r"(?P<stage>\d{1,9})(?P<op>[A-Z]+(?:_[FB])?)(?P<microbatch>\d{1,9})")
+_PAIR = re.compile(r"\(([^|()]+)\|([^|()]+)\)|\(([^;()]+);([^;()]+)\)OVERLAP_F_B")
 
 
 def format_step(step: Step, letters: Letters = "papers") -> str:
@@ -166,23 +167,17 @@ def parse_step(text: str) -> Step:
     >>> parse_step("0I3"), parse_step("(B1.3|W1.2)").second
     (Action(op='B', stage=0, microbatch=3), Action(op='W', stage=1, microbatch=2))
     """
-    pair = text.startswith("(") and (_PAPERS_PAIR.fullmatch(text) or _TORCH_PAIR.fullmatch(text))
-    if pair:
-        return Pair(_parse_action(pair[1].strip()), _parse_action(pair[2].strip()))
-    return _parse_action(text)
+    pair = _PAIR.fullmatch(text)
+    return Pair(*(_parse_action(half.strip()) for half in pair.groups() if half)) if pair else _parse_action(text)
 
 
 def _parse_action(text: str) -> Action:
-    if match := _PAPERS.fullmatch(text):
-        op, stage, microbatch = match.groups()
-    elif match := _TORCH.fullmatch(text):
-        stage, letter, microbatch = match.groups()
-        op = _FROM_TORCH.get(letter, "")
-    else:
-        op, stage, microbatch = "", "0", "0"
-    if op not in OPS:
+    papers, torch = _PAPERS.fullmatch(text), _TORCH.fullmatch(text)
+    match = papers or torch
+    op = "" if match is None else match["op"] if papers else _FROM_TORCH.get(match["op"], "")
+    if match is None or op not in OPS:
         raise ScheduleError(f"{text!r:.80} is not an action such as F0.3, BW0.3, SEND_F0.3 or torch's 0F3, 0I3, 0B3")
-    return Action(op, int(stage), int(microbatch))
+    return Action(op, int(match["stage"]), int(match["microbatch"]))
 
 
 def format_order(order: Iterable[Step], letters: Letters = "papers") -> str:
@@ -211,39 +206,23 @@ def format_schedule(schedule: Schedule, letters: Letters = "papers", width: int 
     rank 1  F1.0  B1.0  F1.1  B1.1  W1.0  W1.1
     """
     require_schedule(schedule)
-    labels = [f"rank {rank}" for rank in range(len(schedule.orders))]
-    cells = [[format_step(step, letters) for step in order] for order in schedule.orders]
-    columns = list(zip_longest(*cells, fillvalue=""))
-    label_width = max(map(len, labels), default=0)
-    lines, used = [_header(schedule)], width or 0
-    rows: list[str] = []
-    for column in columns:
-        room = 2 + max(map(len, column))
-        if not rows or (width is not None and used + room > width):
-            lines += [*(row.rstrip() for row in rows), ""] if rows else []
-            rows, used = [label.ljust(label_width) for label in labels], label_width
-        rows = [f"{row}  {cell.ljust(room - 2)}" for row, cell in zip(rows, column, strict=True)]
-        used += room
-    return "\n".join([*lines, *(row.rstrip() for row in rows or labels)])
-
-
-def _header(schedule: Schedule) -> str:
     placement, chunks = schedule.placement, schedule.placement.chunks
     kind = str(placement) if placement.kind == "map" else placement.kind
-    counts = f"{schedule.ranks} ranks, {schedule.microbatches} microbatches"
-    plural = "" if chunks == 1 else "s"
-    notes = [f"{schedule.barriers} barriers"] * (schedule.barriers != 1) + ["lookups"] * schedule.lookups
-    notes += ["with messages"] * schedule.is_lowered
-    return ", ".join([f"{schedule.name}: {counts}, {kind} placement, {chunks} chunk{plural}", *notes])
-
-
-def require_counts(placement: Placement, microbatches: int, orders: Sequence[Sequence[Step]]) -> None:
-    """Refuses counts that exceed the number of actions, before memory is allocated for them."""
-    require_count("microbatches", microbatches)
-    actions = len(orders) + sum(map(len, orders)) * 2
-    if placement.ranks != len(orders) or max(placement.stages, microbatches) > actions:
-        counts = f"{placement.ranks} ranks with {placement.chunks} chunks and {microbatches} microbatches"
-        raise ScheduleError(f"{counts}, but orders of {len(orders)} ranks with at most {actions} actions")
+    title = [f"{schedule.name}: {schedule.ranks} ranks", f"{schedule.microbatches} microbatches", f"{kind} placement"]
+    title += [f"{chunks} chunk{'s' * (chunks != 1)}", *[f"{schedule.barriers} barriers"] * (schedule.barriers != 1)]
+    title += ["lookups"] * schedule.lookups + ["with messages"] * schedule.is_lowered
+    labels = [f"rank {rank}" for rank in range(len(schedule.orders))]
+    label_width = max(map(len, labels), default=0)
+    lines, rows, used = [", ".join(title)], list[str](), 0
+    cells = ([format_step(step, letters) for step in order] for order in schedule.orders)
+    for column in zip_longest(*cells, fillvalue=""):
+        column_width = 2 + max(map(len, column))
+        if not rows or (width is not None and used + column_width > width):
+            lines += [*map(str.rstrip, rows), ""] if rows else []
+            rows, used = [label.ljust(label_width) for label in labels], label_width
+        rows = [f"{row}  {cell.ljust(column_width - 2)}" for row, cell in zip(rows, column, strict=True)]
+        used += column_width
+    return "\n".join([*lines, *map(str.rstrip, rows or labels)])
 
 
 def compute_only(orders: Iterable[Iterable[Step]]) -> Orders:

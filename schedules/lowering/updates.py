@@ -10,12 +10,11 @@ before F, otherwise behind everything, in the order of the table. So two ranks c
 different exchanges.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.execution.deadlock import schedule_error_at
 from zbcompile.schedules.ir.actions import (
     COMMUNICATION,
     EXCHANGES,
@@ -51,60 +50,43 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
     known = (*UPDATES, *EXCHANGES)
     if isinstance(kinds, str) or not set(kinds) <= set(known):
         raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(known)}")
-    orders = schedule.compute_only().orders
-    if set(kinds).intersection(UPDATES) and schedule.placement.kind != "dual":
-        orders = tuple(_updated(order, kinds) for order in orders)
-    orders = tuple(map(_with_communication, orders, schedule.orders))
-    return replace(schedule, orders=tuple(_surrounded(rank, order, kinds) for rank, order in enumerate(orders)))
+    orders = schedule.orders
+    if set(kinds).intersection(UPDATES) and schedule.placement.copies == 1:
+        orders = tuple(_with_updates(order, kinds) for order in orders)
+    return replace(schedule, orders=tuple(with_exchanges(rank, order, kinds) for rank, order in enumerate(orders)))
 
 
-def _updated(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
-    actions = [(index, action) for index, step in enumerate(order) for action in flatten((step,))]
-    first = {a.stage: index for index, a in reversed(actions) if a.op == F}
-    last = {a.stage: index for index, a in actions if W in work_of(a.op)}
-    awaited = max((index for index, a in actions if a.op != W), default=0)
-    behind = int(REDUCE in kinds)
-    updates = {stage: min(max(awaited, index + behind), len(order) - 1) for stage, index in last.items()}
-    found: list[Step] = []
-    for index, step in enumerate(order):
-        found += _at(first, index, [VALIDATE] * (VALIDATE in kinds))
-        found += _at(first, index, [GATHER] * (GATHER in kinds))
-        found.append(step)
-        found += _at(last, index, [REDUCE] * (REDUCE in kinds))
-        found += _at(dict(sorted(updates.items(), key=lambda at: last[at[0]])), index, [OPT] * (OPT in kinds))
-    return tuple(found)
-
-
-def _at(places: dict[int, int], index: int, kinds: Sequence[str]) -> Iterator[Action]:
-    return (Action(kind, stage, 0) for stage, place in places.items() if place == index for kind in kinds)
-
-
-def _with_communication(order: Sequence[Step], program: Sequence[Step]) -> tuple[Step, ...]:
-    """The steps of `order`, in which those of `program` appear, with the messages and collectives of `program`."""
-    rest = iter(order)
-    found: list[Step] = []
-    for step in program:
+def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
+    first, last, awaited, count = dict[int, int](), dict[int, int](), 0, 0  # in numbers of compute steps
+    for step in order:
         if step[0] not in COMMUNICATION:
-            found += takewhile(step.__ne__, rest)
-        found.append(step)
-    return (*found, *rest)
+            for op, stage, _ in flatten((step,)):
+                if op == F:
+                    first.setdefault(stage, count)
+                if W in work_of(op):
+                    last[stage] = count
+                if op != W:
+                    awaited = count
+            count += 1
+    updates: dict[int, list[Action]] = defaultdict(list)  # by the number of the compute step that follows
+    for stage, index in sorted(last.items(), key=lambda item: item[1]):
+        updates[index + 1] += [Action(REDUCE, stage, 0)] * (REDUCE in kinds)
+    for stage, index in sorted(last.items(), key=lambda item: item[1]):
+        update = min(max(awaited, index + (REDUCE in kinds)), count - 1)
+        updates[update + 1] += [Action(OPT, stage, 0)] * (OPT in kinds)
+    for stage, index in first.items():
+        updates[index] += [Action(op, stage, 0) for op in (VALIDATE, GATHER) if op in kinds]
+    steps, count = list[Step](), 0
+    for step in order:
+        if step[0] not in COMMUNICATION:
+            steps += updates[count]
+            count += 1
+        steps.append(step)
+    return (*steps, *updates[count])
 
 
-def _surrounded(rank: int, program: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
-    """The program of a rank between its exchanges."""
-    own = [Action(op, rank, 0) for op in EXCHANGES if op in kinds]
-    front = [action for action in own if action.op in FIRST_EXCHANGES]
-    return (*front, *program, *own[len(front) :])
-
-
-def check_exchanges(schedule: Schedule) -> None:
-    """Raise `ScheduleError` unless all ranks run the same exchanges, each once, in one order around all other steps."""
-    kinds = {step[0] for step in schedule.orders[0] if step[0] in EXCHANGES}
-    for rank, program in enumerate(schedule.orders):
-        expected = _surrounded(rank, [step for step in program if step[0] not in EXCHANGES], kinds)
-        place = next((i for i, each in enumerate(zip(program, expected, strict=False)) if each[0] != each[1]), None)
-        if place is not None or len(program) != len(expected):
-            place = min(len(program), len(expected)) - 1 if place is None else place
-            what = f"{schedule.name}: rank {rank}: {program[place]} is not in its place, or an exchange is missing"
-            rule = "all ranks run the same exchanges, in the order of the table, around all other actions"
-            raise schedule_error_at(f"{what}; {rule}", schedule.orders, rank, place)
+def with_exchanges(rank: int, order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
+    """Returns the order of a rank between its exchanges of these kinds."""
+    exchanges = [Action(op, rank, 0) for op in EXCHANGES if op in kinds]
+    front = [action for action in exchanges if action.op in FIRST_EXCHANGES]
+    return (*front, *order, *exchanges[len(front) :])

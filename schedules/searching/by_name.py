@@ -3,7 +3,7 @@
 from typing import Any
 
 from zbcompile.schedules.errors import ScheduleError
-from zbcompile.schedules.generators.registry import build_named, find, placement_of, require_limit, require_options
+from zbcompile.schedules.generators.registry import build_named, find, placement_of, require_limit
 from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.order_search import adapted, search
@@ -32,13 +32,15 @@ def build(
     F1.0 BW1.0 F1.1 BW1.1
     """
     family = find(name)
+    require_limit(memory_limit)
+    if unknown := sorted(set(options) - set(family.options)):
+        expected = f"expected {', '.join(family.options)}" if family.options else "it has none"
+        raise ScheduleError(f"{family.name}: unknown option {', '.join(unknown)}; {expected}")
     if family.generate is not None:
         schedule = build_named(family, ranks, microbatches, costs, memory_limit, chunks, **options)
         return schedule if costs is None else adapted(schedule, costs)
-    require_limit(memory_limit)
-    require_options(family, options)
-    if chunks is None and costs is not None and ranks >= 1:
-        chunks = costs.stages // ranks if costs.stages % ranks == 0 else None
+    if chunks is None and costs is not None and ranks >= 1 and costs.stages % ranks == 0:
+        chunks = costs.stages // ranks
     placement = placement_of(family, ranks, chunks)
     if costs is not None and costs.stages != placement.stages:
         raise ScheduleError(f"auto: costs of {costs.stages} stages for a schedule of {placement.stages}")

@@ -26,8 +26,8 @@ class Direction:
     """
 
     def __init__(self, problem: SchedulingProblem, backward: bool) -> None:
-        self.problem, self.backward = problem, backward
-        ranks, passes = problem.placement.ranks, len(problem.actions)
+        self.problem, self.step = problem, -1 if backward else 1
+        ranks, passes = range(problem.placement.ranks), len(problem.actions)
         self.after: list[list[tuple[int, float]]] = [[] for _ in problem.inputs]
         self.missing = [0] * len(problem.inputs)
         for user, inputs in enumerate(problem.inputs):
@@ -39,18 +39,19 @@ class Direction:
             if not self.missing[n]:  # nothing waits for all shards: they need not wait for each other backward
                 for user, _ in self.after[n]:
                     self.missing[user] -= 1
-        self.added = [-size for size in problem.added] if backward else list(problem.added)
-        self.begin: list[float] = list(problem.offset) if backward else [0] * ranks
-        self.offset = [0] * ranks if backward else problem.offset
+        self.added = [self.step * size for size in problem.added]
+        self.begin: list[float] = list(problem.offset) if backward else [0 for _ in ranks]
+        self.offset = [0 for _ in ranks] if backward else problem.offset
+        self.frees = [op == (F if backward else B) for op, _, _ in problem.actions]
         classes: dict[tuple[int, str, int], list[int]] = {}  # passes of one rank, operation and stage keep their order
-        for n in range(passes)[:: -1 if backward else 1]:
+        for n in range(passes)[:: self.step]:
             op, stage, _ = problem.actions[n]
             classes.setdefault((problem.rank[n], op, stage), []).append(n)
-        self.heads = [[own[0] for (r, *_), own in sorted(classes.items()) if r == rank] for rank in range(ranks)]
+        self.heads = [[same[0] for (r, *_), same in sorted(classes.items()) if r == rank] for rank in ranks]
         self.following = [-1] * passes
-        for own in classes.values():
-            for n, other in pairwise(own):
-                self.following[n] = other
+        for same in classes.values():
+            for n, following in pairwise(same):
+                self.following[n] = following
 
     def dispatch(self, priority: Sequence[float], patience: float) -> DispatchedOrder | None:
         """Lets every free rank run, of the passes that it can start soon, the one with the lowest priority.
@@ -61,110 +62,95 @@ class Direction:
         return _Dispatch(self, priority, patience).result()
 
 
-class _Memory:
-    """What ranks hold. A pass starts only if the oldest microbatch can still be finished on its rank, which therefore
-    always proceeds (the banker's algorithm), and if it leaves the memory that more urgent passes of its rank need."""
-
-    def __init__(self, way: Direction) -> None:
-        problem = way.problem
-        ranks, microbatches = problem.placement.ranks, problem.microbatches
-        self.added, self.step = [*way.added, 0], -1 if way.backward else 1
-        self.limit = [limit * ROUNDING for limit in problem.limits or ()]
-        self.held: list[float] = [0] * ranks
-        self.owed: list[list[float]] = [[0] * microbatches for _ in range(ranks)]
-        self.open = [[0] * microbatches for _ in range(ranks)]  # passes that free it, not yet run
-        self.oldest = [microbatches - 1 if way.backward else 0] * ranks
-        self.microbatch = [m for _, _, m in problem.actions]
-        self.frees = [op == (F if way.backward else B) for op, _, _ in problem.actions]
-        for n, (rank, added) in enumerate(zip(problem.rank, way.added, strict=True)):
-            self.owed[rank][self.microbatch[n]] += max(added, 0)
-            self.open[rank][self.microbatch[n]] += self.frees[n]
-
-    def admits(self, n: int, rank: int, heads: Sequence[int], priority: Sequence[float]) -> bool:
-        held, limit, oldest, added = self.held[rank] + self.added[n], self.limit[rank], self.oldest[rank], self.added
-        if held > limit or self.microbatch[n] == oldest:
-            return held <= limit
-        urgent = sum([added[other] for other in heads if added[other] > 0 and priority[other] < priority[n]])
-        return held + max(urgent, self.owed[rank][oldest]) <= limit
-
-    def take(self, n: int, rank: int) -> None:
-        m, added, open_ = self.microbatch[n], self.added[n], self.open[rank]
-        self.held[rank] += added
-        self.owed[rank][m] -= max(added, 0)
-        open_[m] -= self.frees[n]
-        while not open_[self.oldest[rank]] and 0 <= self.oldest[rank] + self.step < len(open_):
-            self.oldest[rank] += self.step
-
-
 class _Dispatch:
-    def __init__(self, way: Direction, priority: Sequence[float], patience: float) -> None:
-        self.way, self.priority, self.patience = way, priority, patience
-        self.time, self.rank = way.problem.time, way.problem.rank
-        self.missing, self.heads = way.missing[:], [heads[:] for heads in way.heads]
+    """One run of the list scheduler.
+
+    With limits a pass starts only if the oldest microbatch can still be finished on its rank, which therefore always
+    proceeds (the banker's algorithm), and if it leaves the memory that more urgent passes of its rank need.
+    """
+
+    def __init__(self, direction: Direction, priority: Sequence[float], patience: float) -> None:
+        self.direction, self.priority, self.patience = direction, priority, patience
+        problem = direction.problem
+        self.time, self.rank, self.added = problem.time, problem.rank, [*direction.added, 0]
+        self.missing, self.heads = direction.missing[:], [heads[:] for heads in direction.heads]
         self.arrival = [-math.inf] * len(self.missing)
         self.end: list[float] = [0] * len(self.missing)
-        self.free = way.begin[:]
-        self.memory = _Memory(way) if way.problem.limits else None
+        self.free = direction.begin[:]
         self.wakes = [(time, rank) for rank, time in enumerate(self.free)]
         heapify(self.wakes)
+        self.limits = [limit * ROUNDING for limit in problem.limits or ()]
+        ranks, microbatches = problem.placement.ranks if self.limits else 0, problem.microbatches
+        self.memory: list[float] = [0] * ranks
+        self.owed: list[list[float]] = [[0] * microbatches for _ in range(ranks)]  # what forwards will add
+        self.open = [[0] * microbatches for _ in range(ranks)]  # passes that free it, not yet run
+        self.oldest = [0 if direction.step > 0 else microbatches - 1] * ranks
+        self.microbatch = [m for _, _, m in problem.actions]
+        for n, rank in enumerate(self.rank if self.limits else ()):
+            self.owed[rank][self.microbatch[n]] += max(self.added[n], 0)
+            self.open[rank][self.microbatch[n]] += direction.frees[n]
 
     def result(self) -> DispatchedOrder | None:
         order: Order = [[] for _ in self.free]
-        wakes, free, priority = self.wakes, self.free, self.priority
-        while wakes:
-            now, rank = heappop(wakes)
-            if free[rank] > now:
-                continue
-            choice = self._choice(now, rank, priority)
-            if choice is None:
-                continue
-            begin, n, place = choice
-            if begin > now:
-                heappush(wakes, (begin, rank))
-                continue
-            order[rank].append(n)
-            self._start(now, rank, n, place)
+        while self.wakes:
+            now, rank = heappop(self.wakes)
+            if self.free[rank] <= now and (choice := self._choose(now, rank)):
+                begin, n, place = choice
+                if begin > now:
+                    heappush(self.wakes, (begin, rank))
+                else:
+                    order[rank].append(n)
+                    self.heads[rank][place] = self.direction.following[n]
+                    self._start(now, rank, n)
         if sum(map(len, order)) < len(self.rank):
             return None
-        return DispatchedOrder(order, self.end, max(map(sum, zip(free, self.way.offset, strict=True))))
+        return DispatchedOrder(order, self.end, max(map(sum, zip(self.free, self.direction.offset, strict=True))))
 
-    def _choice(self, now: float, rank: int, priority: Sequence[float]) -> tuple[float, int, int] | None:
-        """Begin, number and place among the rank's heads of the pass to run next; None if none can begin."""
-        time, missing, arrival, memory, added = self.time, self.missing, self.arrival, self.memory, self.way.added
-        known: list[tuple[float, float, int, int]] = []
-        first = ended = 0.0
+    def _choose(self, now: float, rank: int) -> tuple[float, int, int] | None:
+        """Returns start, number and place among the rank's heads of the pass to run next; None if none can start."""
+        time, missing, arrival, priority = self.time, self.missing, self.arrival, self.priority
+        choices: list[tuple[float, float, int, int]] = []
+        first = ended = math.inf
         for place, n in enumerate(self.heads[rank]):
-            if n < 0 or missing[n]:
-                continue
-            if memory and added[n] > 0 and not memory.admits(n, rank, self.heads[rank], priority):
+            if n < 0 or missing[n] or (self.limits and self.added[n] > 0 and not self._admits(n, rank)):
                 continue
             begin = arrival[n] if arrival[n] > now else now
-            if not known or begin < first:
-                first = begin
-            if not known or begin + time[n] < ended:
-                ended = begin + time[n]
-            known.append((priority[n], begin, n, place))
-        if not known:
+            first, ended = min(first, begin), min(ended, begin + time[n])
+            choices.append((priority[n], begin, n, place))
+        if not choices:
             return None
         latest = max(first, first + self.patience * (ended - first))  # which rounding could make earlier
-        _, begin, n, place = min(each for each in known if each[1] <= latest)
-        return begin, n, place
+        return min(choice for choice in choices if choice[1] <= latest)[1:]
 
-    def _start(self, now: float, rank: int, n: int, place: int) -> None:
-        self.heads[rank][place] = self.way.following[n]
+    def _admits(self, n: int, rank: int) -> bool:
+        memory, limit, oldest, added = (
+            self.memory[rank] + self.added[n],
+            self.limits[rank],
+            self.oldest[rank],
+            self.added,
+        )
+        if memory > limit or self.microbatch[n] == oldest:
+            return memory <= limit
+        priority = self.priority
+        urgent = sum([added[head] for head in self.heads[rank] if added[head] > 0 and priority[head] < priority[n]])
+        return memory + max(urgent, self.owed[rank][oldest]) <= limit
+
+    def _start(self, now: float, rank: int, n: int) -> None:
         self.free[rank] = self.end[n] = ended = now + self.time[n]
-        if self.memory:
-            self.memory.take(n, rank)
+        if self.limits:
+            self.memory[rank] += self.added[n]
+            self.owed[rank][self.microbatch[n]] -= max(self.added[n], 0)
+            self.open[rank][self.microbatch[n]] -= self.direction.frees[n]
+            step, open_ = self.direction.step, self.open[rank]
+            while not open_[self.oldest[rank]] and 0 <= self.oldest[rank] + step < len(open_):
+                self.oldest[rank] += step
         heappush(self.wakes, (ended, rank))
         done = [(n, ended)]
         for made, end in done:
-            for user, delay in self.way.after[made]:
-                arrival = end + delay
-                if arrival > self.arrival[user]:
-                    self.arrival[user] = arrival
+            for user, delay in self.direction.after[made]:
+                arrival = self.arrival[user] = max(self.arrival[user], end + delay)
                 self.missing[user] -= 1
-                if not self.missing[user]:
-                    if user >= len(self.rank):
-                        done.append((user, self.arrival[user]))
-                    elif self.rank[user] != rank and self.free[self.rank[user]] <= self.arrival[user]:
-                        heappush(self.wakes, (max(now, self.free[self.rank[user]]), self.rank[user]))
+                if not self.missing[user] and user >= len(self.rank):
+                    done.append((user, arrival))
+                elif not self.missing[user] and self.rank[user] != rank and self.free[self.rank[user]] <= arrival:
+                    heappush(self.wakes, (max(now, self.free[self.rank[user]]), self.rank[user]))

@@ -22,11 +22,13 @@ FORGIVEN = 0.1  # how much longer, in mean passes on average, an order to contin
 
 def forward_backward_pass(problem: SchedulingProblem, order: Order, patience: float = FIRST_PATIENCE) -> Order | None:
     """Returns the order dispatched backward in time or forward again, whichever is shorter; None if none fits."""
-    turned = Direction(problem, backward=True).dispatch([-end for end in problem.ends(order)], patience)
-    if turned is None:
+    backward = Direction(problem, backward=True).dispatch([-end for end in problem.ends(order)], patience)
+    if backward is None:
         return None
-    again = Direction(problem, backward=False).dispatch([-end for end in turned.end], patience)
-    return again.order if again and again.value <= turned.value else [own[::-1] for own in turned.order]
+    forward = Direction(problem, backward=False).dispatch([-end for end in backward.end], patience)
+    if forward and forward.value <= backward.value:
+        return forward.order
+    return [passes[::-1] for passes in backward.order]
 
 
 class ForwardBackwardImprover:
@@ -34,7 +36,7 @@ class ForwardBackwardImprover:
 
     def __init__(self, problem: SchedulingProblem, order: Order, best: float, seed: int) -> None:
         self.problem, self.best = problem, best
-        self.forward, self.backward = Direction(problem, backward=False), Direction(problem, backward=True)
+        self.directions = Direction(problem, backward=True), Direction(problem, backward=False)
         self.unit = sum(problem.time) / len(problem.actions)
         self.generator = random.Random(seed)
         self.best_order: Order | None = None
@@ -47,35 +49,31 @@ class ForwardBackwardImprover:
         for _ in range(passes):
             if self.best <= target:
                 return
-            self._improve()
+            noise, forward = self.generator.choice(NOISE) * self.unit, self.generator.choice((False, True))
+            priority = self.begin if forward else [-end for end in self.end]
+            first = self._dispatch(forward, self._add_noise(priority, noise) if noise else priority)
+            second = first and self._dispatch(not forward, [-end for end in first.end])
+            for dispatched, direction in ((first, forward), (second, not forward)):
+                if dispatched:
+                    self._continue_from(dispatched, direction)
 
-    def _improve(self) -> None:
-        choice = self.generator.choice
-        reach = choice(NOISE) * self.unit
-        forward = choice((False, True))
-        priority = self.begin if forward else [-end for end in self.end]
-        first = self._dispatched(forward, self._disturbed(priority, reach) if reach else priority)
-        second = first and self._dispatched(not forward, [-end for end in first.end])
-        for found, ahead in ((first, forward), (second, not forward)):
-            if found and found.value <= self.value + self.generator.expovariate(1) * FORGIVEN * self.unit:
-                self._continue_from(found, ahead)
-
-    def _disturbed(self, priority: Sequence[float], reach: float) -> list[float]:
+    def _add_noise(self, priority: Sequence[float], size: float) -> list[float]:
         few, noise = self.generator.choice((False, True)), self.generator.random
         if few:
-            return [each + 2 * reach * (noise() - 0.5) if noise() < FEW else each for each in priority]
-        return [each + reach * noise() for each in priority]
+            return [value + 2 * size * (noise() - 0.5) if noise() < FEW else value for value in priority]
+        return [value + size * noise() for value in priority]
 
-    def _dispatched(self, forward: bool, priority: Sequence[float]) -> DispatchedOrder | None:
-        way = self.forward if forward else self.backward
-        found = way.dispatch(priority, self.generator.choice(PATIENCE))
-        if found and found.value < self.best:
-            self.best = found.value
-            self.best_order = found.order if forward else [own[::-1] for own in found.order]
-        return found
+    def _dispatch(self, forward: bool, priority: Sequence[float]) -> DispatchedOrder | None:
+        dispatched = self.directions[forward].dispatch(priority, self.generator.choice(PATIENCE))
+        if dispatched and dispatched.value < self.best:
+            self.best = dispatched.value
+            self.best_order = dispatched.order if forward else [passes[::-1] for passes in dispatched.order]
+        return dispatched
 
-    def _continue_from(self, found: DispatchedOrder, forward: bool) -> None:
-        self.value, begin = found.value, [*map(sub, found.end, self.problem.time)]
-        self.begin, self.end = begin, found.end
-        if not forward:  # its ends are starts
-            self.begin, self.end = ([found.value - time for time in times] for times in (found.end, begin))
+    def _continue_from(self, dispatched: DispatchedOrder, forward: bool) -> None:
+        """Takes the times of an order for the next priorities, unless it is much longer than the one before."""
+        _, end, value = dispatched
+        if value <= self.value + self.generator.expovariate(1) * FORGIVEN * self.unit:
+            self.value, self.begin, self.end = value, [*map(sub, end, self.problem.time)], end
+            if not forward:  # its ends are starts
+                self.begin, self.end = ([value - time for time in times] for times in (end, self.begin))

@@ -1,8 +1,9 @@
 """Searches a short order for given costs: every named schedule that fits, improved by forward-backward passes."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import sub
+from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.memory import peak_memory
@@ -13,10 +14,9 @@ from zbcompile.schedules.ir.costs import Costs
 from zbcompile.schedules.ir.placement import Placement, require_count
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.schedules.searching.forward_backward import ForwardBackwardImprover, forward_backward_pass
-from zbcompile.schedules.searching.problem import ROUNDING, Order, SchedulingProblem, limits_of, require_fit
+from zbcompile.schedules.searching.problem import ROUNDING, Order, SchedulingProblem, limits_of
 from zbcompile.schedules.simulation.timeline import Timeline, simulate
 
-USUAL = ("linear", "looped:2", "v", "looped:4")  # of costs that are a function, which allow any number of stages
 SEQUENTIAL = "one microbatch after the other"
 STARTS = 4  # orders that are improved
 PASSES = 128  # forward-backward passes
@@ -24,21 +24,14 @@ V_PATIENCE = 0.8  # see `adapted`
 LARGE = 10_000  # passes
 
 
-@dataclass(frozen=True, eq=False)
-class Candidate:
-    """An order of a problem: its schedule, what it takes, and the name or order that it was made from."""
+class Candidate(NamedTuple):
+    """An order of a problem, what it takes, the name or order that it was made from, and its schedule."""
 
-    problem: SchedulingProblem = field(repr=False)
     value: float
+    problem: SchedulingProblem
     origin: str
-    order: Order = field(repr=False)
-    schedule: Schedule = field(repr=False)
-
-    @property
-    def excess(self) -> float:
-        """The most that a rank holds or, with limits, the most by which one exceeds its own (mostly negative)."""
-        peaks = peak_memory(self.schedule, self.problem.costs)
-        return max(map(sub, peaks, self.problem.limits or (0,) * len(peaks)))
+    order: Order
+    schedule: Schedule
 
 
 @dataclass(frozen=True)
@@ -70,7 +63,7 @@ class SearchResult:
 
     @property
     def best_name(self) -> tuple[str, float] | None:
-        """The named schedule that comes nearest, with its objective; None if none fits."""
+        """The shortest named schedule, with its objective; None if none fits."""
         return next(((schedule.name, value) for value, schedule in self.named), None)
 
     def __str__(self) -> str:
@@ -84,7 +77,7 @@ class SearchResult:
 
 
 def search(
-    costs: Costs | Callable[[int], Costs],
+    costs: Costs,
     ranks: int,
     microbatches: int,
     memory_limit: float | Sequence[float] | None = None,
@@ -95,11 +88,11 @@ def search(
 ) -> SearchResult:
     """Searches a short order of `microbatches` on `ranks`; the same arguments find the same order.
 
-    `costs` are those of the whole model cut into the largest number of stages that may be used, merged for fewer, or a
-    function from a number of stages to costs. `placements` ("linear", "looped:2", "v", ...) are all that the costs
-    allow by default; "dual", which keeps two copies of every stage, only on request. `memory_limit` is one number or
-    one for each rank, in the unit of `costs.activation`. With `barrier` the makespan counts, else the cost. `barriers`
-    is that of `with_vocabulary`, for costs with S and T. `passes` is the number of forward-backward passes.
+    `costs` are those of the whole model cut into the largest number of stages that may be used, merged for fewer.
+    `placements` ("linear", "looped:2", "v", ...) are all that the costs allow by default; "dual", which keeps two
+    copies of every stage, only on request. `memory_limit` is one number or one for each rank, in the unit of
+    `costs.activation`. With `barrier` the makespan counts, else the cost. `barriers` is that of `with_vocabulary`, for
+    costs with S and T. `passes` is the number of forward-backward passes.
 
     Ties are broken by peak memory. Raises `ScheduleError` if nothing fits, and for costs or placements that do not fit
     the ranks.
@@ -112,19 +105,22 @@ def search(
     problems = scheduling_problems(costs, ranks, microbatches, memory_limit, placements, barrier, barriers)
     bounds = {problem: problem.lower_bound() for problem in problems}
     named = [candidate for problem in problems for candidate in _named(problem)]
-    found = named + [candidate for problem in problems for candidate in _sequential(problem)]
+    candidates = named + [candidate for problem in problems for candidate in _sequential(problem)]
     for starts, share in ((STARTS, 8), (2, 4)):  # half of the passes for the best four, half for the best two of all
-        for seed, each in enumerate(_starts(found)[:starts]):
-            found.append(_improved(each, bounds[each.problem] * ROUNDING, passes // share, seed + starts))
-    shortest = min(candidate.value for candidate in found) * ROUNDING
-    best = min((candidate for candidate in found if candidate.value <= shortest), key=lambda each: each.excess)
+        for seed, (value, problem, origin, order, _) in enumerate(_starts(candidates)[:starts], starts):
+            improver = ForwardBackwardImprover(problem, order, value, seed)
+            improver.run(passes // share, bounds[problem] * ROUNDING)
+            if improver.best_order is not None:
+                candidates.append(_candidate(problem, origin, improver.best_order))
+    shortest = min(candidate.value for candidate in candidates) * ROUNDING
+    best = min((candidate for candidate in candidates if candidate.value <= shortest), key=_excess)
     simulation = simulate(replace(best.schedule, name="auto"), best.problem.costs)
-    by_value = sorted(((each.value, each.schedule) for each in named), key=lambda each: each[0])
+    by_value = sorted(((each.value, each.schedule) for each in named), key=lambda pair: pair[0])
     return SearchResult(simulation.schedule, simulation, min(bounds.values()), best.value, best.origin, tuple(by_value))
 
 
 def bound(
-    costs: Costs | Callable[[int], Costs],
+    costs: Costs,
     ranks: int,
     microbatches: int,
     placement: str | Placement,
@@ -140,12 +136,12 @@ def bound(
     >>> bound(Costs.uniform(4), ranks=4, microbatches=8, placement="linear")
     27
     """
-    given = costs, ranks, microbatches, memory_limit, (placement,), barrier, barriers
-    return scheduling_problems(*given)[0].lower_bound()
+    problems = scheduling_problems(costs, ranks, microbatches, memory_limit, (placement,), barrier, barriers)
+    return problems[0].lower_bound()
 
 
 def scheduling_problems(
-    costs: Costs | Callable[[int], Costs],
+    costs: Costs,
     ranks: int,
     microbatches: int,
     memory_limit: float | Sequence[float] | None,
@@ -156,69 +152,52 @@ def scheduling_problems(
     """Returns one problem for each placement whose memory suffices; raises `ScheduleError` if there is none."""
     require_count("ranks", ranks)
     require_count("microbatches", microbatches)
-    limits = limits_of(memory_limit, ranks)
-    problems, reasons = [], []
-    for placement, cut in _cuts(costs, ranks, placements):
-        problem = SchedulingProblem(placement, microbatches, cut, limits, barrier, barriers)
-        try:
-            require_fit(problem)
+    limits, problems, reasons = limits_of(memory_limit, ranks), [], []
+    if isinstance(placements, str):
+        raise ScheduleError(f"placements={placements!r:.80}; expected a list, such as [{placements!r:.80}]")
+    if placements is None:
+        chunks, rest = divmod(costs.stages, ranks)
+        if rest or not chunks:
+            raise ScheduleError(f"costs of {costs.stages} stages for {ranks} ranks; give a multiple of {ranks} stages")
+        counts = (v for v in range(1, chunks + 1) if chunks % v == 0)
+        placements = [*("linear" if v == 1 else f"looped:{v}" for v in counts), *["v"] * (chunks % 2 == 0)]
+    if not placements:
+        raise ScheduleError("placements is empty; name some, such as linear and v, or leave it out")
+    for name in placements:
+        placement = Placement.parse(name, ranks) if isinstance(name, str) else name
+        if placement.ranks != ranks:
+            raise ScheduleError(f"placement {placement} is for {placement.ranks} ranks, but there are {ranks}")
+        if costs.stages % placement.stages:
+            cannot = f"costs of {costs.stages} stages cannot be merged into the {placement.stages} stages"
+            raise ScheduleError(f"{cannot} of placement {name}; give costs for a multiple of {placement.stages} stages")
+        merged = costs.resized(placement.stages)
+        problem = SchedulingProblem(placement, microbatches, merged, limits, barrier, barriers)
+        if reason := problem.missing_memory():
+            reasons.append(reason)
+        else:
             problems.append(problem)
-        except ScheduleError as error:
-            reasons.append(str(error))
     if not problems:
         raise ScheduleError("\n  ".join(("memory_limit: no order fits", *reasons)))
     return problems
 
 
-def _cuts(
-    costs: Costs | Callable[[int], Costs], ranks: int, placements: Sequence[str | Placement] | None
-) -> Iterator[tuple[Placement, Costs]]:
-    """Yields the placements, each with the costs of its stages."""
-    if isinstance(placements, str):
-        raise ScheduleError(f"placements={placements!r:.80}; expected a list, such as [{placements!r:.80}]")
-    if placements is None:
-        placements = _possible(costs, ranks) if isinstance(costs, Costs) else USUAL
-    if not placements:
-        raise ScheduleError("placements is empty; name some, such as linear and v, or leave it out")
-    for each in placements:
-        placement = Placement.parse(each, ranks) if isinstance(each, str) else each
-        if placement.ranks != ranks:
-            raise ScheduleError(f"placement {placement} is for {placement.ranks} ranks, but there are {ranks}")
-        if isinstance(costs, Costs) and costs.stages % placement.stages:
-            wanted = f"{placement.stages} stages of placement {each}"
-            has = f"costs of {costs.stages} stages cannot be merged into the {wanted}"
-            raise ScheduleError(f"{has}; give costs for a multiple of {placement.stages} stages")
-        yield placement, costs.resized(placement.stages) if isinstance(costs, Costs) else costs(placement.stages)
-
-
-def _possible(costs: Costs, ranks: int) -> tuple[str, ...]:
-    """Returns all placements with one copy of the model that the costs can be merged for."""
-    chunks, left = divmod(costs.stages, ranks)
-    if left or not chunks:
-        raise ScheduleError(f"costs of {costs.stages} stages for {ranks} ranks; give a multiple of {ranks} stages")
-    counts = [v for v in range(1, chunks + 1) if chunks % v == 0]
-    return (*("linear" if v == 1 else f"looped:{v}" for v in counts), *(["v"] if 2 in counts else []))
-
-
 def _named(problem: SchedulingProblem) -> Iterator[Candidate]:
     """Yields every named schedule of a placement that fits into its limits, with pairs and with pairs opened."""
-    placement = problem.placement
+    placement, limit = problem.placement, min(problem.limits) if problem.limits else None
     for family in FAMILIES:
-        if family.placement != placement.kind and (family.placement, placement.kind) != ("looped", "linear"):
-            continue
-        limit = min(problem.limits) if problem.limits else None
-        try:
-            given = placement.ranks, problem.microbatches, problem.costs, limit, placement.chunks
-            schedule = adapted(build_named(family, *given), problem.costs)
-            if problem.sharded:
-                schedule = with_vocabulary(schedule, problem.sequential.barriers, problem.costs)
-        except ScheduleError:  # it does not admit these counts, or does not fit
-            continue
-        order = problem.order_of(schedule) if schedule.placement == placement else None
-        if order is not None:
-            yield _candidate(problem, family.name, order, schedule)
-            if any(map(has_pairs, schedule.orders)):
-                yield _candidate(problem, family.name, order)
+        if family.placement == placement.kind:
+            try:
+                arguments = placement.ranks, problem.microbatches, problem.costs, limit, placement.chunks
+                schedule = adapted(build_named(family, *arguments), problem.costs)
+                if problem.sharded:
+                    schedule = with_vocabulary(schedule, problem.sequential.barriers, problem.costs)
+            except ScheduleError:  # it does not admit these counts, or does not fit
+                continue
+            order = problem.order_of(schedule)
+            if order is not None:
+                yield _candidate(problem, family.name, order, schedule)
+                if any(map(has_pairs, schedule.orders)):
+                    yield _candidate(problem, family.name, order)
 
 
 def adapted(schedule: Schedule, costs: Costs) -> Schedule:
@@ -227,7 +206,7 @@ def adapted(schedule: Schedule, costs: Costs) -> Schedule:
     V orders are made for equal times. The schedule is returned as it is if the pass does not shorten it in both
     objectives within its memory, and if it is large.
     """
-    if schedule.placement.kind != "v" or sum(map(len, schedule.orders)) > LARGE:
+    if schedule.placement.kind != "v" or schedule.ranks == 1 or sum(map(len, schedule.orders)) > LARGE:
         return schedule
     costs = replace(costs, vocab_s=(), vocab_t=())
     limits = (max(peak_memory(schedule, costs)),) * schedule.ranks
@@ -244,7 +223,13 @@ def adapted(schedule: Schedule, costs: Costs) -> Schedule:
 def _candidate(problem: SchedulingProblem, origin: str, order: Order, schedule: Schedule | None = None) -> Candidate:
     schedule = schedule or problem.schedule(order)
     step = simulate(schedule, problem.costs)
-    return Candidate(problem, step.makespan if problem.barrier else step.cost, origin, order, schedule)
+    return Candidate(step.makespan if problem.barrier else step.cost, problem, origin, order, schedule)
+
+
+def _excess(candidate: Candidate) -> float:
+    """Returns the most that a rank holds or, with limits, the most by which one exceeds its own (mostly negative)."""
+    peaks = peak_memory(candidate.schedule, candidate.problem.costs)
+    return max(map(sub, peaks, candidate.problem.limits or (0,) * len(peaks)))
 
 
 def _sequential(problem: SchedulingProblem) -> Iterator[Candidate]:
@@ -257,19 +242,10 @@ def _sequential(problem: SchedulingProblem) -> Iterator[Candidate]:
         yield _candidate(problem, SEQUENTIAL, improved)
 
 
-def _starts(found: Sequence[Candidate]) -> list[Candidate]:
+def _starts(candidates: Sequence[Candidate]) -> list[Candidate]:
     """Returns the best orders that differ in length, at least the best of each of the best placements."""
     distinct: dict[tuple[SchedulingProblem, float], Candidate] = {}
-    for each in sorted(found, key=lambda each: each.value):
-        distinct.setdefault((each.problem, each.value), each)
-    first = {each.problem: each for each in reversed(distinct.values())}
+    for candidate in sorted(candidates, key=lambda candidate: candidate.value):
+        distinct.setdefault((candidate.problem, candidate.value), candidate)
+    first = {candidate.problem: candidate for candidate in reversed(distinct.values())}
     return sorted(distinct.values(), key=lambda each: (each is not first[each.problem], each.value))[:STARTS]
-
-
-def _improved(candidate: Candidate, target: float, passes: int, seed: int) -> Candidate:
-    """Returns the candidate after `passes` forward-backward passes."""
-    improver = ForwardBackwardImprover(candidate.problem, candidate.order, candidate.value, seed)
-    improver.run(passes, target)
-    if improver.best_order is None:
-        return candidate
-    return _candidate(candidate.problem, candidate.origin, improver.best_order)

@@ -1,8 +1,9 @@
 """Tables of a step: by rank and by schedule."""
 
 from collections.abc import Sequence
+from itertools import pairwise
 
-from zbcompile.schedules.ir.dependencies import count_messages
+from zbcompile.schedules.ir.placement import Placement
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.tables import Figure, Table
 
@@ -52,8 +53,13 @@ def step_table(timelines: Sequence[Timeline]) -> Table:
             Figure("cost bubble", float(t.cost_bubble), "share"),
             Figure("idle of all ranks", idle_share(t), "share"),
             Figure("peak memory", max(t.peak_memory), t.costs.memory_unit),
-            Figure("messages", count_messages(t.schedule)),
+            Figure("messages", 2 * t.schedule.microbatches * _boundaries(t.schedule.placement)),
         ]
         for t in timelines
     ]
     return Table("schedules", rows=rows)
+
+
+def _boundaries(placement: Placement) -> int:
+    """Returns the number of boundaries between stages that are on two ranks."""
+    return sum(owners != following for owners, following in pairwise(placement.owners))

@@ -91,7 +91,7 @@ def legend_of(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
     meanings |= {op: each.meaning for op, each in OPTIMIZER_OPS.items()}
     entries = [(op, f"{op} {meaning}") for op, meaning in meanings.items() if op in ops]
     entries += [(f"idle-{cause}", f"idle: {cause}") for cause in IDLE_LOOKS if cause in causes]
-    second = {"model copy" if t.schedule.placement.kind == "dual" else "chunk" for t, a in spans if is_second(t, a)}
+    second = {"model copy" if t.schedule.placement.copies > 1 else "chunk" for t, a in spans if is_second(t, a)}
     return entries + [("", f"pale: every second {' or '.join(sorted(second))}")] * bool(second)
 
 

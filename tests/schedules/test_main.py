@@ -100,7 +100,7 @@ def test_show_says_what_is_wrong_with_an_order_and_how_weights_accumulate(
     (tmp_path / "bad.csv").write_text("0F0,0I0,0W0\n1F0,1W0,1I0\n")
     assert main(["show", str(tmp_path / "bad.csv")]) == 1
     error = capsys.readouterr().err
-    assert "rank 1, step 1: W1.0 comes before B1.0" in error
+    assert "rank 1 runs W1.0 before B1.0" in error
     assert "deadlock" not in error
     assert main(["show", "zb-h1-lazy", "--weight-order"]) == 0
     assert "    3  3 4 5 6 0 1 2 7\n" in capsys.readouterr().out

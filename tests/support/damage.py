@@ -57,7 +57,8 @@ def outcome_of(use: Callable[[], bool]) -> str:
 
 
 def flip_checkpoints(folder: Path, flips: int, seed: int = 0) -> Counts:
-    """Bits of a checkpoint with an optimizer, generators and extra."""
+    """Bits of a checkpoint with an optimizer, generators and extra: `verify_checkpoint` finds each, and a load refuses
+    those in the index and in headers."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     optimizer = torch.optim.Adam(model.parameters())
@@ -70,9 +71,14 @@ def flip_checkpoints(folder: Path, flips: int, seed: int = 0) -> Counts:
         other = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
         return described(other, torch.optim.Adam(other.parameters()), path) == expected
 
+    def verify() -> bool:
+        zbcompile.verify_checkpoint(path)
+        return True
+
     for _ in range(flips):
         damaged, before = flip_bit(path, chance)
-        counts[outcome_of(use)] += 1
+        counts[f"verification: {outcome_of(verify)}"] += 1
+        counts["index: " * (damaged.suffix == ".json") + outcome_of(use)] += 1
         damaged.write_bytes(before)
     assert use()
     return counts

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
 
 from zbcompile.passes.exported.capture.process_groups import with_process_groups
 from zbcompile.passes.exported.capture.training_step import leaves_with_paths
@@ -235,6 +236,10 @@ def run_uncut(step: StepGraph, model: nn.Module, batch: Batch, seed: int = 0) ->
         for node in step.calls():
             args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)
             values[node] = node.target(*args, **kwargs)
+            pairs = zip(tree_leaves(values[node]), tree_leaves(node.meta["val"]), strict=True)
+            for value, expected in pairs:
+                if isinstance(value, Tensor):
+                    assert _strides(value) == _strides(expected), node.format_node()
     gradients = {name: values[node] for name, node in step.gradients.items() if node is not None}
     buffers |= {name: values[node] for name, node in step.buffer_updates.items()}
     return StepResult([values[step.loss]], gradients, buffers)

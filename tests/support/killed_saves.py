@@ -22,7 +22,6 @@ from torch import nn
 
 import zbcompile
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
-from zbcompile.persistence.saved_state import open_state
 
 KEEP = 3
 
@@ -69,7 +68,7 @@ def require_nothing_lost(folder: Path, committed: int) -> int:
     found = checkpoints_in(folder)
     assert 1 <= len(found) <= KEEP + 1, found
     for path in found:
-        open_state(path).require_whole()
+        zbcompile.verify_checkpoint(path)
         model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
         at = zbcompile.load_checkpoint(path, model)
         assert path.name == f"step-{at.step:08d}"

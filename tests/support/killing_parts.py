@@ -2,7 +2,6 @@
 
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,17 +35,6 @@ def batches() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
         tokens = torch.randint(0, 256, (SIZE, LENGTH + 1))
         tokens[0, 0] = random.randrange(256)
         yield (tokens[:, :-1].contiguous(),), {"target": tokens[:, 1:].contiguous()}
-
-
-def of_a_dying_rank() -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """The same, but the second rank dies once when it asks for batch 17: after its update in step 16, before the
-    validation of that, which the next step begins with."""
-    died = Path(os.environ["SITE"], "died")
-    for step, batch in enumerate(batches()):
-        if step == 17 and os.environ["RANK"] == "1" and not died.exists():
-            died.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-        yield batch
 
 
 def init(name: str, tensor: Tensor) -> None:

@@ -8,17 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-import zbcompile
-from tests.support.checkpointing import LENGTH, MICROBATCHES, PROBLEM, SIZE
+from tests.support.checkpointing import LENGTH, SIZE
 
 Batch = tuple[tuple[Any, ...], dict[str, Any]]
-
-
-def example() -> zbcompile.Example:
-    """The model with one microbatch, as a command line takes it."""
-    (inputs,), kwargs = drawn()
-    rows = SIZE // MICROBATCHES
-    return zbcompile.Example(PROBLEM.model(), (inputs[:rows],), loss=PROBLEM.loss, target=kwargs["target"][:rows])
 
 
 def drawn() -> Batch:
@@ -83,12 +75,3 @@ def init(name: str, tensor: Tensor) -> None:
         nn.init.normal_(tensor, std=0.1)
     else:
         nn.init.constant_(tensor, 1.0 if name.endswith("weight") else 0.0)
-
-
-def sgd(parameters: list[tuple[str, nn.Parameter]], lr: float) -> torch.optim.Optimizer:
-    """Matrices alone get momentum."""
-    groups = [
-        {"params": [p for _, p in parameters if p.dim() > 1], "momentum": 0.9},
-        {"params": [p for _, p in parameters if p.dim() <= 1]},
-    ]
-    return torch.optim.SGD(groups, lr=lr)

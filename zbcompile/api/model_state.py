@@ -1,6 +1,6 @@
 """The state of a pipeline's model: the parameters that live in this process, and eager's state dict of all."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts, is_distributed
 from zbcompile.model.held_elsewhere import state_in_process
+from zbcompile.model.placements import SHARD, along
+from zbcompile.model.tensor_shard import chunk_of, local_of
 from zbcompile.optimizer.gradient_norm import total_norm
 from zbcompile.program.program import Program
 from zbcompile.program_cache.bound_programs import BoundPrograms
@@ -61,6 +63,17 @@ class ModelState:
             own = self._bound.shards.sharded_state(own, names, group)  # the rows are DTensors
         return self._parts.shown(own, names)
 
+    def require_named_parts(self) -> None:
+        """Raises PipelineError if ranks have different parts of a plain tensor under one name, which
+        torch.distributed.checkpoint takes for copies."""
+        program, mesh = self.program, self._ranks.mesh
+        for name in sorted(program.homes.keys() - self._parts.parts.keys()):
+            if any(mesh.size(each) > 1 for each in along(program.placement(name), SHARD)):
+                raise PipelineError(
+                    f"{name} is sharded by hand, so torch.distributed.checkpoint would take its parts for copies. Call "
+                    "zbcompile.save_checkpoint, or make it a DTensor."
+                )
+
     def whole(self, frozen: bool) -> dict[str, Any]:
         """Eager's state dict, on every rank; with or without what is `frozen`."""
         self._arrive()
@@ -77,9 +90,11 @@ class ModelState:
         """Copy this process's share out of eager's state dict, in place.
 
         Strict over the whole model: raises PipelineError, before anything is copied, for keys that it lacks or has in
-        addition, and for tensors of another shape.
+        addition, and for tensors of another shape. What `share` returned is taken too.
         """
         self._arrive()
+        if self._load_share(state):
+            return
         state, target = self._parts.cut(state, self.program.model.names), state_in_process(self._model)
         _check_keys(target, state)
         with torch.no_grad():
@@ -90,20 +105,24 @@ class ModelState:
             self._bound.shards.load(state)
         self.loaded(state)
 
+    def _load_share(self, state: Mapping[str, Any]) -> bool:
+        """Copies this process's part, as torch.distributed.checkpoint has read it, and returns True; returns False for
+        another state dict."""
+        own = {key: value for key, value in self._share().items() if isinstance(value, torch.Tensor)}
+        if any(key not in state or value.shape != state[key].shape for key, value in own.items()):
+            return False
+        if state.keys() != self._share().keys() or any(chunk_of(own[key]) != chunk_of(state[key]) for key in own):
+            return False
+        with torch.no_grad():
+            for key, value in own.items():
+                local_of(value).copy_(local_of(state[key]))
+        self.loaded(own)
+        return True
+
     def loaded(self, names: Iterable[str]) -> None:
         """These tensors of this process's share have got their values."""
         self._bound.share.filled(names)
         self._bound.withhold()
-
-    def once_placed(self, load: Callable[[bool], None]) -> None:
-        """Call `load` when this process's share of the model is known, before anything runs: at once if it is. It is
-        called with False after an evaluation has decided it, and with True, the last time, after a step has."""
-        if self._bound.trains:
-            load(True)
-            return
-        self._bound.loads.append(load)
-        if self._bound.program is not None:
-            self._bound.fill()
 
     def clip(self, max_norm: float, norm_type: float, error_if_nonfinite: bool) -> torch.Tensor:
         """Clip this process's gradients by the norm of all ranks', and return that."""

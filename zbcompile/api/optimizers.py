@@ -9,6 +9,7 @@ from torch import nn
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
+from zbcompile.model.tensor_shard import Chunk, chunk_of
 from zbcompile.optimizer.division import TrainedParameters
 from zbcompile.optimizer.optimizer_request import OptimizerRequest
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
@@ -110,4 +111,11 @@ class Optimizers:
             shown={**own, **{name: p for name, p in self.parts.parameters.items() if name in own}},
             rows=frozenset(rows.own) if rows else frozenset(),
             take_gradients=self.parts.take_gradients,
+            chunk=self._chunk,
         )
+
+    def _chunk(self, name: str) -> Chunk | None:
+        rows = self.bound.shards
+        if rows is not None and name in rows.own:
+            return rows.chunk(name)
+        return chunk_of(self.parts.parameters.get(name))

@@ -1,7 +1,8 @@
 """The pipeline object: a model's training step, compiled for the shapes it meets."""
 
+import inspect
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, Self, TypeVar, cast
@@ -197,7 +198,6 @@ class Pipeline:
             self._parts.take_gradients()
             kind = kind_of(return_outputs, return_metrics)
             self._runs.program_for(self._runs.split(args, kwargs, target, microbatches, kind))
-            self._bound.fill()
         return self
 
     def microbatches_of(self, *args: Any, target: Any = None, **kwargs: Any) -> int:
@@ -366,9 +366,13 @@ class Pipeline:
         leaves out what is not trained, such as the base of adapters.
 
         Of an output layer sharded over several processes the share is a DTensor of this process's rows.
+        torch.distributed.checkpoint calls this for `{"model": pipe}`.
         """
         if not (full or frozen):
             raise PipelineError("state_dict(frozen=False) is for the whole model: pass full=True as well.")
+        caller = (frame := inspect.currentframe()) and frame.f_back
+        if caller is not None and str(caller.f_globals.get("__name__")).startswith("torch.distributed.checkpoint."):
+            self._state.require_named_parts()
         return self._state.whole(frozen) if full else self._state.share()
 
     def stream_state_dict(self) -> Iterator[tuple[str, Any]]:
@@ -389,10 +393,6 @@ class Pipeline:
         `zbcompile.load_checkpoint` writes them in place."""
         self.step_index = step
         self._state.loaded(filled)
-
-    def once_placed(self, load: Callable[[bool], None]) -> None:
-        """Call `load` once this process's share of the model is known; see `ModelState.once_placed`."""
-        self._state.once_placed(load)
 
     def optimizer(
         self,

@@ -44,12 +44,6 @@ OPTION_FLAGS: dict[str, dict[str, Any]] = {  # what argparse takes for an option
     },
     "seed": {"type": int, "metavar": "N", "help": "enters zbcompile.microbatch_seed (default: 0)"},
     "backend": {"choices": ("fx", "inductor"), "help": "what runs the graphs (default: fx)"},
-    "timeout": {
-        "type": float,
-        "metavar": "SECONDS",
-        "help": "how long a rank waits for another one before all ranks end with an error that names it",
-    },
-    "debug_nan": {"action": "store_true", "help": "stop at the first operation that makes a NaN or an infinity"},
 }
 
 
@@ -94,8 +88,3 @@ def add_plan(parser: argparse.ArgumentParser) -> None:
         default="cpu",
         help="of --fake, also without one here: its kernels are predicted",
     )
-
-
-def add_division(add: Any) -> None:
-    """Adds the arguments that say what replicas divide."""
-    add("--zero", type=int, choices=(0, 1), default=0, help="1: replicas divide the optimizer (default: 0)")

@@ -1,18 +1,15 @@
 """The command lines of inspect, compile and run. Imports no torch: a command's module is imported when it runs."""
 
 import argparse
-import ast
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from zbcompile.cli.option_flags import FLAGS, add_division, add_flags, add_plan
+from zbcompile.cli.option_flags import add_flags, add_plan
 from zbcompile.env import VARIABLES
 
 FORWARDS = ("eval", "log_probs")
-OPTIMIZERS = ("adamw", "adam", "sgd")
-DECAYS = ("none", "linear", "cosine")
 _INSPECT = """examples:
   python -m zbcompile.inspect examples/targets.py:gpt
   python -m zbcompile.inspect examples/targets.py:gpt --schedule zb-h1 --ranks 4 --microbatches 8
@@ -59,13 +56,9 @@ examples:
   python -m zbcompile.run program --data examples/text_batches.py:batches --weights model.safetensors --steps 100
   torchrun --standalone --nproc-per-node 4 -m zbcompile.run program --data examples/text_batches.py:batches \\
       --weights model.safetensors --steps 1000 --lr 3e-4 --checkpoint checkpoints --every 100 --resume
-  torchrun --nnodes 1:2 --nproc-per-node 4 --max-restarts 10 --rdzv-backend c10d --rdzv-endpoint HOST:29400 \\
-      -m zbcompile.run examples/targets.py:gpt --schedule zb-h1 --microbatches 16 --exact --data ... --steps 1000 \\
-      --checkpoint checkpoints --resume
 The second one resumes after a crash or a kill, with the same bits as if it had never stopped: start it again, or let
-torchrun do it (--max-restarts). A program is compiled for one number of ranks. The third one starts from a TARGET:
-after a restart on fewer or more ranks it is compiled for these, and goes on from the last checkpoint.
-docs/running.md describes checkpoints and how to load them elsewhere.
+torchrun do it (--max-restarts). The optimizer is AdamW; for everything else copy the loop of docs/running.md into a
+script of your own, where zbcompile.load opens the program.
 """
 
 
@@ -163,98 +156,27 @@ def add_compile_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "directory",
-        metavar="DIR|TARGET",
-        type=Path,
-        help="a program, as pipe.program.save writes it; or FILE.py:function, which returns the model and one "
-        "microbatch (as for zbcompile.compile) and is compiled for the ranks that are there",
-    )
-    parser.add_argument("--data", required=True, metavar="FILE.py:NAME", help="the source of the batches (see below)")
-    parser.add_argument("--steps", required=True, type=int, help="optimizer steps in total, resumed ones included")
-    parser.add_argument("--seed", type=int, help="of dropout, --init and the data (default: the program's)")
-    _add_optimizer(parser.add_argument_group("the optimizer"))
-    _add_state(parser.add_argument_group("weights and checkpoints"))
-    _add_process(parser.add_argument_group("processes and output"))
-    add_flags(parser.add_argument_group("how to compile a TARGET"), FLAGS)
-
-
-def _add_optimizer(group: Any) -> None:
-    add = group.add_argument
-    add(
-        "--optimizer",
-        default="adamw",
-        metavar="|".join((*OPTIMIZERS, "FILE.py:NAME")),
-        help="torch's, or a function that gets a list of (name, parameter) and the options (default: adamw)",
-    )
-    add("--lr", type=float, metavar="RATE", help="the highest learning rate (default: the optimizer's)")
-    add("--weight-decay", type=float, metavar="DECAY", help="default: the optimizer's")
-    add(
-        "--option",
-        action="append",
-        default=[],
-        type=_option,
-        metavar="NAME=VALUE",
-        help='any other option of the optimizer, such as "betas=(0.9, 0.95)"; may be repeated',
-    )
-    add("--warmup", type=int, default=0, metavar="STEPS", help="warm up the rate over this many steps")
-    add("--decay", choices=DECAYS, default="none", help="lower the rate to 0 at the last step")
-    add("--clip", type=float, metavar="NORM", help="clip the gradients to this norm over all ranks")
-    add_division(add)
-    add("--early", action="store_true", help="update stage by stage inside of the step")
-    add("--validate", choices=("before", "after"), default="before", help="after: early, in spite of --clip")
-
-
-def _option(text: str) -> tuple[str, Any]:
-    name, _, value = text.partition("=")
-    try:
-        return name, ast.literal_eval(value)
-    except (ValueError, SyntaxError):
-        raise argparse.ArgumentTypeError(f"{text!r}; expected NAME=VALUE with a Python literal") from None
-
-
-def _add_state(group: Any) -> None:
-    add = group.add_argument
+    add = parser.add_argument
+    add("directory", metavar="DIR", type=Path, help="a program, as zbcompile.compile and pipe.program.save write it")
+    add("--data", required=True, metavar="FILE.py:NAME", help="the source of the batches (see below)")
+    add("--steps", required=True, type=int, help="optimizer steps in total, resumed ones included")
+    add("--lr", type=float, default=1e-3, metavar="RATE", help="the learning rate of AdamW (default: 1e-3)")
+    add("--seed", type=int, help="of dropout, --init and the data (default: the program's)")
     add("--weights", type=Path, metavar="PATH", help=".safetensors, a directory of them with an index, or a checkpoint")
-    add(
-        "--init",
-        metavar="FILE.py:NAME",
-        help="a function init(name, tensor) that fills a tensor in place; --weights are loaded after it",
-    )
+    init = "a function init(name, tensor) that fills a tensor in place; --weights are loaded after it"
+    add("--init", metavar="FILE.py:NAME", help=init)
     add("--checkpoint", type=Path, metavar="DIR", help="folder of checkpoints, shared by all ranks")
     add("--every", type=int, default=100, metavar="N", help="steps between checkpoints (default: 100)")
     add("--keep", type=int, default=3, metavar="N", help="checkpoints to keep (default: 3)")
     add("--save-async", action="store_true", help="keep training while a checkpoint is written (takes memory)")
     add("--resume", action="store_true", help="continue from the newest checkpoint, if any")
     add("--export", type=Path, metavar="PATH", help="write the final weights: .safetensors or a directory")
-
-
-def _add_process(group: Any) -> None:
-    add = group.add_argument
     add("--replicas", type=int, default=1, metavar="N", help="replicas of the pipeline (data parallel)")
-    add(
-        "--tensor",
-        type=int,
-        default=1,
-        metavar="N",
-        help="ranks that share every matrix: TARGET takes `mesh` and parallelises its model",
-    )
     add("--threads", type=int, metavar="N", help="torch's threads per process (default: torch's own choice)")
-    add(
-        "--operator",
-        action="append",
-        default=[],
-        dest="operators",
-        metavar="LIBRARY::NAME",
-        help="an operator of another library that the program may call; --data must import it",
-    )
-    add(
-        "--backend",
-        metavar="|".join(("fx", "inductor", "FILE.py:NAME")),
-        help="what runs the graphs (docs/backends.md; default: as the program was saved)",
-    )
+    operator = "an operator of another library that the program may call; --data must import it"
+    add("--operator", action="append", default=[], dest="operators", metavar="LIBRARY::NAME", help=operator)
     add("--log-every", type=int, default=10, metavar="N", help="steps between log lines (default: 10)")
-    add_flags(group, ("timeout", "debug_nan"))
+    add("--timeout", type=float, default=300.0, metavar="SECONDS", help="how long a rank waits for another one")
 
 
 COMMAND_LINES = {

@@ -139,7 +139,7 @@ def compile_laid_out(
             cuts, assigned = like.cuts, assign_by_parameters(canonical, line, like.homes, schedule.stages)
         stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact)
         refuse_shared_mutation(stages)
-        if schedule.placement.kind == "dual":
+        if schedule.placement.copies > 1:
             refuse_mutation_of_copies(stages)
         if choices.exact:
             stages = manager.run(SEPARATE_USES, stages, captured.trainable)

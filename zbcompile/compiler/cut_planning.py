@@ -36,9 +36,9 @@ def _other_placements(placement: Placement) -> dict[str, list[int]]:
     ranks = placement.ranks
     found = {}
     if placement.kind != "v" and ranks > 1:
-        found["a V schedule such as zb-v"] = _ranks_of(Placement("v", ranks, 2))
+        found["a V schedule such as zb-v"] = _ranks_of(Placement.named("v", ranks, 2))
     if ranks > 2 and placement.kind != "map":
-        found[f"{ranks // 2} ranks"] = _ranks_of(Placement(placement.kind, ranks // 2, placement.chunks))
+        found[f"{ranks // 2} ranks"] = _ranks_of(Placement.named(placement.kind, ranks // 2, placement.chunks))
     return found
 
 

@@ -23,8 +23,8 @@ from zbcompile.errors import PipelineError
 from zbcompile.faults.fault_report import Position
 from zbcompile.faults.watchdog import LocalWatch, Watch
 from zbcompile.passes.torch_private import group_called
+from zbcompile.schedules.ir.dependencies import channels_of
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.schedules.lowering.routes import channels_of
 
 Value = TypeVar("Value")
 

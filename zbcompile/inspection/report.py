@@ -115,7 +115,7 @@ class Summary:
         stages, placement = self.program.stages, self.program.schedule.placement
         mean, ranks = sum(loads) / len(loads) or 1.0, [0.0] * placement.ranks
         for stage, load in enumerate(loads):
-            for rank in placement.ranks_of(stage):
+            for rank in placement.owners[stage]:
                 ranks[rank] += load
         ratio = max(ranks) * len(ranks) / sum(ranks) if sum(ranks) else 1.0
         rows = [

@@ -1,7 +1,7 @@
 """Refuses, when a trainer is made, the options of transformers.Trainer that a pipeline cannot follow."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from os import PathLike
 from typing import Any
 
@@ -45,63 +45,89 @@ OPTIONS = {
 }
 
 
-def refuse_arguments(args: TrainingArguments) -> None:
-    """Raise PipelineError for an argument that a pipeline would ignore."""
+def refuse(
+    trainer: Trainer, model: Any, args: TrainingArguments, pipeline: Any, weights: Any, given: Mapping[str, Any]
+) -> None:
+    """Raises PipelineError for what a pipeline cannot follow: arguments of the trainer, overridden methods, and options
+    of the pipeline."""
+    for is_refused, text in _refusals(trainer, model, args, pipeline, weights, given):
+        if is_refused:
+            raise PipelineError(f"PipelineTrainer{text}.")
+
+
+def _refusals(
+    trainer: Trainer, model: Any, args: TrainingArguments, pipeline: Any, weights: Any, given: Mapping[str, Any]
+) -> Iterator[tuple[Any, str]]:
+    """Yields whether something is refused, and what: a row may rely on the rows before."""
+    no = " does not support "
+    yield (
+        given.get("model_init") is not None,
+        f"{no}model_init=: make the model first and pass model=; a search makes a trainer per trial",
+    )
+    yield (
+        any(each is not None for each in given.get("optimizers") or ()),
+        f"{no}optimizers=: pass optimizer_cls_and_kwargs=: which parameters a rank has is known after compiling",
+    )
+    kind = type(trainer)
+    own = next(each for each in kind.__mro__ if "compute_loss" in vars(each))
+    yield (
+        own is not Trainer,
+        f"{no}{kind.__name__}.compute_loss: pass compute_loss_func=, which becomes part of the graphs",
+    )
+    is_mapping = isinstance(pipeline, Mapping) and all(isinstance(name, str) for name in pipeline)
+    expected = 'the options of zbcompile.pipeline by name, such as {"schedule": "zb-v", "ranks": 2}'
+    yield not is_mapping, f": pipeline={pipeline!r}; expected {expected}"
+    yield (
+        not isinstance(weights, str | PathLike | None),
+        f": weights={weights!r}; expected a folder of safetensors",
+    )
+    for name in sorted(pipeline.keys() & OPTIONS.keys()):
+        yield True, f"{no}pipeline={{{name!r}: ...}}: {OPTIONS[name]}"
+    yield _unknown(pipeline), f": pipeline={{...}}: {_unknown(pipeline)}"
+    is_module = isinstance(model, nn.Module)
+    yield not is_module, f": model={model!r}; expected an nn.Module, as from_pretrained returns it"
+    yield (
+        weights is not None and has_adapters(model),
+        f"{no}weights= of a model with adapters: load its base with from_pretrained before get_peft_model",
+    )
     fields = type(args).__dataclass_fields__
-    for name, remedy in ARGUMENTS.items():
+    for name in (each for each in ARGUMENTS if each in fields):
         value = getattr(args, name, None)
-        if name in fields and value not in (None, False, 0, [], "", fields[name].default):
-            _refuse(f"{name}={value!r}", remedy)
-    processes = int(os.environ.get("WORLD_SIZE", "1"))
-    if processes > args.world_size:  # each would take itself for the first one, and save
-        _refuse(f"{processes} processes that Accelerate takes for one each", "pass use_cpu=True if there is no GPU")
-    if args.n_gpu > 1:
-        _refuse(f"nn.DataParallel over {args.n_gpu} GPUs", "start a process per GPU with torchrun")
-    if getattr(args, "train_sampling_strategy", "") == "batch_rebalance":
-        _refuse("train_sampling_strategy='batch_rebalance'", "it divides batches by processes; use 'random'")
-    if getattr(args.accelerator_config, "dispatch_batches", None):
-        _refuse("dispatch_batches=True", "every rank reads the data itself")
+        is_set = value not in (None, False, 0, [], "", fields[name].default)
+        yield is_set, f"{no}{name}={value!r}: {ARGUMENTS[name]}"
+    processes = int(os.environ.get("WORLD_SIZE", "1"))  # each would take itself for the first one, and save
+    yield (
+        processes > args.world_size,
+        f"{no}{processes} processes that Accelerate takes for one each: pass use_cpu=True if there is no GPU",
+    )
+    yield (
+        args.n_gpu > 1,
+        f"{no}nn.DataParallel over {args.n_gpu} GPUs: start a process per GPU with torchrun",
+    )
+    yield (
+        getattr(args, "train_sampling_strategy", "") == "batch_rebalance",
+        f"{no}train_sampling_strategy='batch_rebalance': it divides batches by processes; use 'random'",
+    )
+    yield (
+        getattr(args.accelerator_config, "dispatch_batches", None),
+        f"{no}dispatch_batches=True: every rank reads the data itself",
+    )
 
 
-def refuse_calls(trainer: Trainer, given: Mapping[str, Any], base: type[Trainer]) -> None:
-    """Raise PipelineError for arguments and overridden methods of the trainer that a pipeline would ignore."""
-    if given.get("model_init") is not None:
-        _refuse("model_init=", "make the model first and pass model=; a search makes a trainer per trial")
-    if tuple(given.get("optimizers") or (None, None)) != (None, None):
-        _refuse("optimizers=", "pass optimizer_cls_and_kwargs=: which parameters a rank has is known after compiling")
-    if type(trainer).compute_loss is not base.compute_loss:
-        _refuse(f"{type(trainer).__name__}.compute_loss", "pass compute_loss_func=, which becomes part of the graphs")
-
-
-def refuse_model(model: Any, weights: Any) -> None:
-    """Raise PipelineError for anything but a model, and for a model that these weights do not fill."""
-    if not isinstance(model, nn.Module):
-        raise PipelineError(f"PipelineTrainer: model={model!r}; expected an nn.Module, as from_pretrained returns it.")
-    if weights is not None and has_adapters(model):
-        _refuse("weights= of a model with adapters", "load its base with from_pretrained before get_peft_model")
-
-
-def refuse_options(options: Any, weights: Any) -> None:
-    """Raise PipelineError for options that a pipeline does not have, and for those that the trainer sets."""
-    if not isinstance(options, Mapping) or not all(isinstance(name, str) for name in options):
-        expected = 'the options of zbcompile.pipeline by name, such as {"schedule": "zb-v", "ranks": 2}'
-        raise PipelineError(f"PipelineTrainer: pipeline={options!r}; expected {expected}.")
-    if not isinstance(weights, str | PathLike | None):
-        raise PipelineError(f"PipelineTrainer: weights={weights!r}; expected a folder of safetensors.")
-    for name in sorted(options.keys() & OPTIONS.keys()):
-        _refuse(f"pipeline={{{name!r}: ...}}", OPTIONS[name])
+def _unknown(options: Mapping[str, Any]) -> str:
+    """Returns the sentence on a name that is no option of a pipeline; "" if all are."""
     try:
         require_known(options)
-    except TypeError as error:  # of a name that is no option
-        raise PipelineError(f"PipelineTrainer: pipeline={{...}}: {error}.") from None
+    except TypeError as error:
+        return str(error)
+    return ""
 
 
 def refuse_optimizer(kind: Any, options: Mapping[str, Any]) -> None:
-    """Raise PipelineError for an optimizer that takes parameters, or the model, in another way than torch's."""
-    takes = sorted(options.keys() & {"params", "model", "optimizer_dict"})
+    """Raises PipelineError for an optimizer that takes parameters, or the model, in another way than torch's."""
+    takes = options.keys() & {"params", "model", "optimizer_dict"}
     if takes or not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        _refuse(f"the optimizer {getattr(kind, '__name__', kind)}", "choose a class of torch optimizers")
-
-
-def _refuse(what: str, remedy: str) -> None:
-    raise PipelineError(f"PipelineTrainer does not support {what}: {remedy}.")
+        name = getattr(kind, "__name__", kind)
+        raise PipelineError(
+            f"PipelineTrainer does not support the optimizer {name}: choose a class of torch optimizers."
+        )

@@ -19,13 +19,7 @@ from zbcompile.api.pipeline_function import pipeline as make_pipeline
 from zbcompile.errors import PipelineError
 from zbcompile.integrations.accelerator import PipelineAccelerator
 from zbcompile.integrations.adapters import has_adapters, load_adapters, save_adapters
-from zbcompile.integrations.refusals import (
-    refuse_arguments,
-    refuse_calls,
-    refuse_model,
-    refuse_optimizer,
-    refuse_options,
-)
+from zbcompile.integrations.refusals import refuse, refuse_optimizer
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.persistence.checkpoint import load_state, save_checkpoint
 from zbcompile.persistence.safetensors_weights import load_weights, save_weights
@@ -82,11 +76,8 @@ class PipelineTrainer(Trainer):
         weights: str | Path | None = None,
         **options: Any,
     ) -> None:
-        refuse_calls(self, options, PipelineTrainer)
-        refuse_options({} if pipeline is None else pipeline, weights)
-        refuse_model(model, weights)
         args = TrainingArguments("tmp_trainer") if args is None else args
-        refuse_arguments(args)
+        refuse(self, model, args, {} if pipeline is None else pipeline, weights, options)
         super().__init__(model, args, *more, **options)
         self.pipe: Pipeline = make_pipeline(self.model, loss=BatchLoss(self.compute_loss_func), **(pipeline or {}))
         self.accelerator.pipe = self.pipe

@@ -14,6 +14,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.placements import PARTIAL, SHARD, along
+from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes.compile_options import HALF
 from zbcompile.passes.graph.strides import is_dense
 from zbcompile.program.program import Program
@@ -40,6 +41,7 @@ class TrainedParameters:
     shown: Mapping[str, nn.Parameter]
     rows: frozenset[str]
     take_gradients: Callable[[], None]
+    chunk: Callable[[str], Chunk | None]  # where this process's part is in a sharded parameter
 
     def stage_of(self, name: str) -> int:
         """The stage whose last W completes the gradient of a parameter; `LATE` if only the step's end does."""

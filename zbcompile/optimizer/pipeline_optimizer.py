@@ -2,7 +2,7 @@
 of them, that are known afterwards."""
 
 import inspect
-from itertools import zip_longest
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,9 +11,21 @@ from torch.optim import Optimizer
 from zbcompile.distributed.agreement import agree, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
+from zbcompile.model.tensor_shard import local_of
+from zbcompile.optimizer.divided_state import kept_names, slice_states, whole_states
 from zbcompile.optimizer.division import TrainedParameters, divided_slices, whole_slices
+from zbcompile.optimizer.named_state import (
+    MEMBERS,
+    NamedParameter,
+    by_name,
+    option_entries,
+    state_entries,
+    torch_state_dict,
+)
 from zbcompile.optimizer.optimizer_request import OptimizerRequest, divide_into_groups, read_groups
 from zbcompile.optimizer.parameter_updates import ParameterUpdates
+from zbcompile.runtime.slice import Slice
+from zbcompile.torch_private import step_without_hooks
 
 State = dict[str, Any]
 MASTER = "master"
@@ -123,48 +135,114 @@ class PipelineOptimizer(ParameterUpdates):
         super().add_param_group(param_group)
 
     def state_dict(self) -> State:
-        """This process's options and state, in the form of torch's optimizers, for the same number of ranks;
-        `zbcompile.save_checkpoint` writes one that any number can read. The float32 master of a parameter in half
-        precision is the `master` of its state; `parts` says what of which parameters the state belongs to."""
+        """Returns this process's options and state under the names of parameters, in the form that
+        `torch.distributed.checkpoint.state_dict` calls flattened: `state.NAME.KEY` and `param_groups.NAME.KEY`.
+
+        Every rank calls it. Of a parameter that replicas divide one replica has the whole state, on the CPU; parts of
+        sharded parameters are tensors that only torch.distributed.checkpoint reads. Before the first update the state
+        is that of an update with gradients of zero, so that `torch.distributed.checkpoint.load` has tensors to fill.
+        The float32 master of a parameter in half precision is the `master` of its state.
+        """
+        if not self.bound:
+            return {}
         self.settle()
-        found = super().state_dict()
-        for number, tensor in enumerate(self._members()):
-            if self.keeps_master(tensor):
-                found["state"][number] = {**found["state"].get(number, {}), MASTER: tensor.detach()}
-        return {**found, "parts": self._parts()} if self.bound else found
+        states = self._states()
+        return self.named_state(states if any(states.values()) else self._initial_states())
 
-    def keeps_master(self, tensor: torch.Tensor) -> bool:
-        """Whether this is the master of a parameter, or a part of one, and may have digits that the parameter lacks."""
-        return self.slices.of_tensor(tensor).is_master and bool(tensor in self._stepped or self.state.get(tensor))
+    def named_state(self, states: Mapping[Slice, State] | None = None, counted: bool = False) -> State:
+        """Returns the entries of `state_dict`; with `counted` only what this process writes into a checkpoint."""
+        states, slices, entries = self._states() if states is None else states, self.slices.slices, State()
+        members = {each.name: self._member(each) for each in slices}
+        for name in self._own_names():
+            if not counted or self.trained.counts(name):
+                entries |= option_entries(name, self.param_groups[self.numbers[name]])
+        if self.slices.divided:
+            with self._ranks.watch.position.waiting("the optimizer's state"):
+                named = whole_states(states, slices)
+        else:
+            named = {each.name: state for each, state in states.items()}
+        silent = {each.name for each in slices if counted and not each.counts}
+        for name, state in named.items():
+            entries |= {} if name in silent else state_entries(members[name], state)
+        return entries
 
-    def _parts(self) -> list[list[str | int]]:
-        """For each tensor, the part of a parameter that it holds: the parameter's name, begin and end."""
-        found: dict[Any, list[str | int]] = {s.tensor: [s.name, s.begin, s.end] for s in self.slices.mine()}
-        return [found[tensor] for tensor in self._members()]
+    def members_to_load(self) -> list[NamedParameter]:
+        """Returns the parameters whose state `load_state_dict` takes on this process."""
+        slices = self.slices.slices
+        if not self.slices.divided:
+            return [self._member(each) for each in self.slices.mine()]
+        return [self._member(each) for each in {s.name: s for s in slices if s.name in kept_names(slices)}.values()]
 
     def load_state_dict(self, state_dict: State) -> None:
-        """Continue from what `state_dict` returned on this rank."""
+        """Continues from what `state_dict` returned on this rank, with the same `zero`, or after
+        torch.distributed.checkpoint has filled it. Every rank calls it."""
+        slices, names = self.slices, self._own_names()
         self.forget_updates()
-        self._require_own(state_dict.get("parts", self._parts()))
-        kept = {number: dict(each) for number, each in state_dict["state"].items()}
-        masters = {number: each.pop(MASTER) for number, each in kept.items() if MASTER in each}
-        members = self._members()
-        self._give_masters(lambda parameter: any(members[number] is parameter for number in masters))
-        self._inner.load_state_dict({"param_groups": state_dict["param_groups"], "state": kept})
+        options = by_name(state_dict, "param_groups", names)
+        states = by_name(state_dict, "state", names)
+        self._require_own(state_dict, [key for each in self.members_to_load() for key in states[each.name]])
+        if slices.divided:
+            whole = {name: {key: local_of(value) for key, value in state.items()} for name, state in states.items()}
+            with self._ranks.watch.position.waiting("the optimizer's state"):
+                found = slice_states(whole, slices.slices)
+        else:
+            found = {each: dict(states[each.name]) for each in slices.mine()}
+        masters = {each: local_of(state.pop(MASTER)) for each, state in found.items() if MASTER in state}
+        given = {each.given for each in masters}
+        self._give_masters(lambda parameter: parameter in given)
+        parts = self._parts()
+        members = [self._member(parts[tensor]) for tensor in self._members()]
+        own = [found[parts[tensor]] for tensor in self._members()]
+        self._inner.load_state_dict(torch_state_dict(members, own, options, self.param_groups))
         self.param_groups = self._inner.param_groups
-        for number, master in masters.items():
-            self._members()[number].detach().copy_(master)
-        self._stepped = {self._members()[number] for number in masters}
+        for each, master in masters.items():
+            each.tensor.detach().copy_(master)
+        self._stepped = {each.tensor for each in masters}
 
-    def _require_own(self, parts: list[list[str | int]]) -> None:
-        """Refuse the state of parts that are not this process's."""
-        one, other = next(filter(lambda each: each[0] != each[1], zip_longest(self._parts(), parts)), (None, None))
-        if one != other:
+    def _require_own(self, state_dict: State, taken: Sequence[str]) -> None:
+        """Refuses state that this process would ignore."""
+        if sum(key.startswith("state.") for key in state_dict) != len(taken):
             raise PipelineError(
-                f"this state dict is of another rank, or another zero=: it has {other} where this optimizer has {one} "
-                "(name, begin, end of a parameter). Load what this rank has saved, or use zbcompile.save_checkpoint, "
-                "which any rank can read."
+                "this state dict is of another rank, or another zero=. Load what this rank has saved, or use "
+                "zbcompile.save_checkpoint, which any rank can read."
             )
+
+    def _states(self) -> dict[Slice, State]:
+        """Returns the state of this process's slices, with the masters."""
+        found = {}
+        for tensor, part in self._parts().items():
+            master = part.is_master and bool(tensor in self._stepped or self.state.get(tensor))
+            found[part] = {**self.state.get(tensor, {}), **({MASTER: tensor.detach()} if master else {})}
+        return found
+
+    def _initial_states(self) -> dict[Slice, State]:
+        """Returns the state that an update with gradients of zero makes."""
+        found = {}
+        for tensor, part in self._parts().items():
+            if not tensor.requires_grad:
+                continue
+            like = torch.zeros_like(tensor).detach().requires_grad_()
+            like.grad = torch.zeros_like(like).detach()
+            group = self.param_groups[self.numbers[part.name]]
+            options = {key: value for key, value in group.items() if key not in MEMBERS}
+            optimizer = self.request.make([{**options, "params": [like]}])
+            step_without_hooks(optimizer)
+            state = dict(optimizer.state.get(like, {}))
+            if "step" in state:
+                state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], torch.Tensor) else 0
+            found[part] = {**state, **({MASTER: tensor.detach()} if part.is_master else {})}
+        return found
+
+    def _parts(self) -> dict[torch.Tensor, Slice]:
+        """Returns this process's slices by the tensors in `param_groups`."""
+        return {each.tensor: each for each in self.slices.mine()}
+
+    def _own_names(self) -> list[str]:
+        return [name for name in self.numbers if name in self.trained.own]
+
+    def _member(self, part: Slice) -> NamedParameter:
+        name = part.name
+        return NamedParameter(name, self.numbers[name], part.tensor, part.parameter, self.trained.chunk(name))
 
 
 def _what_needs_it_alone(request: OptimizerRequest) -> str:

@@ -7,9 +7,9 @@ import functools
 import hashlib
 import shutil
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing, nullcontext
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,25 +22,18 @@ from zbcompile.distributed.agreement import agree, from_first, gathered, togethe
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
-from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name, part_of, publish
-from zbcompile.persistence.checkpoint_values import Tensors, to_data
-from zbcompile.persistence.folder_writer import FolderWriter
-from zbcompile.persistence.local_tensors import Holding, holding_of, require_names
-from zbcompile.persistence.optimizer_state import kind_of, load_optimizer, optimizer_values
-from zbcompile.persistence.safetensors_files import bytes_of
-from zbcompile.persistence.saved_state import SavedState, open_state, record_to_text
-from zbcompile.persistence.saved_values import (
-    ONE_PROCESS,
-    blamed,
-    first_cause,
-    quiet,
-    read_process,
-    read_values,
-)
+from zbcompile.model.tensor_shard import shard_of
+from zbcompile.passes.errors import CompileError
+from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name, publish
+from zbcompile.persistence.checkpoint_values import Tensors, from_data, to_data
+from zbcompile.persistence.local_state import LocalState, local_state, require_names
+from zbcompile.persistence.optimizer_entries import class_name, load_optimizer, optimizer_entries
+from zbcompile.persistence.safetensors_files import bytes_of, safetensors_dtype
 from zbcompile.safe_files import cannot_write, write_whole
 from zbcompile.version import __version__
 
 Values = dict[str, Any]
+ONE_PROCESS = "torch.distributed is disabled"  # how torch warns that one process reads or writes alone
 
 
 @dataclass(frozen=True)
@@ -52,6 +45,23 @@ class Checkpoint:
     extra: Any = None
     path: Path | None = None
     random: Mapping[str, Any] | None = field(default=None, repr=False)
+
+
+class BackgroundSave:
+    """The save of a pipeline that is under way in a thread, and the process group in which its threads meet."""
+
+    def __init__(self) -> None:
+        self.group: Any = None
+        self.pending: tuple[Path, Any, bool] | None = None
+
+    def close(self) -> None:
+        """Waits for the save that is under way. Raises PipelineError if it failed, and removes what it has written."""
+        pending, self.pending = self.pending, None
+        if pending is None:
+            return
+        partial, future, is_first = pending
+        if (error := future.exception()) is not None:
+            raise _unfinished(partial, error, is_first) from error
 
 
 def save_checkpoint(
@@ -72,7 +82,7 @@ def save_checkpoint(
     earlier checkpoints intact. Only one run may write into a folder.
 
     Args:
-        source: a pipeline, or a plain model in one process.
+        source: a compiled pipeline, or a plain model in one process.
         optimizer: over `pipe.parameters()`; its state is saved under the parameters' names.
         step: how many steps have been trained; default: `pipe.step_index`, for a plain model 0.
         extra: what else to resume from, such as a scheduler's or a data loader's state dict: None, numbers, strings,
@@ -88,8 +98,8 @@ def save_checkpoint(
     >>> zbcompile.save_checkpoint("checkpoints", pipe, optimizer, keep=3)           # doctest: +SKIP
     PosixPath('checkpoints/step-00000020')
     """
-    holding, folder = holding_of(source), Path(folder)
-    ranks, what = holding.ranks, f"saving a checkpoint in {folder}"
+    state, folder = local_state(source), Path(folder)
+    ranks, what = state.ranks, f"saving a checkpoint in {folder}"
     if keep is not None and keep < 1:
         raise PipelineError(f"keep={keep}; expected at least 1, or None to keep all checkpoints.")
     if not wait and not isinstance(source, Pipeline):
@@ -97,33 +107,35 @@ def save_checkpoint(
     count = step if step is not None else source.step_index if isinstance(source, Pipeline) else 0
     if type(count) is not int or count < 0:
         raise PipelineError(f"step={count!r}; expected how many steps have been trained, a whole number from 0 on.")
-    kept: Any = nullcontext(source.attached(FolderWriter)) if isinstance(source, Pipeline) else closing(FolderWriter())
-    with kept as writer, ranks.watch.region(what):
-        together(ranks, what, lambda: writer.finish(ranks.watch.position))
+    with ranks.watch.region(what):
+        background = _finish_earlier(source, ranks, what)
         given = {"step": count, "wait": wait, "frozen": frozen}
         agree(ranks, given, "call save_checkpoint with different arguments", "Pass the same on every rank.")
-        tensors, own = together(ranks, what, lambda: _contents(holding, optimizer, frozen))
+        tensors, own = together(ranks, what, lambda: _contents(state, optimizer, frozen))
         _add_process(tensors, own["values"], extra, ranks)
+        together(ranks, what, lambda: _require_dtypes(tensors))
         partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
-        commit = functools.partial(_commit, partial, _fields(holding, count), keep)
-        _write(ranks, partial, tensors, own, commit, None if wait else writer)
+        commit = functools.partial(_commit, partial, _fields(state, count), keep)
+        _write(ranks, partial, tensors, own, commit, None if wait else background)
     return final_name(partial)
 
 
 def verify_checkpoint(path: str | Path) -> None:
-    """Compares every file of a checkpoint, or of each checkpoint in a folder, with its checksums.
+    """Compares every file of a checkpoint, or of each checkpoint in a folder, with its SHA-256 in the index.
 
     Raises PipelineError for a damaged checkpoint, and if there is none.
 
     >>> zbcompile.verify_checkpoint("checkpoints")                                  # doctest: +SKIP
     """
+    from zbcompile.persistence.checkpoint_files import require_unchanged
+
     checkpoints = candidates(path)
     if not checkpoints:
         there = Path(path).is_dir()
         raise PipelineError(f"{path} holds no checkpoint." if there else f"there is no folder {path}.")
     for checkpoint in checkpoints:
-        open_state(checkpoint).require_whole()
+        require_unchanged(checkpoint)
 
 
 def load_checkpoint(
@@ -136,26 +148,24 @@ def load_checkpoint(
     """Continue from a checkpoint, saved at any number of ranks, under any schedule, or from a plain model. The
     generators of Python, torch and numpy are set to where the first rank's were.
 
-    Every rank must call it, and reads only its own part. Tensors are filled in place. All files are compared with
-    their checksums first, each rank a share of them.
+    Every rank must call it, and reads only its own part. Tensors are filled in place. `zbcompile.verify_checkpoint`
+    compares all files with their checksums; a load checks the index, and the sizes and headers of files.
 
     Args:
         path: a checkpoint, or a folder of them, whose newest one is taken.
-        source: a pipeline, whose `step_index` is set too, or a plain model in one process. A pipeline that is not
-            compiled yet remembers the checkpoint: the first `compile`, `eval` or step fills the parameters, the first
-            `compile` or step the optimizer, which `pipe.optimizer` made, and raises if names or shapes differ.
+        source: a compiled pipeline, whose `step_index` is set too, or a plain model in one process.
         optimizer: gets the saved state and options; without it only the model is loaded.
         required: whether to raise if there is none; otherwise the `step` of the result is 0 and its `path` None.
 
-    Raises PipelineError, on every rank and before anything is changed, if files are damaged or names or shapes differ.
+    Raises PipelineError, on every rank and before anything is changed, if the pipeline is not compiled, the index is
+    damaged, or names or shapes differ.
 
     >>> at = zbcompile.load_checkpoint("checkpoints", pipe, optimizer, required=False)      # doctest: +SKIP
     >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
     """
-    at = load_state(path, source, optimizer, required=required)
+    at, ranks = load_state(path, source, optimizer, required=required), _ranks_of(source)
     if at.random is not None and at.path is not None:
-        ranks = source.ranks if isinstance(source, Pipeline) else holding_of(source).ranks
-        with ranks.watch.region(f"restoring the generators from {path}"), blamed(at.path):
+        with ranks.watch.region(f"restoring the generators from {path}"), _blamed(at.path):
             restore_random_state(at.random, ranks.device)
     return at
 
@@ -164,46 +174,34 @@ def load_state(
     path: str | Path, source: Pipeline | nn.Module, optimizer: Optimizer | None = None, *, required: bool = True
 ) -> Checkpoint:
     """Loads as `load_checkpoint` does, but leaves the random generators alone."""
-    ranks = source.ranks if isinstance(source, Pipeline) else holding_of(source).ranks
+    ranks = _ranks_of(source)
     with ranks.watch.region(f"loading a checkpoint from {path}"):
-        if isinstance(source, Pipeline):
-            writer = source.attached(FolderWriter)
-            together(ranks, f"saving before loading {path}", lambda: writer.finish(ranks.watch.position))
-        found = _newest(Path(path), ranks)
+        _finish_earlier(source, ranks, f"saving before loading {path}")
+        state = local_state(source)
+        found = gathered(ranks, next(iter(candidates(path)), None))[0]
         if found is None and not required:
             return Checkpoint(step=0)
         if found is None:
             raise ranks.refusal(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
-        load = CheckpointLoad(open_state(found), source, optimizer)
-        at = together(ranks, f"loading {found}", load.begin)
-        if not isinstance(source, Pipeline):
-            load(True)
-        else:
-            before, source.step_index = source.step_index, at.step
-            try:
-                source.once_placed(load)
-            except BaseException:
-                source.step_index = before
-                raise
+        index = together(ranks, f"loading {found}", lambda: _checked_index(found, state, optimizer))
+        at = together(ranks, f"loading {found}", lambda: _fill(index, state, optimizer))
+        if isinstance(source, Pipeline):
+            source.resume(at.step, state.model.names)
     return at
 
 
-def _newest(path: Path, ranks: Ranks) -> Path | None:
-    """The checkpoint to load; None if there is none. Raises PipelineError, on every rank, for a damaged one."""
-    found = next(iter(gathered(ranks, candidates(path))[0]), None)
-    problem = None if found is None else next(filter(None, gathered(ranks, _problem(found, ranks))), None)
-    if problem is not None:
-        raise ranks.refusal(problem)
-    return found
+def _ranks_of(source: Pipeline | nn.Module) -> Ranks:
+    return source.ranks if isinstance(source, Pipeline) else local_state(source).ranks
 
 
-def _problem(path: Path, ranks: Ranks) -> str | None:
-    """What is wrong with a checkpoint, as far as this process's share of its files shows."""
-    try:
-        open_state(path).require_whole(ranks.number, len(ranks.members))
-    except PipelineError as error:
-        return str(error)
-    return None
+def _finish_earlier(source: Pipeline | nn.Module, ranks: Ranks, what: str) -> BackgroundSave:
+    """Waits on every rank for the save that is under way."""
+    background = source.attached(BackgroundSave) if isinstance(source, Pipeline) else BackgroundSave()
+    together(ranks, what, background.close)
+    return background
+
+
+# Saving
 
 
 def _require_shared(partial: Path) -> None:
@@ -214,21 +212,24 @@ def _require_shared(partial: Path) -> None:
         )
 
 
-def _contents(holding: Holding, optimizer: Optimizer | None, frozen: bool) -> tuple[Tensors, Values]:
-    """The tensors that this process writes, and what else it contributes to the record."""
-    left_out = {name for name, each in holding.parameters.items() if not (frozen or each.requires_grad)}
-    holding = replace(holding, tensors={n: each for n, each in holding.tensors.items() if n not in left_out})
-    found: Values = {f"model.{name}": holding.tensors[name] for name in sorted(holding.tensors) if holding.writes(name)}
-    kind, state = (kind_of(optimizer), optimizer_values(optimizer, holding)) if optimizer else (None, {})
-    found |= {f"optimizer.{key}": each for key, each in state.items()}
+def _contents(state: LocalState, optimizer: Optimizer | None, frozen: bool) -> tuple[Tensors, Values]:
+    """Returns the tensors that this process writes, and what else it contributes to the index."""
+    kind = None if optimizer is None else class_name(optimizer)
+    left_out = {name for name, each in state.parameters.items() if not (frozen or each.requires_grad)}
+    names = [name for name in sorted(state.tensors) if name not in left_out and state.is_writer(name)]
+    found: Values = {f"model.{name}": shard_of(state.tensors[name]) for name in names}
+    if optimizer is not None:
+        found |= {f"optimizer.{key}": each for key, each in optimizer_entries(optimizer, state).items()}
     tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
     values = {name: to_data(each, name, tensors) for name, each in found.items() if name not in tensors}
     return tensors, {"values": values, "optimizer": kind, "left_out": sorted(left_out)}
 
 
 def _add_process(tensors: Tensors, values: Values, extra: Any, ranks: Ranks) -> None:
-    """Add the first rank's generators, and `extra`. Raises PipelineError, on every rank, if another rank passes another
-    `extra`: one rank's would be saved."""
+    """Adds the first rank's generators, and `extra`.
+
+    Raises PipelineError, on every rank, if another rank passes another `extra`: one rank's would be saved.
+    """
     own: Tensors = {}
     data = together(ranks, "saving extra=", lambda: to_data(extra, "extra", own))
     given = {"extra": data, "the tensors of extra": {name: _digest(each) for name, each in own.items()}}
@@ -243,104 +244,142 @@ def _digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bytes_of(tensor.detach().cpu().contiguous())).hexdigest()
 
 
-def _fields(holding: Holding, step: int) -> Values:
-    """What the record says of the whole checkpoint."""
-    tied = {m.name: m.first for m in holding.model.members if m.saved and m.first != m.name}  # by the others' names
+def _require_dtypes(tensors: Tensors) -> None:
+    for name, tensor in tensors.items():
+        if safetensors_dtype(tensor.dtype) is None:
+            raise PipelineError(
+                f"{name} is {tensor.dtype}, which safetensors cannot hold. Convert it, or leave it out of the state "
+                "dict (persistent=False)."
+            )
+
+
+def _fields(state: LocalState, step: int) -> Values:
+    """Returns what the index says of the whole checkpoint."""
+    tied = {m.name: m.first for m in state.model.members if m.saved and m.first != m.name}  # by the others' names
     versions = {"zbcompile": __version__, "torch": torch.__version__}
-    return {**versions, "step": step, "ranks": holding.ranks.count, "tied": tied}
+    return {**versions, "step": step, "ranks": state.ranks.count, "tied": tied}
 
 
 def _commit(partial: Path, fields: Values, keep: int | None, parts: Sequence[Mapping[str, Any]]) -> None:
-    """On the first process: write the record, and give the directory its name."""
+    """On the first process: writes the index, and gives the directory its name."""
+    from zbcompile.persistence.checkpoint_files import index_text
+
     try:
-        write_whole(partial / INDEX, record_to_text(fields, parts).encode())
+        write_whole(partial / INDEX, index_text(fields, parts).encode())
         publish(partial, keep)
     except OSError as error:
         raise cannot_write(partial, error) from None
 
 
 def _write(
-    ranks: Ranks, partial: Path, tensors: Tensors, own: Values, commit: Callable[..., None], later: FolderWriter | None
+    ranks: Ranks, partial: Path, tensors: Tensors, own: Values, commit: Any, background: BackgroundSave | None
 ) -> None:
-    """Write at once, and on a failure remove what was written; or copy what is to be written, for `later`."""
+    """Writes at once; or copies what is to be written, and writes in a thread."""
     import torch.distributed.checkpoint as dcp  # takes a second
 
-    from zbcompile.persistence.checkpoint_storage import CheckpointWriter
+    from zbcompile.persistence.checkpoint_files import CheckpointWriter
 
-    position, alone = ranks.watch.position, ranks.everyone is None
-    working = later.working if later else position.working
-    storage = CheckpointWriter(part_of(partial, ranks.number), own, commit, working)
-    if later is not None:
-        group = later.group_of(ranks)
+    position, alone, is_first = ranks.watch.position, ranks.everyone is None, ranks.number == 0
+    working = position.working if background is None else nullcontext
+    writer = CheckpointWriter(partial, ranks.number, own, commit, working)
+    if background is not None:
+        with position.waiting("the making of a group"):
+            background.group = background.group or ranks.apart()
         warnings.filterwarnings("ignore", message=ONE_PROCESS)  # the thread outlives any context
-        pending = dcp.async_save(tensors, storage_writer=storage, process_group=group, no_dist=alone)
-        later.start(partial, pending, is_first=ranks.number == 0)
+        future = dcp.async_save(tensors, storage_writer=writer, process_group=background.group, no_dist=alone)
+        background.pending = partial, future, is_first
         return
     try:
-        with quiet(), position.waiting("the checkpoint of all ranks"):
-            dcp.save(tensors, storage_writer=storage, process_group=ranks.everyone, no_dist=alone)
+        with _quiet(), position.waiting("the checkpoint of all ranks"):
+            dcp.save(tensors, storage_writer=writer, process_group=ranks.everyone, no_dist=alone)
     except dcp.CheckpointException as error:  # not an Exception; raised on every rank
-        if ranks.number == 0:
-            shutil.rmtree(partial, ignore_errors=True)
-        raise ranks.refusal(f"{partial} was not finished: {first_cause(error)}") from None
+        raise ranks.watch.known_to_all(_unfinished(partial, error, is_first)) from None
 
 
-@dataclass
-class CheckpointLoad:
-    """A checkpoint that is being loaded: into `source` as soon as its parameters have their places, and into the
-    optimizer as soon as a step is compiled."""
-
-    saved: SavedState
-    source: Pipeline | nn.Module
-    optimizer: Optimizer | None
-    filled: bool = False
-
-    def begin(self) -> Checkpoint:
-        """Read what no parameter has to wait for: the step, the random state and `extra`. Raises PipelineError if the
-        state is that of another optimizer."""
-        _require_same_optimizer(self.saved, self.optimizer)
-        with blamed(self.saved.path):
-            random, extra = read_process(self.saved, "random"), read_process(self.saved, "extra")
-        return Checkpoint(self.saved.fields["step"], extra, self.saved.path, random)
-
-    def __call__(self, trains: bool) -> None:
-        """Fill what can be filled; every rank must call it."""
-        if self.filled and not (trains and self.optimizer is not None):
-            return
-        holding = holding_of(self.source)
-        together(holding.ranks, f"loading {self.saved.path}", lambda: self._fill(holding, trains))
-        if isinstance(self.source, Pipeline):
-            self.source.resume(self.source.step_index, holding.model.names)
-        self.filled = True
-
-    def _fill(self, holding: Holding, trains: bool) -> None:
-        saved, left_out = self.saved, self.saved.fields["left_out"]
-        _require_same_names(saved, holding)
-        with blamed(saved.path):
-            if not self.filled:
-                with torch.no_grad():
-                    wanted = {name: each for name, each in holding.tensors.items() if name not in left_out}
-                    read_values(saved, wanted, "model")
-            if self.optimizer is not None and trains:
-                read = functools.partial(read_values, saved, section="optimizer")
-                load_optimizer(self.optimizer, holding, saved.keys("optimizer"), read)
+def _unfinished(partial: Path, error: BaseException, is_first: bool) -> PipelineError:
+    """Returns the error for a save that failed. The first process removes what was written."""
+    if is_first:
+        shutil.rmtree(partial, ignore_errors=True)
+    return PipelineError(f"{partial} was not finished: {_first_cause(error)}")
 
 
-def _require_same_names(saved: SavedState, holding: Holding) -> None:
-    """Require that the checkpoint holds the whole model, whatever part of it this process needs."""
-    left_out = saved.fields["left_out"]
-    found, shapes = saved.keys("model") | dict.fromkeys(left_out), holding.shapes
-    require_names(saved.path, sorted(shapes.keys() - found.keys()), sorted(found.keys() - shapes.keys()))
-    for name, shape in shapes.items():
-        each = found[name]
-        if shape is not None and each is not None and each.shape != shape:
-            raise PipelineError(f"{name} has shape {list(each.shape)} in {saved.path} and {list(shape)} in the model.")
+# Loading
 
 
-def _require_same_optimizer(saved: SavedState, optimizer: Optimizer | None) -> None:
-    if optimizer is not None and saved.fields["optimizer"] != kind_of(optimizer):
-        was, this = saved.fields["optimizer"] or "no optimizer", kind_of(optimizer)
+def _checked_index(path: Path, state: LocalState, optimizer: Optimizer | None) -> Any:
+    """Returns the index of a checkpoint of this whole model and this kind of optimizer, whatever part is read here."""
+    from zbcompile.persistence.checkpoint_files import read_index
+
+    index = read_index(path)
+    was, this = index.fields["optimizer"], None if optimizer is None else class_name(optimizer)
+    if this is not None and was != this:
         raise PipelineError(
-            f"{saved.path} was saved with {was}, but this is {this}. "
+            f"{path} was saved with {was or 'no optimizer'}, but this is {this}. "
             "Use the same optimizer, or load without optimizer= to start with fresh optimizer state."
         )
+    found = index.section("model") | dict.fromkeys(index.fields["left_out"])
+    require_names(path, sorted(state.shapes.keys() - found.keys()), sorted(found.keys() - state.shapes.keys()))
+    for name, shape in state.shapes.items():
+        stored = found[name]
+        if shape is not None and stored is not None and stored.shape != shape:
+            raise PipelineError(f"{name} has shape {list(stored.shape)} in {path} and {list(shape)} in the model.")
+    return index
+
+
+def _fill(index: Any, state: LocalState, optimizer: Optimizer | None) -> Checkpoint:
+    """Fills the model and the optimizer. Returns the checkpoint with its other values."""
+    with _blamed(index.path):
+        process = {name: each for name, each in index.tensors.items() if name.split(".")[0] in ("extra", "random")}
+        tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="cpu") for name, each in process.items()}
+        _read(index, tensors)
+        random, extra = (from_data(index.fields["values"][name], tensors) for name in ("random", "extra"))
+        stored = index.section("model")
+        with torch.no_grad():
+            _read(index, {f"model.{name}": each for name, each in state.tensors.items() if name in stored})
+        if optimizer is not None:
+            plain = index.fields["values"].items()
+            values = {key: from_data(each, {}) for key, each in plain if key.startswith("optimizer.")}
+            load_optimizer(optimizer, state, index.section("optimizer"), values, functools.partial(_read, index))
+    return Checkpoint(index.fields["step"], extra, index.path, random)
+
+
+def _read(index: Any, tensors: Values) -> None:
+    """Fills tensors out of a checkpoint in place, by their names in it."""
+    import torch.distributed.checkpoint as dcp
+
+    from zbcompile.persistence.checkpoint_files import CheckpointReader
+
+    try:
+        with _quiet():
+            dcp.load(tensors, storage_reader=CheckpointReader(index), no_dist=True)
+    except dcp.CheckpointException as error:
+        raise PipelineError(f"{index.path} cannot be read: {_first_cause(error)}. Load another checkpoint.") from None
+
+
+@contextmanager
+def _blamed(path: Path) -> Iterator[None]:
+    """Raises PipelineError, with the checkpoint's name, for what fails inside."""
+    try:
+        yield
+    except (PipelineError, CompileError):
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error!s:.200}".partition("\n")[0]
+        raise PipelineError(f"{path} cannot be loaded ({problem}). Load another checkpoint.") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppresses torch's warning that one process reads or writes alone."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=ONE_PROCESS)
+        yield
+
+
+def _first_cause(error: BaseException) -> str:
+    """Returns what went wrong on the first rank that failed, if torch.distributed.checkpoint says which."""
+    failures = getattr(error, "failures", None) or {None: (error, None)}
+    rank, (cause, _) = next(iter(sorted(failures.items())))
+    text = f"{cause}".partition("\n")[0]
+    text = text if isinstance(cause, PipelineError) else f"{type(cause).__name__}: {text}"
+    return text if rank is None else f"rank {rank}: {text}"

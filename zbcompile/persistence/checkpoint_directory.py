@@ -14,7 +14,7 @@ from pathlib import Path
 from zbcompile.errors import PipelineError
 from zbcompile.safe_files import sync
 
-INDEX, PICKLED = "checkpoint.json", ".metadata"
+INDEX, OLD_INDEX, PICKLED = "index.json", "checkpoint.json", ".metadata"
 PARTIAL, DROPPED = ".partial", ".dropped"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")  # a second one of the same step is step-00000020.1
 
@@ -40,7 +40,7 @@ def candidates(path: str | Path) -> list[Path]:
     """`path` itself if it is a checkpoint, damaged or not; else those in that folder, newest first: none if there is no
     such folder."""
     named = Path(path)
-    held = any((named / name).exists() for name in (INDEX, PICKLED))
+    held = any((named / name).exists() for name in (INDEX, OLD_INDEX, PICKLED))
     return [named] if held or (_NAME.fullmatch(named.name) and named.is_dir()) else checkpoints_in(named)[::-1]
 
 
@@ -74,11 +74,6 @@ def _new_name(folder: Path, step: int) -> str:
 def final_name(partial: Path) -> Path:
     """The name that a directory gets once it is complete."""
     return partial.with_name(partial.name.removeprefix(".").removesuffix(PARTIAL))
-
-
-def part_of(partial: Path, number: int) -> Path:
-    """The file that one process writes."""
-    return partial / f"part-{number:05d}.safetensors"
 
 
 def publish(partial: Path, keep: int | None) -> Path:

@@ -174,8 +174,7 @@ def _read_for(
     if data["ranks"] != ranks.count:
         raise PipelineError(
             f"{folder} was compiled for {data['ranks']} ranks, but there are {ranks.count}. Start {data['ranks']} "
-            f"processes (for each of --replicas N), compile it again for {ranks.count}, or pass zbcompile.run a TARGET "
-            "instead."
+            f"processes (for each of --replicas N), or compile it again for {ranks.count}."
         )
     if data["device"] != ranks.device.type:
         raise PipelineError(

@@ -1,8 +1,10 @@
-"""Files in the safetensors format: written in one go from the memory of the tensors, and opened."""
+"""Files in the safetensors format: written from the memory of the tensors, with their digests."""
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +13,39 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write contiguous tensors of the CPU, and fsync. A dtype that the format lacks is stored as bytes, U8.
+def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] = {}) -> Any:
+    """Writes contiguous tensors of the CPU, and calls fsync. Returns the size and the SHA-256 of the file, and that of
+    its header. Raises OSError.
 
-    safetensors.torch.save refuses tensors that share memory, and copies all of them. Raises OSError.
+    safetensors.torch.save refuses tensors that share memory, and copies all of them.
     """
-    ordered = sorted(tensors.items(), key=lambda each: (-each[1].element_size(), each[0]))  # keeps each one aligned
-    header: dict[str, Any] = {}
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))  # keeps each one aligned
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, values in ordered:
-        kind, begin, end = safetensors_dtype(values.dtype), end, end + values.nbytes
-        shape = list(values.shape) if kind else [values.nbytes]
-        header[name] = {"dtype": kind or "U8", "shape": shape, "data_offsets": [begin, end]}
+        begin, end = end, end + values.nbytes
+        kind = safetensors_dtype(values.dtype)
+        header[name] = {"dtype": kind, "shape": list(values.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    digest = hashlib.sha256(head := len(text).to_bytes(8, "little") + text)
+    found = {"bytes": len(head) + end, "header": digest.hexdigest()}
+    with ThreadPoolExecutor(1) as hashing, path.open("wb") as file:
+        file.write(head)
         for _, values in ordered:
-            file.write(bytes_of(values))
+            content = bytes_of(values)
+            hashing.submit(digest.update, content)
+            file.write(content)
         file.flush()
         os.fsync(file.fileno())
+    return {**found, "sha256": digest.hexdigest()}
+
+
+def header_digest(path: Path) -> str:
+    """Returns the SHA-256 of a file's header. Raises OSError."""
+    with path.open("rb") as file:
+        size = file.read(8)
+        return hashlib.sha256(size + file.read(min(int.from_bytes(size, "little"), path.stat().st_size))).hexdigest()
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:

@@ -17,8 +17,9 @@ from zbcompile.distributed.agreement import gathered, together
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.model.tensor_shard import chunk_of, local_of
 from zbcompile.persistence.hub_layout import Stored, TensorStandIn, as_stored, stored_tensors, write_config
-from zbcompile.persistence.local_tensors import Holding, holding_of, local_part, require_names
+from zbcompile.persistence.local_state import LocalState, local_state, require_names
 from zbcompile.persistence.safetensors_files import open_safetensors, safetensors_dtype
 from zbcompile.safe_files import write_whole
 from zbcompile.untrusted_text import read_json
@@ -38,15 +39,15 @@ def save_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     >>> zbcompile.save_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
-    holding, target = _of_whole_tensors(source), Path(path)
+    state, target = _of_whole_tensors(source), Path(path)
     what = f"writing {target}"
-    with holding.ranks.watch.region(what):
+    with state.ranks.watch.region(what):
         model = module_of(source)
-        tensors = together(holding.ranks, what, partial(as_stored, model, _whole_tensors(holding)))
+        tensors = together(state.ranks, what, partial(as_stored, model, _whole_tensors(state)))
         if target.suffix == ".safetensors":
-            _write_single(target, holding, tensors, what)
+            _write_single(target, state, tensors, what)
         else:
-            _write_parts(target, holding, tensors, what, model)
+            _write_parts(target, state, tensors, what, model)
 
 
 def module_of(source: Pipeline | nn.Module) -> nn.Module:
@@ -54,25 +55,25 @@ def module_of(source: Pipeline | nn.Module) -> nn.Module:
     return source.model if isinstance(source, Pipeline) else source
 
 
-def _of_whole_tensors(source: Pipeline | nn.Module) -> Holding:
-    holding = holding_of(source)
-    for name in holding.shapes.keys() - holding.model.names.keys():
+def _of_whole_tensors(source: Pipeline | nn.Module) -> LocalState:
+    state = local_state(source)
+    for name in state.shapes.keys() - state.model.names.keys():
         raise PipelineError(
             f"{name} is sharded by hand; files of weights hold whole tensors. Make it a DTensor, or use "
             "zbcompile.save_checkpoint, which keeps a part of each rank."
         )
-    return holding
+    return state
 
 
-def _whole_tensors(holding: Holding) -> dict[str, torch.Tensor]:
+def _whole_tensors(state: LocalState) -> dict[str, torch.Tensor]:
     """The tensors that this process writes, on the CPU; sharded ones are put together."""
     found = {}
-    for name, tensor in sorted(holding.tensors.items()):
+    for name, tensor in sorted(state.tensors.items()):
         whole = tensor.detach()
         if is_distributed(tensor):
-            with holding.ranks.watch.position.waiting(name):
-                whole = _put_together(tensor, holding.ranks)
-        if holding.ranks.leads and holding.writes(name):
+            with state.ranks.watch.position.waiting(name):
+                whole = _put_together(tensor, state.ranks)
+        if state.ranks.leads and state.is_writer(name):
             found[name] = whole.cpu().contiguous()
     return found
 
@@ -81,20 +82,20 @@ def _put_together(tensor: Any, ranks: Ranks) -> torch.Tensor:
     """A sharded tensor from all its ranks: rows of the output layer lie on those of the pipeline."""
     if tensor.device_mesh.mesh_dim_names:
         return tensor.detach().full_tensor()  # type: ignore[no-any-return]
-    return torch.cat(ranks.gather_here(local_part(tensor).detach().cpu()))
+    return torch.cat(ranks.gather_here(local_of(tensor).detach().cpu()))
 
 
-def _write_single(target: Path, holding: Holding, tensors: Mapping[str, torch.Tensor], what: str) -> None:
-    parts = gathered(holding.ranks, dict(tensors))
+def _write_single(target: Path, state: LocalState, tensors: Mapping[str, torch.Tensor], what: str) -> None:
+    parts = gathered(state.ranks, dict(tensors))
     everything = {name: tensor for part in parts for name, tensor in part.items()}
-    leads = holding.ranks.is_first
-    together(holding.ranks, what, lambda: _write(target, everything) if leads else None)
+    leads = state.ranks.is_first
+    together(state.ranks, what, lambda: _write(target, everything) if leads else None)
 
 
 def _write_parts(
-    target: Path, holding: Holding, tensors: Mapping[str, torch.Tensor], what: str, model: nn.Module
+    target: Path, state: LocalState, tensors: Mapping[str, torch.Tensor], what: str, model: nn.Module
 ) -> None:
-    ranks = holding.ranks
+    ranks = state.ranks
     own = ranks.local[0]
     name = f"model-{own + 1:05d}-of-{ranks.count // len(ranks.local):05d}.safetensors"
     leads = own == 0 and ranks.leads
@@ -104,7 +105,7 @@ def _write_parts(
     listed = gathered(ranks, {key: (name, tensor.nbytes, tuple(tensor.shape)) for key, tensor in tensors.items()})
     found = {key: (name, size) for part in listed for key, (name, size, _) in part.items()}
     shapes = {key: TensorStandIn(shape) for part in listed for key, (*_, shape) in part.items()}
-    together(ranks, what, lambda: _sources(target, stored_tensors(model, shapes), holding))
+    together(ranks, what, lambda: _sources(target, stored_tensors(model, shapes), state))
     together(ranks, what, lambda: _write(target / name, tensors) if tensors else None)
     index = {
         "metadata": {"total_size": sum(size for _, size in found.values())},
@@ -137,27 +138,27 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
     >>> zbcompile.load_weights("model.safetensors", pipe)                   # doctest: +SKIP
     """
-    holding = _of_whole_tensors(source)
+    state = _of_whole_tensors(source)
     what = f"loading {path}"
-    with holding.ranks.watch.region(what):
-        together(holding.ranks, what, lambda: _load(Path(path), holding, module_of(source)))
+    with state.ranks.watch.region(what):
+        together(state.ranks, what, lambda: _load(Path(path), state, module_of(source)))
     if isinstance(source, Pipeline):
-        source.resume(source.step_index, holding.model.names)
+        source.resume(source.step_index, state.model.names)
 
 
-def _load(path: Path, holding: Holding, model: nn.Module) -> None:
+def _load(path: Path, state: LocalState, model: nn.Module) -> None:
     files = _files_of(path)
     with ExitStack() as stack:
         try:
             opened = {file: stack.enter_context(open_safetensors(file)) for file in sorted(set(files.values()))}
             stored = stored_tensors(model, {name: opened[file] for name, file in files.items()}, loading=True)
-            sources = _sources(path, stored, holding)
-            _require_kinds(sources, holding)
+            sources = _sources(path, stored, state)
+            _require_kinds(sources, state)
         except (OSError, SafetensorError) as error:
             raise PipelineError(f"{path} cannot be read: {error!s:.300}. Copy it again.") from None
         with torch.no_grad():
-            for name, tensor in holding.tensors.items():
-                local_part(tensor).copy_(sources[name].read(_chunk(tensor)))
+            for name, tensor in state.tensors.items():
+                local_of(tensor).copy_(sources[name].read(_chunk(tensor)))
 
 
 def holds_weights(path: Path) -> bool:
@@ -198,18 +199,18 @@ def _listed(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in found.items()}
 
 
-def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[str, Stored]:
+def _sources(path: Path, given: Mapping[str, Stored], state: LocalState) -> dict[str, Stored]:
     """What each of the model's tensors is read from, by name. Every rank looks for all of them, so that all report the
     same error."""
     names: dict[str, list[str]] = {}
-    for member in holding.model.members:
+    for member in state.model.members:
         if member.saved:
             names.setdefault(member.first, []).append(member.name)
     known = {first: [name for name in aliases if name in given] for first, aliases in names.items()}
     missing = [first for first, found in known.items() if not found]
     require_names(path, missing, sorted(given.keys() - {name for aliases in names.values() for name in aliases}))
     found = {first: given[names[0]] for first, names in known.items()}
-    for first, shape in holding.shapes.items():
+    for first, shape in state.shapes.items():
         if found[first].shape != shape:
             raise PipelineError(
                 f"{first} has shape {list(found[first].shape)} in {path} and {list(shape or ())} in the model."
@@ -217,9 +218,9 @@ def _sources(path: Path, given: Mapping[str, Stored], holding: Holding) -> dict[
     return found
 
 
-def _require_kinds(sources: Mapping[str, Stored], holding: Holding) -> None:
+def _require_kinds(sources: Mapping[str, Stored], state: LocalState) -> None:
     """Refuse values that the model's dtype cannot hold: copying would drop imaginary parts and fractions."""
-    for name, tensor in holding.tensors.items():
+    for name, tensor in state.tensors.items():
         own = "F" if tensor.dtype.is_floating_point else safetensors_dtype(tensor.dtype)
         for stored in sorted(sources[name].dtypes):
             if own != ("F" if stored.startswith(("F", "BF")) else stored):
@@ -231,7 +232,7 @@ def _require_kinds(sources: Mapping[str, Stored], holding: Holding) -> None:
 
 def _chunk(tensor: torch.Tensor) -> tuple[slice, ...]:
     """The part of a tensor in a file that this process needs: of a sharded one its chunk, else all of it (empty)."""
-    if not is_distributed(tensor):
+    chunk = chunk_of(tensor)
+    if chunk is None:
         return ()
-    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    return tuple(slice(low, low + size) for low, size in zip(chunk.offsets, chunk.sizes, strict=True))
+    return tuple(slice(low, low + size) for low, size in zip(chunk[1], local_of(tensor).shape, strict=True))

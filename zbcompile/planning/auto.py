@@ -64,7 +64,7 @@ def names_by_placement(build_: Callable[..., Schedule]) -> dict[Placement, list[
             continue
         with suppress(ScheduleError):
             placement = build_(name).placement
-            if placement.kind != "dual":
+            if placement.copies == 1:
                 found[placement].append(name)
     return found
 

@@ -173,5 +173,5 @@ class Messages:
 def count_messages(program: Program) -> Messages:
     """The messages of one step between different ranks. One message may carry several tensors."""
     sends = Counter(a[:2] for order in program.lowered.orders for a in flatten(order) if a.op in SENDS)
-    sizes = {(op, stage): program.stages[stage].message_bytes(MESSAGE_OPS[op].payload) for op, stage in sends}
+    sizes = {(op, stage): program.stages[stage].message_bytes(MESSAGE_OPS[op]) for op, stage in sends}
     return Messages(sends.total(), sum(count * sizes[key] for key, count in sends.items()))

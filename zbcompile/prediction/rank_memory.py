@@ -36,7 +36,7 @@ from zbcompile.schedules.ir.actions import (
     F,
     flatten,
 )
-from zbcompile.schedules.ir.dependencies import RECEIVE_OF, receives_before
+from zbcompile.schedules.ir.dependencies import DIRECTION
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS, result_of
 from zbcompile.schedules.lowering.edges import Message, edges_of
 
@@ -230,7 +230,7 @@ class _Messages:
         done = AFTER.get(action.op, ())
         self.reading = [r for r in self.reading if r[2] != action[1:] or not r[1].isdisjoint(done)]
         for made, peer in self.edges[action].makes:
-            if peer == self.rank and made.kind in RECEIVE_OF:
+            if peer == self.rank and made.kind in DIRECTION:
                 self.posted[made] = self._made(action.stage, made)
 
     def _buffers(self, action: Action) -> Sequence[Buffer]:
@@ -238,8 +238,7 @@ class _Messages:
 
     def _arrived(self, action: Action, event: str) -> Iterator[tuple[Buffer, frozenset[str]]]:
         """The buffers of what a pass waited for, each with the passes that read it."""
-        receives = receives_before(self.program.schedule, action.op, action.stage)
-        found = [buffer for receive in receives for buffer in self._buffers(Action(receive, *action[1:]))]
+        found = self._buffers(Action(f"RECV_{event}", *action[1:]))
         if (action.stage, event) not in self.readers:
             arrivals = arrivals_of(self.program.stages[action.stage])
             self.readers[action.stage, event] = [each.readers for each in arrivals.get(event, ())]
@@ -249,7 +248,7 @@ class _Messages:
     def _kept(self, action: Action) -> int:
         """The bytes of a message that the backward reads again: they count as an activation already. It has arrived
         before they are read for the last time."""
-        if MESSAGE_OPS[action.op].payload != F:
+        if MESSAGE_OPS[action.op] != F:
             return 0
         stage = self.program.stages[action.stage]
         if action.stage not in self.kept:

@@ -87,7 +87,7 @@ def assign_buffers(
             stage = stage_of(action)
             if id(stage) not in arrivals:
                 arrivals[id(stage)] = arrivals_at(stage)
-            found = arrivals[id(stage)][MESSAGE_OPS[action.op].payload]
+            found = arrivals[id(stage)][MESSAGE_OPS[action.op]]
             assigned[action] = tuple(_take_buffer(arrival, free, made) for arrival in found)
             waiting += [(b, a.readers) for b, a in zip(assigned[action], found, strict=True) if b.number >= 0]
         elif action.op in AFTER:

@@ -1,6 +1,6 @@
 """Programs bound to the tensors of a model: which of these live here, and what runs on them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -71,7 +71,6 @@ class BoundPrograms:
         self._own: dict[str, torch.Tensor] = {}
         self._others: dict[str, torch.Tensor] = {}
         self._withheld_for: Program | None = None
-        self.loads: list[Callable[[bool], None]] = []  # what waits for the parameters to have their places
         self.moves, self.given_out = 0, False  # how often parameters have moved; whether somebody has taken them
 
     @property
@@ -97,14 +96,6 @@ class BoundPrograms:
         self.hold(program)
         require_matches(program.step.placements or {}, program.homes)
         self._copy_first_replica()
-
-    def fill(self) -> None:
-        """Run the loads that have waited for parameters. Each is told whether a step is compiled, for which optimizers
-        wait."""
-        for load in self.loads:
-            load(self.trains)
-        if self.trains:
-            self.loads = []
 
     def move(self, program: Program) -> None:
         """Let the parameters live where `program`, a step, has them, and no longer where an evaluation placed them.
@@ -200,7 +191,6 @@ class BoundPrograms:
 
     def require_values(self) -> None:
         """Raise PipelineError unless this process's share has its values, and the same as other ranks that share it."""
-        self.fill()
         self.share.require_filled()
         for name, tensor in self._own.items():
             if is_held_elsewhere(tensor):

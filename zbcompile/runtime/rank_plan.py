@@ -117,7 +117,7 @@ def _send_within_pairs(
     placed = [step[0] for step in steps if step[0].op in SENDS]
     sends: dict[tuple[str, int, int], list[Action]] = defaultdict(list)
     for send in placed:
-        sends[MESSAGE_OPS[send.op].payload, *send[1:]].append(send)
+        sends[MESSAGE_OPS[send.op], *send[1:]].append(send)
     within = [sends.get((result_of(step[0].op), *step[0][1:]), []) if len(step) == 2 else [] for step in steps]
     early = {send for each in within for send in each}
     for step, own in zip(steps, within, strict=True):

@@ -15,6 +15,7 @@ from torch import nn
 from zbcompile.backends.backend import CompiledPasses
 from zbcompile.distributed.transport import Transport
 from zbcompile.model.materialize import Share
+from zbcompile.model.tensor_shard import Chunk
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.vocabulary.shard_program import VocabularyProgram, even_bounds
@@ -112,6 +113,11 @@ class VocabularyShards:
         shown = {name: self.distributed(name, own.detach(), group) for name, own in self.own.items()}
         return {key: shown.get(firsts[key], value) for key, value in state.items()}
 
+    def chunk(self, name: str) -> Chunk:
+        """Returns where this rank's rows are in a parameter."""
+        shape = tuple(self.whole[name].shape)
+        return shape, (self.bounds[self.rank or 0][0], *(0 for _ in shape[1:]))
+
     def distributed(self, name: str, rows: torch.Tensor, group: dist.ProcessGroup) -> Any:
         """This rank's `rows` of a parameter, or of something of its shape (a moment of Adam), as a DTensor.
 
@@ -124,8 +130,7 @@ class VocabularyShards:
         mesh = DeviceMesh.from_group(group, self.device.type)
         local = rows
         if self.bounds != even_bounds(whole.shape[0], len(self.bounds)):
-            low = self.bounds[self.rank or 0][0]
-            local = with_offset(rows, (low, *([0] * (whole.ndim - 1))))
+            local = with_offset(rows, self.chunk(name)[1])
         return DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride())
 
 

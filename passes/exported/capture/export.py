@@ -13,7 +13,11 @@ from torch.fx import Node
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.autocast_casts import AUTOCAST
 from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF, forward_number
-from zbcompile.passes.exported.capture.checkpoint_hints import CHECKPOINT
+from zbcompile.passes.exported.capture.checkpoint_hints import (
+    CHECKPOINT,
+    REENTRANT,
+    reentrant_calls,
+)
 from zbcompile.passes.exported.capture.dtensor_parameters import (
     local_tensors,
     warn_of_random_numbers_on_shards,
@@ -49,12 +53,12 @@ from zbcompile.passes.exported.torch_private import (
     DATA_DEPENDENT_ERRORS,
     MODULES,
     annotations_of,
-    export_below_autograd,
     pytree,
 )
+from zbcompile.passes.exported.torch_private_export import export_below_autograd
 
 aten = torch.ops.aten
-_ANNOTATIONS = (LINE, CHECKPOINT, BACKWARD_OF, AUTOCAST)
+_ANNOTATIONS = (LINE, CHECKPOINT, REENTRANT, BACKWARD_OF, AUTOCAST)
 
 
 @dataclass(frozen=True)
@@ -252,6 +256,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
     refuse_mixed_dtypes(described.calls())
     _clean(described)
     refuse_numbers(described.calls())
+    described.inexact_calls += tuple(reentrant_calls(described))
     return described
 
 
@@ -268,7 +273,7 @@ def _results(
 ) -> tuple[Node | None, dict[str, Node | None], list[Node], list[Node]]:
     """Returns the nodes of the loss, of each gradient, of the outputs and of `require_fit`."""
     user_outputs = [
-        nodes[value] if isinstance(value, str) else None
+        _undetached(nodes[value]) if isinstance(value, str) else None
         for value in program.graph_signature.user_outputs
     ]
     if type(step) is not TrainingStep:
@@ -282,6 +287,19 @@ def _results(
     return loss, gradients, outputs, [node for node in rest[fits:] if node is not None]
 
 
+def _undetached(node: Node) -> Node:
+    """Returns the value that a node detaches.
+
+    If the model adds to its loss in place, the loss is detached behind the backward.
+    """
+    while node.target in (aten.detach.default, aten.alias.default):
+        source = node.args[0]
+        if not isinstance(source, Node) or source.op != "call_function":
+            break
+        node = source
+    return node
+
+
 def _clean(step: StepGraph) -> None:
     """Removes assertions on shapes and dead code, and makes the graph return results by role."""
     for node in step.calls():
@@ -291,7 +309,6 @@ def _clean(step: StepGraph) -> None:
         node.meta[ANNOTATIONS] = {key: custom[key] for key in _ANNOTATIONS if key in custom}
     for name, update in step.buffer_updates.items():
         step.buffer_updates[name] = _assigned_value(update)
-    step.outputs = [_before_detach(node) for node in step.outputs]
     _trace_backward_to_forward(step)
     step.refresh_output()
     for name, first in step.tied_names.items():
@@ -335,13 +352,6 @@ def _assigned_value(update: Node) -> Node:
         if (before.dtype, before.shape) != (after.dtype, after.shape):
             return node
         node = source
-    return node
-
-
-def _before_detach(node: Node) -> Node:
-    """Returns the node that a step returns detached, so that no later stage reads it."""
-    while node.target in (aten.detach.default, aten.alias.default):
-        (node,) = node.all_input_nodes
     return node
 
 

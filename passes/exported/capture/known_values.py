@@ -65,6 +65,11 @@ class KnownValues(TorchDispatchMode):
         self.draws = 0  # operations so far that may have drawn random numbers
         self._tolist: AbstractContextManager[None] | None = None
 
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        """Dynamo, by which torch.cond traces its branches, runs under such modes only."""
+        return True
+
     def __enter__(self) -> "KnownValues":
         self._tolist = replaced_tolist(self.value_of, self.routed.numbers)
         self._tolist.__enter__()

@@ -23,6 +23,7 @@ from zbcompile.passes.exported.capture.unsupported import (
     CATCHES_A_QUESTION,
     CHANGES_MODULES,
     DRAWS_OUTSIDE_TORCH,
+    REPLACES_A_MODULE,
     SETS_A_SEED,
     at,
 )
@@ -59,19 +60,22 @@ class PythonEffects:
             CaptureError: Forward does what no graph can repeat.
         """
         snapshot = AttributeSnapshot(*self._roots)
+        children = [(path, table, dict(table)) for path, table in _submodules(*self._roots)]
         known.protect(
             {path: value for path, value in snapshot.values.items() if isinstance(value, Tensor)}
         )
         generators = _generators(snapshot.values)
         before = {name: _state(generator) for name, generator in generators.items()}
         lines: dict[str, str] = {}
-        installs = False
         try:
             with _lines_of_draws(lines), _seeds_refused(known), _caught_questions_refused():
                 yield
+        finally:  # also if a question failed: the model believes that its hooks are there
             installs = not self._hooks_are_installed and snapshot.installed_hooks()
-        finally:
             changes = snapshot.restore()
+            replaced_modules = [path for path, table, before in children if _restore(table, before)]
+        if replaced_modules:
+            raise CaptureError(REPLACES_A_MODULE.format(path=replaced_modules[0]))
         if installs:
             self._hooks_are_installed = True
             raise HooksInstalled
@@ -109,6 +113,22 @@ class PythonEffects:
             for instruction in dis.get_instructions(code)
             if instruction.opname in _READS
         }
+
+
+def _submodules(model: nn.Module, loss: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the table of submodules of every module, by path."""
+    for root, name in ((model, "model"), (loss, "loss")):
+        for path, module in root.named_modules() if isinstance(root, nn.Module) else ():
+            yield f"{name}.{path}".rstrip("."), vars(module)["_modules"]
+
+
+def _restore(table: dict[str, Any], before: dict[str, Any]) -> bool:
+    """Restores a table of submodules. Returns True if it was changed."""
+    if list(map(id, table.values())) == list(map(id, before.values())):
+        return False
+    table.clear()
+    table.update(before)
+    return True
 
 
 def _generators(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ INEXACT_FUNCTIONS: Mapping[str, str] = {
 
 
 class InexactCalls(TorchFunctionMode):
-    """A function mode that notes calls whose bits differ from eager mode, with the user's line.
+    """A function mode that notes a sentence for every call whose bits differ from eager mode.
 
     It refuses what a graph cannot say about the traced `parameters`, collects the values of
     `require_fit`, and exchanges rows whose counts a router decides.
@@ -77,7 +77,8 @@ class InexactCalls(TorchFunctionMode):
             raise CaptureError(READS_PARAMETER_STATE.format(attribute=attribute, line=line))
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
         if description is not None:
-            self.calls.append(f"{description} ({users_line(sys._getframe(1))})")
+            call = f"{description} ({users_line(sys._getframe(1))})"
+            self.calls.append(INEXACT.format(call=call))
         return func(*args, **(kwargs or {}))
 
 
@@ -194,6 +195,10 @@ WRITES_A_BUFFER_IN_BACKWARD = (
     "before the backward of this one, so they would read other values than in eager mode. Change "
     "it in forward."
 )
+REPLACES_A_MODULE = (
+    "forward replaces a submodule of {path} by another one, so its first call is unlike the next. "
+    "Call the model once before compiling."
+)
 CARRIES_A_TENSOR = (
     "forward changes {path} and reads it: every microbatch would compute with the value from "
     "before the first step. Register it with `register_buffer`, or pass it as an input. If it is "
@@ -286,8 +291,8 @@ NOTHING_TO_TRAIN = (
 )
 PLAIN_COLLECTIVE = (
     "forward calls torch.distributed.{name} on an activation ({line}): autograd does not see it, "
-    "so the gradient does not pass through the exchange as it does through a graph. Use the function "
-    "of torch.distributed._functional_collectives, or call it under torch.no_grad()."
+    "so the gradient does not pass through the exchange as it does through a graph. Use the "
+    "function of torch.distributed._functional_collectives, or call it under torch.no_grad()."
 )
 HOOK_NEVER_RUNS = (
     "{kind} on the parameter {name!r}: a pipeline adds gradients of microbatches without autograd, "
@@ -301,6 +306,11 @@ WRITES_GRAD = (
 INEXACT = (
     "exact=True: {call} is traced as other operations than those that eager mode runs, so its last "
     "bits differ. Use exact=False, which allows it, or another layer."
+)
+SHARED_WITH_A_REENTRANT_REGION = (
+    "exact=True: the parameter {name!r} is used in a reentrant checkpoint and outside of it. Eager "
+    "mode adds both gradients to `.grad` apart, so the last bits of several microbatches differ. "
+    "Use checkpoint(..., use_reentrant=False), or exact=False."
 )
 HAS_A_DYNAMIC_SHAPE = (
     "the shape of a result depends on values of the inputs{at}: nonzero, masked_select and "
@@ -425,4 +435,4 @@ def _line_of(error: Exception) -> str:
 def refuse_inexact(calls: Sequence[str]) -> None:
     """Raises CaptureError if `exact=True` cannot hold."""
     if calls:
-        raise CaptureError(INEXACT.format(call=calls[0]))
+        raise CaptureError(calls[0])

@@ -75,6 +75,8 @@ def _unplaced_nodes(
     """Returns the free nodes and the nodes with a home, in order."""
     results = set(step.result_nodes())
     updated = {step.buffers[name] for name in step.buffer_updates if name in step.buffers}
+    if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
+        updated.add(step.vocabulary_values.lookup)  # which the first stage receives
     kinds: dict[Node, frozenset[str]] = {
         **dict.fromkeys(step.parameters.values(), frozenset({PARAMETER})),
         **dict.fromkeys(step.batch_inputs.values(), frozenset({BATCH})),
@@ -134,6 +136,8 @@ def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int
     for index, node in enumerate(nodes):
         if operator_name(node) == "getitem" and node.args[0] in position:
             forbidden.update(range(position[node.args[0]], index))  # type: ignore[index]
+    if step.vocabulary_values is not None and step.vocabulary_values.hidden in position:
+        forbidden.update(range(position[step.vocabulary_values.hidden], len(nodes)))
     large = [index for index, node in enumerate(nodes) if _elements(node) > 1]
     forbidden.update(range(max(large, default=0), len(nodes)))  # what follows is the loss
     return forbidden

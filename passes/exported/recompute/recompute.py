@@ -101,6 +101,8 @@ class StageForward:
         self._changing = {
             step.buffers[name] for name in step.buffer_updates if name in step.buffers
         }
+        if step.vocabulary_values is not None and step.vocabulary_values.lookup is not None:
+            self._changing.add(step.vocabulary_values.lookup)  # F alone receives it
         self._trained = _values_of_parameters(step)
 
     def backward_readers(self, node: Node) -> Iterator[Node]:

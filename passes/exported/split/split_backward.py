@@ -135,8 +135,9 @@ def _nodes_that_end_in_gradients(
     """Maps each backward node to True if its value only reaches gradients of parameters, through
     layout operations and sums, on one stage or through sums over stages."""
     ends: dict[Node, bool] = {}
+    sent = set(step.vocabulary_values.results()) if step.vocabulary_values is not None else set()
     for node in reversed(backward):
-        ends[node] = all(
+        ends[node] = node not in sent and all(
             user.op == "output"
             or (
                 user in backward

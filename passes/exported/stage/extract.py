@@ -196,6 +196,10 @@ class Extraction:
                 )
                 for name, node in table.items()
             }
+            if (values := step.vocabulary_values) is not None:
+                for role, node in ((GRADIENT, values.hidden_gradient), (ACTIVATION, values.lookup)):
+                    if node is not None:
+                        self._resident_slots[node] = Slot(role, node.name)
         return self._resident_slots
 
 
@@ -225,8 +229,13 @@ def _role(start: Label, end: Label) -> str:
 
 def _results_of(step: StepGraph) -> list[tuple[Slot, Node]]:
     results = [(Slot(LOSS, "loss"), step.loss)] if step.loss is not None else []
-    results += [(Slot(OUTPUT, str(index)), node) for index, node in enumerate(step.outputs)]
+    outputs = enumerate(step.outputs)
+    results += [(Slot(OUTPUT, str(i)), node) for i, node in outputs if node is not None]
     results += [(Slot(FITS, str(index)), node) for index, node in enumerate(step.fits)]
+    if step.vocabulary_values is not None:
+        hidden, gradient = step.vocabulary_values.hidden, step.vocabulary_values.lookup_gradient
+        results += [(Slot(ACTIVATION, hidden.name), hidden)] if hidden is not None else []
+        results += [(Slot(GRADIENT, gradient.name), gradient)] if gradient is not None else []
     results += [(Slot(BUFFER_UPDATE, name), node) for name, node in step.buffer_updates.items()]
     for name, node in step.gradients.items():
         if node is not None:

@@ -20,11 +20,13 @@ from zbcompile.passes.exported.torch_private import annotations_of
 aten = torch.ops.aten
 LOG_SUM_EXP, LABEL_LOGIT, LOGIT_SUM = "log-sum-exp", "label's logit", "sum of logits"
 
-_COPIES = frozenset({"detach", "alias", "clone"})
-_VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
+COPIES = frozenset({"detach", "alias", "clone"})
+VIEWS = frozenset({"view", "_unsafe_view", "reshape"})
 _ROW_SLICES = frozenset({"slice", "select"})
+SOFTMAXES = ("_log_softmax", "_softmax", "logsumexp")
 _ELEMENTWISE = frozenset({"mul", "div", "tanh", "_to_copy"})
-_TRANSPOSES = frozenset({"t", "transpose", "permute", "numpy_T"})
+TRANSPOSES = frozenset({"t", "transpose", "permute", "numpy_T"})
+CASTS = frozenset({"_to_copy"})  # of autocast, for one
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class OutputLayer:
         hidden: The last hidden state, one row per token.
         weight: The placeholder of the weight, one row per word.
         bias: The placeholder of the bias, or None.
+        logits: The nodes of the forward with one column per word.
         statistics: What each operation of the loss reads of the logits, and of which logits.
         labels: The labels of the operations that read a label's logit.
     """
@@ -59,6 +62,7 @@ class OutputLayer:
     hidden: Node
     weight: Node
     bias: Node | None
+    logits: dict[Node, Logits] = field(default_factory=dict)
     statistics: dict[Node, tuple[tuple[str, ...], Logits]] = field(default_factory=dict)
     labels: dict[Node, Node] = field(default_factory=dict)
 
@@ -78,38 +82,64 @@ def find_output_layers(step: StepGraph) -> list[OutputLayer]:
     """
     forward = step.forward_nodes()
     products = dict.fromkeys(product for node in forward for product in _products_below(node))
-    words = max((_shape(product)[-1] for product in products), default=0)
-    layers = [_output_layer(product) for product in products if _shape(product)[-1] == words]
+    words = max((shape_of(product)[-1] for product in products), default=0)
+    layers = [_output_layer(product) for product in products if shape_of(product)[-1] == words]
     for layer in layers:
         _follow_logits(layer, forward, set(step.result_nodes()))
     return layers
 
 
+def refuse_missing_layer(step: StepGraph) -> NoReturn:
+    """Raises NotShardableError with the reason why a step has no output layer that is found."""
+    for node in reversed(step.forward_nodes()):
+        if operator_name(node) not in SOFTMAXES or not node.args:
+            continue
+        source = without(node.args[0], COPIES | VIEWS | CASTS)
+        if len(shape_of(node)) > 1 and not _is_last(node, *_dims(node)):
+            refuse(node, "a softmax over words that are not the last dimension", _LAST_DIMENSION)
+        if operator_name(source) == "slice" and _is_last(source, source.args[1]):
+            refuse(source, "a softmax over a part of the columns of the logits", _COLUMNS)
+        if operator_name(source) in ("bmm", "baddbmm"):
+            refuse(source, "logits that are no product with one matrix", _LINEAR_LAYER)
+    raise NotShardableError(
+        "the vocabulary cannot be sharded: no softmax normalizes the product of a hidden state and "
+        f"a parameter. {_LINEAR_LAYER}"
+    )
+
+
+_LAST_DIMENSION = "Pass logits of shape [rows, words] to the loss: logits.flatten(0, 1)."
+_COLUMNS = "Give the output layer as many rows as the loss has words."
+_LINEAR_LAYER = "Compute the logits by torch.nn.Linear or F.linear."
+_STATISTICS = (
+    "A sharded loss reads only the log-sum-exp, the logit of the label and the sum of the logits "
+    "of each row. Compute the rest outside of the step, or do not shard the vocabulary."
+)
+
+
 def _products_below(softmax: Node) -> Iterator[Node]:
     """Yields the product with a parameter whose rows a softmax over words normalizes, if any."""
-    if operator_name(softmax) not in ("_log_softmax", "_softmax", "logsumexp"):
+    if operator_name(softmax) not in SOFTMAXES:
         return
     node = softmax.args[0]
-    words = _shape(node)[-1:]
+    words = shape_of(node)[-1:]
     while isinstance(node, Node) and operator_name(node) not in ("mm", "addmm"):
-        if operator_name(node) not in _COPIES | _VIEWS | _ROW_SLICES | _ELEMENTWISE | {"add"}:
+        if operator_name(node) not in COPIES | VIEWS | _ROW_SLICES | _ELEMENTWISE | {"add"}:
             return
         node = node.args[0]
-    if isinstance(node, Node) and _shape(node)[-1:] == words and _weight_of(node) is not None:
+    if isinstance(node, Node) and shape_of(node)[-1:] == words and _weight_of(node) is not None:
         yield node
 
 
 def _weight_of(product: Node) -> Node | None:
     """Returns the parameter whose transpose is the right operand of a product, or None."""
     node = product.args[-1]
-    if not isinstance(node, Node) or operator_name(node) not in _TRANSPOSES:
+    if not isinstance(node, Node) or operator_name(node) not in TRANSPOSES:
         return None
     return _placeholder(node.args[0])
 
 
 def _placeholder(node: Any) -> Node | None:
-    while isinstance(node, Node) and operator_name(node) in _COPIES | {"_to_copy"}:  # autocast
-        node = node.args[0]
+    node = without(node, COPIES | CASTS)
     return node if isinstance(node, Node) and node.op == "placeholder" else None
 
 
@@ -119,13 +149,14 @@ def _output_layer(product: Node) -> OutputLayer:
     assert isinstance(hidden, Node)
     bias = _placeholder(product.args[0]) if operator_name(product) == "addmm" else None
     if operator_name(product) == "addmm" and bias is None:
-        _refuse(product, "a bias that is not a parameter")
+        refuse(product, "a bias that is not a parameter")
     return OutputLayer(product, hidden, weight, bias)
 
 
 def _follow_logits(layer: OutputLayer, forward: list[Node], results: set[Node]) -> None:
     """Finds every operation of the forward that reads the logits."""
-    logits = {layer.product: Logits()}
+    logits = layer.logits
+    logits[layer.product] = Logits()
     for node in forward:
         if node is layer.product or not any(arg in logits for arg in node.all_input_nodes):
             continue
@@ -135,17 +166,17 @@ def _follow_logits(layer: OutputLayer, forward: list[Node], results: set[Node]) 
         if derived is not None:
             logits[node] = derived
         elif source is None or not _reads_statistics(layer, node, source):
-            _refuse(node, f"{operator_name(node)} of the logits")
+            refuse(node, f"{operator_name(node)} of the logits")
     for node in logits.keys() & results:
-        _refuse(node, "an output of the size of the vocabulary")
+        refuse(node, "an output of the size of the vocabulary")
 
 
 def _derived_logits(node: Node, source: Logits) -> Logits | None:
     """Returns the logits that a node computes, or None if it does something else."""
-    name, words = operator_name(node), _shape(node.args[0])[-1]
-    if name in _COPIES:
+    name, words = operator_name(node), shape_of(node.args[0])[-1]
+    if name in COPIES:
         return source
-    if name in _VIEWS and _shape(node)[-1] == words:
+    if name in VIEWS and shape_of(node)[-1] == words:
         return replace(source, rows=(*source.rows, node))
     if name in _ROW_SLICES and not _is_last(node, node.args[1]):
         return replace(source, rows=(*source.rows, node))
@@ -170,7 +201,7 @@ def _reads_statistics(layer: OutputLayer, node: Node, source: Logits) -> bool:
         layer.statistics[node] = ((LOG_SUM_EXP,), source)
     elif name == "sum" and len(node.args) > 1 and _is_last(node, *_dims(node)):
         layer.statistics[node] = ((LOGIT_SUM, *shift), source)
-    elif name == "gather" and _is_last(node, node.args[1]) and _shape(node)[-1] == 1:
+    elif name == "gather" and _is_last(node, node.args[1]) and shape_of(node)[-1] == 1:
         layer.statistics[node] = ((LABEL_LOGIT, *shift), source)
         layer.labels[node] = node.args[2]  # type: ignore[assignment]
     elif name == "nll_loss_forward" and source.normalized and node.args[2] is None:
@@ -187,18 +218,25 @@ def _dims(node: Node) -> Any:
 
 def _is_last(node: Node, *dims: Any) -> bool:
     """Returns True if `dims` is the last dimension of a node's first argument."""
-    count = len(_shape(node.args[0]))
+    count = len(shape_of(node.args[0]))
     return [dim % count for dim in dims if dim is not None] == [count - 1]
 
 
-def _shape(node: Any) -> tuple[int, ...]:
+def without(node: Any, operators: frozenset[str]) -> Any:
+    """Returns the value of which a node is a view or copy by some operators."""
+    while isinstance(node, Node) and operator_name(node) in operators:
+        node = node.args[0]
+    return node
+
+
+def shape_of(node: Any) -> tuple[int, ...]:
+    """Returns the shape of a node's value."""
     return tuple(node.meta["val"].shape)
 
 
-def _refuse(node: Node, reason: str) -> NoReturn:
+def refuse(node: Node, reason: str, remedy: str = "") -> NoReturn:
+    """Raises NotShardableError with the user's line of a node."""
     line = annotations_of(node).get(LINE, "")
     raise NotShardableError(
-        f"the vocabulary cannot be sharded: the step has {reason} ({line}). A sharded loss reads "
-        "only the log-sum-exp, the logit of the label and the sum of the logits of each row. "
-        "Compute the rest outside of the step, or do not shard the vocabulary."
+        f"the vocabulary cannot be sharded: the step has {reason} ({line}). {remedy or _STATISTICS}"
     )

@@ -135,3 +135,24 @@ def test_generated_models(seed: int) -> None:
     batches = [((torch.randn(6, FEATURES),), {}, torch.randn(6, FEATURES)) for _ in range(4)]
     placements = [("zb-h1", 2), ("zb-v", 2)]
     check_schedules(placements, RandomModel(seed).train(), batches, nn.functional.mse_loss)
+
+
+class Branches(nn.Module):
+    """Branches of torch.cond: one has a layer of the model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+            x = torch.cond(x.sum() > 0, torch.sin, self.layers[0], (x,))
+        return x
+
+
+def test_branches() -> None:
+    torch.manual_seed(0)
+    model, batches = Branches(), batches_of(rows)
+    check_schedules([("zb-h1", 2), ("zb-v", 2)], model, batches, nn.functional.mse_loss)
+    assert export_training_step(model, *batches[0], nn.functional.mse_loss).eager_path

@@ -378,3 +378,31 @@ def test_writes_to_parameters_are_refused(write: str) -> None:
 
     with pytest.raises(CaptureError, match=r"forward writes a parameter|assigns to the `.data`"):
         export_training_step(Writes(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
+
+
+LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    "batch norm": (nn.BatchNorm1d(WIDTH), (0, 2, 1)),
+    "batch norm, channels last": (nn.BatchNorm2d(WIDTH), (0, 3, 1, 2)),
+    "layer norm": (nn.LayerNorm(5), (0, 2, 1)),
+    "group norm": (nn.GroupNorm(2, WIDTH), (0, 2, 1)),
+    "gated convolution": (nn.Sequential(nn.Conv1d(WIDTH, 16, 1), nn.GLU(1)), (0, 2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_fake_strides_are_those_of_the_kernels(name: str) -> None:
+    layer, order = LAYERS[name]
+
+    class Permuted(Repeated):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.norm = layer
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.norm(self.layer(x).permute(order))
+            return x.permute([order.index(dim) for dim in range(x.ndim)])
+
+    shape = (4, 5, WIDTH) if len(order) == 3 else (4, 5, 3, WIDTH)
+    model, batch = Permuted(), ((torch.randn(shape),), {}, torch.randn(shape))
+    step = export_training_step(model, *batch, F.mse_loss)
+    assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], F.mse_loss, 0))

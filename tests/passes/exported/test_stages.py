@@ -239,3 +239,14 @@ def parametrized() -> nn.Module:
 def test_autograd_of_any_kind(make: Any) -> None:
     torch.manual_seed(0)
     check("zb-h1", 2, make(), batches_of(rows), F.mse_loss)
+
+
+def test_a_loss_that_is_added_to_in_place() -> None:
+    """As models of transformers add the loss of a router: F returns it, not the backward."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        total = F.mse_loss(output, target)
+        total += 0.1 * output.square().mean()
+        return total
+
+    check("1f1b", 2, Residual(), batches_of(rows), loss)

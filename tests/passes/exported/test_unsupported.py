@@ -10,10 +10,13 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from tests.support.exported_runner import differences, eager_step, run_uncut
+from tests.support.exported_runner import Runner, differences, eager_step, run_uncut
+from zbcompile import schedules
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.export import export_training_step
+from zbcompile.passes.exported.compile_step import compile_graph
 from zbcompile.passes.exported.step_graph import StepGraph
 
 WIDTH = 8
@@ -304,3 +307,68 @@ def test_hooks_of_torch_that_replace_a_weight(kind: str) -> None:
     step = export_training_step(model, *batch, F.mse_loss)
     result = run_uncut(step, model, batch)
     assert not differences(result, eager_step(model, [batch], F.mse_loss, 0, in_place=True))
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_parameter_in_and_outside_of_a_reentrant_checkpoint(reentrant: bool) -> None:
+    def twice(model: Model, x: Tensor) -> Tensor:
+        return checkpoint(lambda x: torch.tanh(model.last(x)), x, use_reentrant=reentrant)  # type: ignore[no-any-return]
+
+    batches = [((rows(),), {}, rows()) for _ in range(3)]
+    model = Model(twice)
+    step = export_training_step(model, *batches[0], F.mse_loss)
+    compile_graph(step.copy(), ranks_of=(0, 1))
+    if reentrant:
+        with pytest.raises(CaptureError, match=r"'last.weight'.*use_reentrant=False"):
+            compile_graph(step, ranks_of=(0, 1), exact=True)
+        return
+    compiled = compile_graph(step, ranks_of=(0, 1), exact=True)
+    orders = schedules.build("zb-h1", ranks=2, microbatches=3).orders
+    result = Runner(compiled, model, batches, seed=0).run(orders)
+    assert not differences(result, eager_step(model, batches, F.mse_loss, 0))
+
+
+def test_modules_that_forward_replaces() -> None:
+    def replace(model: Model, x: Tensor) -> Tensor:
+        if model.calls == 0:
+            model.calls, model.last = 1, nn.Linear(WIDTH, WIDTH)
+        return x
+
+    model = Model(replace)
+    last = model.last
+    with pytest.raises(CaptureError, match=r"submodule of model .*Call the model once"):
+        export_training_step(model, (rows(),), {}, rows(), F.mse_loss)
+    assert model.last is last
+    model(rows())
+    assert_equals_eager(model)
+
+
+def test_hooks_stay_if_the_first_attempt_fails() -> None:
+    def install(model: Model, x: Tensor) -> Tensor:
+        if not getattr(model, "_installed", False):
+            model._installed = model.first.register_forward_hook(lambda *call: call[2] * 1.5)
+        if not torch.compiler.is_compiling() and x.sum() > 0:
+            return x
+        return x
+
+    model = Model(install)
+    with pytest.warns(UserWarning, match="path that it has for compilers"):
+        export_training_step(model, (rows(),), {}, rows(), F.mse_loss)
+    assert len(model.first._forward_hooks) == 1
+
+
+@pytest.mark.parametrize("inside", [True, False])
+def test_dropout_in_a_branch(inside: bool) -> None:
+    """torch.cond computes the branch again in the backward, and draws again."""
+
+    def branch(model: Model, x: Tensor) -> Tensor:
+        drop: Any = F.dropout if inside else torch.sin
+        y: Any = torch.cond(x.sum() > 0, drop, torch.cos, (x if inside else F.dropout(x),))
+        return y  # type: ignore[no-any-return]
+
+    step = export(branch)
+    if inside:
+        with pytest.raises(CaptureError, match=r"backward draws random numbers.*in forward"):
+            compile_graph(step, ranks_of=(0, 1))
+    else:
+        compile_graph(step, ranks_of=(0, 1))

@@ -11,7 +11,12 @@ from zbcompile.passes.partition.balance import CHUNK_SHARE, PIECE_SLACK, LoadRow
 from zbcompile.schedules.ir.placement import Placement
 
 LOADS = st.lists(st.one_of(st.integers(0, 9), st.integers(0, 60)), min_size=1, max_size=13)
-PLACEMENTS = [Placement("linear", 3), Placement("looped", 2, 2), Placement("v", 2, 2), Placement("v", 3, 2)]
+PLACEMENTS = [
+    Placement.named("linear", 3),
+    Placement.named("looped", 2, 2),
+    Placement.named("v", 2, 2),
+    Placement.named("v", 3, 2),
+]
 
 
 def row_of(loads: Sequence[float], placement: Placement, edges: Sequence[int]) -> LoadRow:

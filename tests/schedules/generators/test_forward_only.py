@@ -5,7 +5,12 @@ import pytest
 from zbcompile.schedules import Action, Placement, Schedule, ScheduleError, check, lower, simulate
 from zbcompile.schedules.generators.forward_only import forward_only
 
-PLACEMENTS = (Placement("linear", 4), Placement("looped", 2, 3), Placement("v", 4, 2), Placement("dual", 4))
+PLACEMENTS = (
+    Placement.named("linear", 4),
+    Placement.named("looped", 2, 3),
+    Placement.named("v", 4, 2),
+    Placement.named("dual", 4),
+)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.kind)
@@ -32,11 +37,11 @@ def test_shards_of_an_output_layer_scan_once_and_exchange_statistics(placement: 
 
 
 def test_a_straight_line_fills_and_drains() -> None:
-    assert simulate(forward_only(Placement("linear", 4), 8)).makespan == 8 + 4 - 1
+    assert simulate(forward_only(Placement.named("linear", 4), 8)).makespan == 8 + 4 - 1
 
 
 def test_a_forward_that_is_missing_is_named() -> None:
-    whole = forward_only(Placement("linear", 2), 2)
+    whole = forward_only(Placement.named("linear", 2), 2)
     damaged = Schedule(whole.name, whole.placement, 2, (whole.orders[0], whole.orders[1][:1]))
     with pytest.raises(ScheduleError, match="rank 1 never runs F of stage 1, microbatch 1"):
         check(damaged)

@@ -10,7 +10,6 @@ import pytest
 
 from zbcompile.schedules import Costs, Pair, Schedule, ScheduleError, build, check, names, simulate
 from zbcompile.schedules.generators.registry import FAMILIES, Family
-from zbcompile.schedules.generators.zb_v import _deleted, _handcrafted
 from zbcompile.schedules.ir.actions import BW, B, W, flatten
 from zbcompile.schedules.ir.schedule import parse_order
 
@@ -152,7 +151,8 @@ def test_few_microbatches_of_zb_v_beat_deletion(ranks: int) -> None:
     """m < 2p-1: never longer than the published rule in cost or makespan, at m = p 7% shorter or more."""
     for microbatches in range(1, 2 * ranks - 1):
         ours = build("zb-v", ranks, microbatches)
-        deleted = _deleted(_handcrafted(ranks, 2 * ranks - 1), microbatches)
+        handcrafted = build("zb-v", ranks, 2 * ranks - 1).orders
+        deleted = tuple(tuple(a for a in flatten(order) if a.microbatch < microbatches) for order in handcrafted)
         theirs = Schedule("deleted", ours.placement, microbatches, deleted)
         costs = Costs.uniform(ours.stages)
         ours_timeline, theirs_timeline = simulate(ours, costs), simulate(theirs, costs)

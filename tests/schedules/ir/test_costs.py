@@ -29,7 +29,7 @@ def test_a_link_overrides_the_common_hop() -> None:
 @pytest.mark.parametrize(("exchange", "time"), [(0, 7), (2, 5), (1, 6)])
 def test_a_pair_hides_what_its_forward_exchanges(exchange: float, time: float) -> None:
     costs = Costs((2, 2), (3, 3), (2, 2), forward_exchange=(exchange,) * 2)
-    assert costs.pair_time(0, 1) == time
+    assert costs.pair_time("F", 0, "BW", 1) == time
 
 
 def test_json_round_trip() -> None:

@@ -118,7 +118,7 @@ def test_json_carries_the_costs() -> None:
     ("text", "message"),
     [
         ("{", "invalid JSON"),
-        ('{"version": 1}', "JSON that describes no schedule: KeyError"),
+        ('{"version": 2}', "JSON that describes no schedule: KeyError"),
         ("[]", "JSON that describes no"),
     ],
 )
@@ -128,8 +128,8 @@ def test_broken_json(text: str, message: str) -> None:
 
 
 def test_json_of_a_later_version() -> None:
-    text = to_json(build("1f1b", ranks=2, microbatches=2)).replace('"version": 1', '"version": 2')
-    with pytest.raises(ScheduleError, match="JSON version 2; this release reads version 1"):
+    text = to_json(build("1f1b", ranks=2, microbatches=2)).replace('"version": 2', '"version": 3')
+    with pytest.raises(ScheduleError, match="JSON version 3; this release reads version 2"):
         from_json(text)
 
 
@@ -164,14 +164,14 @@ def test_unknown_ending(tmp_path) -> None:
 @pytest.mark.parametrize(
     "placement",
     [
-        Placement("linear", 4),
-        Placement("looped", 4, 2),
-        Placement("looped", 3, 4),
-        Placement("v", 4, 2),
-        Placement("v", 2, 4),
-        Placement("v", 3, 3),
-        Placement("dual", 4),
-        Placement("map", 2, 3, (0, 0, 1, 1, 0)),
+        Placement.named("linear", 4),
+        Placement.named("looped", 4, 2),
+        Placement.named("looped", 3, 4),
+        Placement.named("v", 4, 2),
+        Placement.named("v", 2, 4),
+        Placement.named("v", 3, 3),
+        Placement.named("dual", 4),
+        Placement.of_ranks((0, 0, 1, 1, 0)),
     ],
 )
 def test_placement_is_read_off_the_rows(placement: Placement) -> None:

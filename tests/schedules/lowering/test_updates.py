@@ -109,13 +109,12 @@ def test_an_action_too_early_too_late_twice_or_missing_is_found(name: str, kind:
     last = max(i for i, s in enumerate(rest) for a in flatten((s,)) if a.stage == stage and a.op in ("W", "BW"))
     front = kind in (VALIDATE, GATHER)
     place = first + 1 if front else last
-    wrong = "comes after .*, which needs it" if front else "comes before what it depends on"
     damages = [
-        ([*rest[:place], action, *rest[place:]], wrong),
-        (rest, "appears 0 times"),
-        ([*order, action], "appears 2 times"),
-        ([Action(kind, 99, 0), *order], f"{kind}99.0 is not of this rank"),
-        ([Action(kind, stage, 1), *order], f"{kind}{stage}.1 is not of this rank, or its microbatch is not 0"),
+        ([*rest[:place], action, *rest[place:]], f"{action}: expected once, {'before' if front else 'after'} all"),
+        (rest, f"{action} is missing"),
+        ([*order, action], f"{action}: expected once"),
+        ([Action(kind, 99, 0), *order], f"{kind}99.0: expected once, .* of its stage on its rank"),
+        ([Action(kind, stage, 1), *order], f"{kind}{stage}.1: expected once"),
     ]
     for damaged, message in damages:
         with pytest.raises(ScheduleError, match=message):

@@ -144,7 +144,7 @@ def test_vocabulary_passes_wait_for_the_last_stage_and_for_each_other() -> None:
         tuple(Action(*a) for a in (("F", 0, 0), ("S", 0, 0), ("T", 0, 0), ("BW", 0, 0))),
         tuple(Action(*a) for a in (("F", 1, 0), ("S", 1, 0), ("BW", 1, 0), ("T", 1, 0))),
     )
-    schedule = Schedule("vocabulary", Placement("linear", 2), 1, orders)
+    schedule = Schedule("vocabulary", Placement.named("linear", 2), 1, orders)
     costs = Costs((1, 1), (1, 1), (1, 1), vocab_s=(5, 3), vocab_t=(2, 2), comm=1)
     t = simulate(schedule, costs)
     assert [(str(s.step), s.start, s.end) for s in t.spans] == [

@@ -39,9 +39,7 @@ SPELLED = {
     "seed": ("7", 7),
     "split": ("mask=1", {"mask": 1}),
     "backend": ("inductor", "inductor"),
-    "timeout": ("60", 60.0),
     "exact": ("", True),
-    "debug_nan": ("", True),
 }
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 import pytest
 
 from tests.support.first_output import doors_of, seconds_to_first_line, work_for
-from zbcompile.cli import command_table, train_optimizer
+from zbcompile.cli import command_table
 from zbcompile.cli.command_table import COMMANDS
 from zbcompile.cli.option_flags import FLAGS, OPTION_FLAGS
-from zbcompile.cli.parsers import DECAYS, FORWARDS, OPTIMIZERS
-from zbcompile.cli.train_optimizer import NAMED
+from zbcompile.cli.parsers import FORWARDS
 from zbcompile.options import BACKENDS
 from zbcompile.passes.compile_options import Choices
 from zbcompile.program import output
@@ -44,8 +43,6 @@ def test_flags_are_those_of_the_options() -> None:
     of_options = {each.name for each in fields(Choices)}
     assert set(FLAGS) == {"schedule", "ranks", "microbatches", "chunks", "loss_reduction", *of_options}
     assert OPTION_FLAGS["backend"]["choices"] == BACKENDS
-    assert (*NAMED,) == OPTIMIZERS
-    assert train_optimizer.DECAYS == DECAYS
     assert set(FORWARDS) == output.FORWARDS.keys()
 
 

@@ -21,7 +21,7 @@ from zbcompile.env import ORDERED
 from zbcompile.errors import PipelineError
 from zbcompile.schedules import build, lower, names, smallest_microbatches
 from zbcompile.schedules.ir.actions import MESSAGES
-from zbcompile.schedules.lowering.routes import channels_of
+from zbcompile.schedules.ir.dependencies import channels_of
 
 
 @pytest.mark.parametrize("name", names())

@@ -24,7 +24,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, 
 
 from zbcompile.integrations import PipelineTrainer
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
-from zbcompile.persistence.saved_state import open_state
+from zbcompile.persistence.checkpoint_files import read_index
 from zbcompile.runtime.step_agreement import require_same_batch
 
 Found = tuple[list[dict[str, Any]], float]  # what was logged, and the loss of an evaluation
@@ -194,7 +194,7 @@ def test_adapters_go_on_with_the_same_bits(tmp_path: Path, pool: Pool) -> None:
     assert resumed.evaluate()["eval_loss"] == evaluated
     (saved,) = checkpoints_in(tmp_path / "checkpoint-2" / "pipeline")
     trains = {name for name, each in resumed.model.named_parameters() if each.requires_grad}
-    assert {f"model.{name}" for name in trains} == {n for n in open_state(saved).tensors if n.startswith("model.")}
+    assert {f"model.{name}" for name in trains} == {n for n in read_index(saved).tensors if n.startswith("model.")}
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     before = optimizer.state_dict()
     theirs: list[Any] = [None, None]
     dist.all_gather_object(theirs, before)
-    with pytest.raises(zbcompile.PipelineError, match=r"another rank, .*: it has \['linear.*save_checkpoint"):
+    with pytest.raises(zbcompile.PipelineError, match=r"of another rank, or another zero=.*save_checkpoint"):
         optimizer.load_state_dict(theirs[1 - dist.get_rank()])
     for torchs in (
         get_optimizer_state_dict,
@@ -98,18 +98,22 @@ def refusing(folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         with pytest.raises(zbcompile.PipelineError, match=r"this one updates a part .* of linear.*save_checkpoint\("):
             torchs(pipe._model, optimizer)
     zbcompile.save_checkpoint(folder, pipe, optimizer)
-    optimizer.load_state_dict({**before, "state": {}})
+    optimizer.load_state_dict({key: value for key, value in before.items() if not key.startswith("state.")})
     zbcompile.load_checkpoint(folder, pipe, optimizer)
-    after = copy.deepcopy(optimizer.state_dict()["state"][0])
+    after = copy.deepcopy(tensors_of(optimizer.state_dict()))
     pipe.step(batch, target=batch)
     optimizer.step()
     optimizer.close()
     other = pipe.optimizer(torch.optim.AdamW)
-    with pytest.raises(zbcompile.PipelineError, match=r"another zero=: it has .* where this optimizer has \['"):
-        other.load_state_dict(before)
+    with pytest.raises(zbcompile.PipelineError, match=r"has no optimizer state for"):
+        other.load_state_dict({})
     other.close()
     pipe.optimizer(torch.optim.AdamW, zero=1).load_state_dict(before)
-    return theirs[dist.get_rank()]["state"][0], after
+    return tensors_of(theirs[dist.get_rank()]), after
+
+
+def tensors_of(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {key: value for key, value in state.items() if isinstance(value, Tensor) and value.dim()}
 
 
 def test_what_is_refused_leaves_the_pipeline_as_it_was(pool: Pool, tmp_path: Path) -> None:

@@ -5,9 +5,7 @@ import os
 import re
 import resource
 import threading
-import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -20,9 +18,7 @@ import zbcompile
 from tests.support.checkpointing import PROBLEM, SIZE, begin
 from tests.support.oracle import optimizer_of
 from tests.support.pool import Pool
-from zbcompile.faults.fault_report import Position
 from zbcompile.persistence.checkpoint_directory import checkpoints_in
-from zbcompile.persistence.folder_writer import FolderWriter
 
 
 @contextmanager
@@ -58,29 +54,6 @@ def test_the_bits_are_those_of_the_step(tmp_path: Path) -> None:
     for step, path in enumerate(checkpoints_in(tmp_path), 2):
         zbcompile.load_checkpoint(path, pipe := small_pipe())
         assert [p.unique().tolist() for p in pipe.parameters()] == [[10 * step + n] for n in range(4)]
-
-
-def becomes(position: Position, waits: bool) -> bool:
-    end = time.monotonic() + 30
-    while position.waits != waits and time.monotonic() < end:
-        time.sleep(0.01)
-    return position.waits == waits
-
-
-def test_who_waits_for_a_save_waits_for_ranks_or_for_its_own_disk(tmp_path: Path) -> None:
-    """The first is a wait that `timeout=` bounds, which it did not until the thread had given up on its own."""
-    position, writer, saving = Position(), FolderWriter(), Future[None]()
-    writer.start(tmp_path, saving, is_first=True)
-    main = threading.Thread(target=writer.finish, args=(position,))
-    main.start()
-    assert becomes(position, True)
-    with writer.working():
-        assert becomes(position, False)
-    assert becomes(position, True)
-    saving.set_result(None)
-    main.join(30)
-    assert not main.is_alive()
-    assert not position.waits
 
 
 def test_a_load_waits_for_the_save(tmp_path: Path) -> None:

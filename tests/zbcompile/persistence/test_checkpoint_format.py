@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import zbcompile
 from tests.support.generated import examples
 from zbcompile.persistence.checkpoint_directory import INDEX
+from zbcompile.persistence.checkpoint_files import _with_digest
 from zbcompile.persistence.checkpoint_values import from_data, to_data
 from zbcompile.persistence.safetensors_files import bytes_of, write_safetensors
 
@@ -89,11 +90,11 @@ def test_parts_are_safetensors(tmp_path_factory: pytest.TempPathFactory, data: s
 
 
 class Rotary(nn.Module):
-    """Buffers of dtypes that safetensors does not know, and of none of a tensor's usual shapes."""
+    """Buffers of complex numbers, and of none of a tensor's usual shapes."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.register_buffer("angles", torch.randn(3, dtype=torch.complex128))
+        self.register_buffer("angles", torch.randn(3, dtype=torch.complex64))
         self.register_buffer("count", torch.tensor(7))
         self.register_buffer("empty", torch.empty(0, 4))
         self.weight = nn.Parameter(torch.randn(4, 2).t())
@@ -104,6 +105,9 @@ def test_every_dtype_and_shape(tmp_path: Path) -> None:
     zbcompile.save_checkpoint(tmp_path, model)
     zbcompile.load_checkpoint(tmp_path, other)
     assert all(torch.equal(value, other.state_dict()[name]) for name, value in model.state_dict().items())
+    model.angles = model.angles.to(torch.complex128)
+    with pytest.raises(zbcompile.PipelineError, match=r"model\.angles is torch\.complex128, which safetensors cannot"):
+        zbcompile.save_checkpoint(tmp_path, model)
 
 
 SCHEDULERS: list[Any] = [
@@ -169,10 +173,9 @@ def test_pickles_are_never_read(trained: tuple[nn.Linear, torch.optim.Optimizer]
             zbcompile.load_checkpoint(path, model)
     with pytest.raises(zbcompile.PipelineError, match=r"pickles, which are never read"):
         zbcompile.verify_checkpoint(old)
-    for version in (1, 2):
-        (old / INDEX).write_text(json.dumps({"format": "zbcompile checkpoint", "version": version}))
-        with pytest.raises(zbcompile.PipelineError, match=rf"of an older release \(format {version}\), .* not read\.$"):
-            zbcompile.load_checkpoint(tmp_path, model)
+    (old / "checkpoint.json").write_text("{}")
+    with pytest.raises(zbcompile.PipelineError, match=r"is of an older release, whose format is not read\.$"):
+        zbcompile.load_checkpoint(tmp_path, model)
     assert not trap.exists()
 
 
@@ -182,22 +185,41 @@ def test_a_folder_that_is_missing_or_empty_is_said_to_be_so(tmp_path: Path) -> N
             zbcompile.verify_checkpoint(path)
 
 
-def test_a_damaged_checkpoint_is_refused_and_verified(tmp_path: Path) -> None:
+def test_damage_is_found(tmp_path: Path) -> None:
+    """A load checks the index, and sizes and headers of files; `verify_checkpoint` every byte."""
     model = nn.Linear(2, 2)
     for step in (1, 2):
         model.bias.data.fill_(step)
         newest = zbcompile.save_checkpoint(tmp_path, model, step=step)
-    content = bytearray((newest / "part-00000.safetensors").read_bytes())
-    content[-1] ^= 1
-    (newest / "part-00000.safetensors").write_bytes(content)
-    for path in (tmp_path, newest):
-        with pytest.raises(zbcompile.PipelineError, match=r"the checksum of .* differs"):
-            zbcompile.load_checkpoint(path, model)
-        with pytest.raises(zbcompile.PipelineError, match=r"the checksum of .* differs"):
-            zbcompile.verify_checkpoint(path)
+    file = newest / "part-00000.safetensors"
+    whole = file.read_bytes()
+    damage = {
+        r"its SHA-256 differs": whole[:-1] + bytes([whole[-1] ^ 1]),
+        r"its header differs": whole.replace(b"float", b"float").replace(b"BF16", b"F16 ").replace(b"U8", b"I8"),
+        r"has another size": whole[:-1],
+    }
+    for says, content in damage.items():
+        file.write_bytes(content)
+        if "SHA" not in says:
+            with pytest.raises(zbcompile.PipelineError, match=says):
+                zbcompile.load_checkpoint(tmp_path, model)
+        with pytest.raises(zbcompile.PipelineError, match=r"SHA-256 differs|has another size"):
+            zbcompile.verify_checkpoint(tmp_path)
     zbcompile.verify_checkpoint(tmp_path / "step-00000001")
     assert zbcompile.load_checkpoint(tmp_path / "step-00000001", model).step == 1
     assert model.bias.tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("step", [None, -1, "7", []])
+def test_a_step_that_is_no_count_is_refused(step: Any, tmp_path: Path) -> None:
+    """Also in an index whose digest was made anew."""
+    path = zbcompile.save_checkpoint(tmp_path, nn.Linear(4, 4), step=1)
+    data = json.loads((path / INDEX).read_text())
+    del data["digest"]
+    (path / INDEX).write_text(_with_digest({**data, "step": step}))
+    with pytest.raises(zbcompile.PipelineError, match="is damaged") as refused:
+        zbcompile.load_checkpoint(path, nn.Linear(4, 4))
+    assert "\n" not in str(refused.value)
 
 
 def test_what_is_no_folder_is_called_that(tmp_path: Path) -> None:

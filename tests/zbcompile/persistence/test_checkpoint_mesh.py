@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -120,6 +121,8 @@ def by_hand(folder: Path) -> tuple[State, State, State]:
         if act is not None:
             act(folder, pipe, optimizer)
         found.append(contents(pipe.named_parameters(), optimizer))
+    with pytest.raises(zbcompile.PipelineError, match=r"is sharded by hand, so torch\.distributed\.checkpoint would"):
+        dcp.save({"model": pipe}, checkpoint_id=folder)
     pipe.close()
     return found[0], found[1], found[2]
 

@@ -217,8 +217,8 @@ DAMAGES: dict[str, Damage] = {
         "100000000 ran",
     ),
     "100,000,000 chunks": (
-        lambda d: rewrite(d, "schedule.json", lambda data: data["placement"].update(kind="looped", chunks=10**8)),
-        "with 100000000 chunks and 2 microbatches, but",
+        lambda d: rewrite(d, "schedule.json", lambda data: data.update(placement="looped:100000000")),
+        "with 100000000 chunks each; expected at most",
     ),
     "an F that is repeated": (lambda d: rewrite(d, "schedule.json", repeat_forward), r"rank 0, step 1: F0\.0"),
     "a number where there is a name": (

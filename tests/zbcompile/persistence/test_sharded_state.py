@@ -12,7 +12,6 @@ from tests.support.oracle import PROBLEMS
 from tests.support.pool import Pool
 from tests.support.sharded_optimizers import Training, saved_and_moved
 from tests.support.training import assert_same_tensors
-from zbcompile.persistence.sharded_state import pieces, rectangles
 
 MOVES = (("zb-v", 1, 2), ("1f1b", 1, 4), ("zb-h1", 0, 2))
 
@@ -43,29 +42,3 @@ def test_state_moves_between_levels_replicas_schedules_and_a_plain_optimizer(
         found = in_one_process(training, tmp_path / str(number))
         assert_same_tensors(found.weights, expected.weights, f"checkpoint {number}, weights:")
         assert_same_tensors(found.moments, expected.moments, f"checkpoint {number}, state:")
-
-
-def test_boxes_hold_each_element_once_and_in_order() -> None:
-    for shape in [(), (5,), (3, 4), (2, 3, 4), (2, 1, 3)]:
-        numbers = torch.arange(torch.Size(shape).numel()).view(shape)
-        for begin in range(numbers.numel() + 1):
-            for end in range(begin, numbers.numel() + 1):
-                boxes = list(rectangles(shape, begin, end))
-                found = [
-                    numbers[tuple(slice(o, o + s) for o, s in zip(*box, strict=True))].reshape(-1) for box in boxes
-                ]
-                assert torch.cat([*found, numbers.new_empty(0)]).tolist() == list(range(begin, end))
-                assert len(boxes) <= max(1, 2 * len(shape) - 1)
-
-
-def test_pieces_of_a_transposed_part_stand_where_they_are_in_the_whole() -> None:
-    whole = torch.arange(48.0).view(4, 12)
-    local = whole[:, 4:8].t().contiguous().t()
-    memory = local.t().reshape(-1)
-    for begin in range(17):
-        for end in range(begin, 17):
-            found = pieces(whole.shape, (0, 4), local, begin, memory[begin:end])
-            assert found.size() == whole.shape
-            for offset, part in found.parts.items():
-                assert torch.equal(part, whole[tuple(slice(o, o + s) for o, s in zip(offset, part.shape, strict=True))])
-            assert sum(part.numel() for part in found.parts.values()) == end - begin

@@ -120,7 +120,7 @@ def breadth_first(placement: Placement, microbatches: int) -> Schedule:
 @pytest.mark.parametrize("owners", [(0, 0, 1, 1, 0), (2, 0, 1, 1, 0, 2, 2), (0, 1, 1, 0, 0, 1, 1, 0)], ids=str)
 def test_any_map_of_stages_to_ranks(owners: tuple[int, ...], tmp_path: Path) -> None:
     """Checked, lowered, drawn, searched, read back from every kind of file, and run."""
-    schedule = breadth_first(Placement.of_owners(owners), 3)
+    schedule = breadth_first(Placement.of_ranks(owners), 3)
     check(schedule)
     lowered = lower(schedule)
     check(lowered)

@@ -1,0 +1,92 @@
+"""A checkpoint of any layout goes on in any other with the bits of the same checkpoint by way of a plain model."""
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import zbcompile
+from tests.support.dtensor_models import LENGTH, VOCABULARY, Llama, loss_of as llama_loss, parallelised
+from tests.support.meshes import mesh_of
+from tests.support.pool import Pool
+from tests.support.training import assert_same_tensors
+from tests.zbcompile.persistence.test_checkpoint import TOKENS, Words, loss_of
+
+Layout = tuple[dict[str, int], str, int, Any]  # mesh, schedule, zero, vocab
+WORDS: list[Layout] = [
+    ({"dp": 2, "pp": 2}, "1f1b", 1, 1),
+    ({"pp": 4}, "zb-v", 0, "off"),
+    ({"dp": 4, "pp": 1}, "looped-bfs", 1, "off"),
+    ({"pp": 4}, "zb-h1", 0, 2),
+    ({"dp": 2, "pp": 2}, "zb-h1", 0, "off"),
+]
+LLAMA: list[Layout] = [
+    ({"dp": 2, "tp": 2}, "1f1b", 1, "off"),
+    ({"pp": 2, "tp": 2}, "zb-h1", 0, "off"),
+    ({"dp": 2, "pp": 2}, "1f1b", 1, "off"),
+]
+MORE = 5
+
+
+def plain(is_llama: bool) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(3)
+    model = Llama(layers=2) if is_llama else Words()
+    return model, torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def begun(is_llama: bool, layout: Layout) -> Any:
+    sizes, schedule, zero, vocab = layout
+    mesh = mesh_of(**sizes)
+    torch.manual_seed(4)
+    if is_llama:
+        model = parallelised(mesh["tp"], "plain", layers=2) if "tp" in sizes else Llama(layers=2)
+        x, y = torch.randint(VOCABULARY, (2, 8, LENGTH)).unbind()
+    else:
+        model, x, y = Words(), TOKENS, TOKENS
+    options: dict[str, Any] = {"loss": llama_loss if is_llama else loss_of, "schedule": schedule, "microbatches": 4}
+    pipe = zbcompile.pipeline(model, mesh=mesh, vocab=vocab, **options)
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=0.5, zero=zero)
+    pipe.compile(x, target=y)
+    return pipe, optimizer, x, y
+
+
+def trained(folder: Path | None, is_llama: bool, layout: Layout, steps: int, to: Path | None) -> dict[str, Tensor]:
+    """The parameters after some more steps, which are saved as well."""
+    torch.set_num_threads(1)
+    pipe, optimizer, x, y = begun(is_llama, layout)
+    if folder is not None:
+        zbcompile.load_checkpoint(folder, pipe, optimizer)
+    for _ in range(steps):
+        pipe.step(x, target=y)
+        optimizer.step()
+        optimizer.zero_grad()
+    if to is not None:
+        zbcompile.save_checkpoint(to, pipe, optimizer, wait=False)
+    found = {
+        name: getattr(each, "full_tensor", lambda each=each: each)() for name, each in pipe.state_dict(True).items()
+    }
+    pipe.close()
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_llama", [False, True], ids=["words", "llama"])
+def test_five_more_steps_have_the_same_bits(is_llama: bool, pool: Pool, tmp_path: Path) -> None:
+    layouts = LLAMA if is_llama else WORDS
+    model, optimizer = plain(is_llama)
+    zbcompile.save_checkpoint(tmp_path / "0", model, optimizer)
+    folder = tmp_path / "0"
+    for number, (layout, other) in enumerate(pairwise([*layouts, layouts[0]]), 1):
+        pool.run(trained, folder, is_llama, layout, 2, tmp_path / f"{number}", ranks=4)
+        folder, again = tmp_path / f"{number}", tmp_path / f"{number}-plain"
+        model, optimizer = plain(is_llama)
+        at = zbcompile.load_checkpoint(folder, model, optimizer)
+        assert at.step == 2 * number
+        zbcompile.save_checkpoint(again, model, optimizer, step=at.step)
+        ours = pool.run(trained, folder, is_llama, other, MORE, None, ranks=4)
+        theirs = pool.run(trained, again, is_llama, other, MORE, None, ranks=4)
+        for one, two in zip(ours, theirs, strict=True):
+            assert_same_tensors(one, two, f"from {layout} to {other}, parameter")

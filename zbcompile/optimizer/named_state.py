@@ -1,0 +1,149 @@
+"""An optimizer's state under the names of parameters, as torch.distributed.checkpoint flattens it.
+
+    state.NAME.KEY            what the optimizer keeps of a parameter
+    param_groups.NAME.KEY     the options of the group that the parameter is in
+
+torch's `set_optimizer_state_dict` reads it with `flatten_optimizer_state_dict=True`.
+"""
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from zbcompile.errors import PipelineError
+from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.model.tensor_shard import Chunk, TensorShard, local_of, shard_of
+
+Values = dict[str, Any]
+MEMBERS = ("params", "param_names")  # the keys of a parameter group that list its members
+
+
+@dataclass(frozen=True)
+class NamedParameter:
+    """A parameter of an optimizer: the number of its group, and the `tensor` in `param_groups`.
+
+    `local` has the shape and memory layout of this process's part of the parameter, which is at
+    `chunk` of the whole; None if the part is all of it.
+    """
+
+    name: str
+    group: int
+    tensor: torch.Tensor
+    local: torch.Tensor
+    chunk: Chunk | None = None
+
+
+def state_entries(member: NamedParameter, state: Mapping[Any, Any]) -> Values:
+    """Returns the entries `state.NAME.KEY` of a parameter; state of a part of it as shards."""
+    entries: Values = {}
+    for key, value in _flatten(state):
+        if is_distributed(value):
+            value = shard_of(value)
+        elif member.chunk is not None and isinstance(value, torch.Tensor) and value.dim():
+            if value.shape != member.local.shape:
+                raise PipelineError(
+                    f"the optimizer keeps {key} of shape {list(value.shape)} for {member.name}, "
+                    f"of which each rank has a part of shape {list(member.local.shape)}; state of "
+                    "another shape cannot be reassembled. Use an optimizer that works element by "
+                    'element, such as AdamW, or vocab="off".'
+                )
+            value = TensorShard.of(value, member.chunk)
+        entries[f"state.{member.name}.{key}"] = value
+    return entries
+
+
+def option_entries(name: str, group: Mapping[str, Any]) -> Values:
+    """Returns the entries `param_groups.NAME.KEY` of a parameter."""
+    options = {key: value for key, value in group.items() if key not in MEMBERS}
+    return {f"param_groups.{name}.{key}": value for key, value in options.items()}
+
+
+def by_name(entries: Mapping[str, Any], section: str, names: Collection[str]) -> dict[str, Values]:
+    """Returns the entries of a section by the names of parameters, and by key; of other names none.
+
+    >>> by_name({"state.a.b.step": 1, "param_groups.a.b.lr": 2}, "state", {"a.b"})
+    {'a.b': {'step': 1}}
+    """
+    found: dict[str, Values] = {name: {} for name in names}
+    for entry, value in entries.items():
+        head, _, rest = entry.partition(".")
+        words = rest.split(".")
+        for cut in range(len(words) - 1, 0, -1) if head == section else ():
+            name = ".".join(words[:cut])
+            if name in found:
+                found[name][".".join(words[cut:])] = value
+                break
+    return found
+
+
+def empty_entry(
+    member: NamedParameter, key: str, shape: Sequence[int], dtype: torch.dtype, device: Any = None
+) -> torch.Tensor:
+    """Returns memory for an entry to be read into: as large as this process's part of the parameter
+    if the entry has the parameter's shape."""
+    whole = tuple(member.local.shape) if member.chunk is None else member.chunk[0]
+    if tuple(shape) != whole or key == "step":  # a parameter may have the shape of a step: ()
+        return torch.empty(shape, dtype=dtype, device="cpu")
+    device = device or member.local.device
+    local = torch.empty_like(member.local, dtype=dtype, device=device, requires_grad=False)
+    return local if member.chunk is None else TensorShard.of(local, member.chunk)
+
+
+def torch_state_dict(
+    members: Sequence[NamedParameter],
+    states: Iterable[Mapping[str, Any]],
+    options: Mapping[str, Values],
+    groups: Sequence[Mapping[str, Any]],
+) -> Values:
+    """Returns the argument for `load_state_dict` of a torch optimizer with these groups.
+
+    A group gets the options of its first member that has any: a frozen parameter may have none.
+    """
+    state = {i: _nest(_like(member, own)) for i, (member, own) in enumerate(zip(members, states, strict=True)) if own}
+    found = []
+    for number, group in enumerate(groups):
+        own = [(index, each.name) for index, each in enumerate(members) if each.group == number]
+        saved = next((options[name] for _, name in own if options.get(name)), None)
+        if own and saved is None:
+            raise PipelineError(
+                f"the checkpoint has no optimizer state for {own[0][1]}. It was saved without optimizer=, or with one "
+                "that did not train it. Load it without optimizer=."
+            )
+        kept = {key: value for key, value in group.items() if key not in MEMBERS}
+        found.append({**(saved or kept), "params": [index for index, _ in own]})
+    return {"state": state, "param_groups": found}
+
+
+def _like(member: NamedParameter, state: Mapping[str, Any]) -> Values:
+    """Returns the state with plain tensors, or with DTensors if the optimizer updates a DTensor."""
+    found = {key: local_of(value) for key, value in state.items()}
+    whole: Any = member.tensor
+    if is_distributed(whole):
+        from torch.distributed.tensor import DTensor
+
+        layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
+        for key, value in found.items():
+            if isinstance(state[key], TensorShard):
+                found[key] = DTensor.from_local(value, whole.device_mesh, whole.placements, **layout)
+    return found
+
+
+def _flatten(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in state.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{key}.{inner}", each) for inner, each in _flatten(value))
+        else:
+            yield str(key), value
+
+
+def _nest(state: Values) -> Values:
+    nested: Values = {}
+    for key, value in state.items():
+        *path, last = key.split(".")
+        inner = nested
+        for word in path:
+            inner = inner.setdefault(word, {})
+        inner[last] = value
+    return nested

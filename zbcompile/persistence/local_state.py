@@ -1,0 +1,99 @@
+"""The tensors of a model that this process has, under the model's own names, tied ones only under the first name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from zbcompile.api.pipeline import Pipeline
+from zbcompile.distributed.mesh import Mesh
+from zbcompile.distributed.ranks import Ranks
+from zbcompile.errors import PipelineError
+from zbcompile.model.distributed_tensors import is_distributed
+from zbcompile.model.model_info import ModelFacts, facts_of
+from zbcompile.model.placements import SHARD, along
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """This process's part of a model.
+
+    `tensors` are its entries of eager's state dict, `parameters` what an optimizer trains; parts of
+    DTensors and rows of a sharded output layer are DTensors. `shapes` are those of all tensors of
+    the whole model, None if only another rank knows. `titles` are the names in a checkpoint by the
+    model's own: what is sharded by hand has another name on each rank. `is_writer(name)` is true on
+    exactly one of the processes that have the same tensor.
+    """
+
+    model: ModelFacts
+    shapes: Mapping[str, tuple[int, ...] | None]
+    titles: Mapping[str, str]
+    tensors: Mapping[str, torch.Tensor]
+    parameters: Mapping[str, nn.Parameter]
+    is_writer: Callable[[str], bool]
+    ranks: Ranks
+
+
+def local_state(source: Pipeline | nn.Module) -> LocalState:
+    """Returns this process's part of a compiled pipeline; of a plain model, all of it."""
+    if isinstance(source, Pipeline):
+        return _of_pipeline(source)
+    if not isinstance(source, nn.Module):
+        raise PipelineError(f"expected a pipeline or an nn.Module, received {type(source).__name__}.")
+    facts = facts_of(source, {})
+    device = next((tensor.device for tensor in source.parameters()), torch.device("cpu"))
+    shapes, tensors = _shapes(facts), _untied(source.state_dict(), facts)
+    parameters, titles = dict(source.named_parameters()), {name: name for name in shapes}
+    return LocalState(facts, shapes, titles, tensors, parameters, lambda _: True, Ranks(1, device))
+
+
+def _of_pipeline(pipe: Pipeline) -> LocalState:
+    facts, ranks, mesh = pipe.program.model, pipe.ranks, pipe.ranks.mesh
+    shapes: dict[str, tuple[int, ...] | None] = {}
+    titles, by_hand = dict[str, str](), dict[str, tuple[str, ...]]()
+    for name, shape in _shapes(facts).items():
+        split = tuple(d for d in along(pipe.program.placement(name), SHARD) if mesh.size(d) > 1)
+        by_hand[name] = () if name in pipe.parts else split
+        for place in product(*(range(mesh.size(each)) for each in by_hand[name])):
+            shapes[_title(name, by_hand[name], place, mesh)] = None
+        titles[name] = _title(name, by_hand[name], tuple(map(mesh.index, by_hand[name])), mesh)
+        shapes[titles[name]] = tuple(pipe.parts[name].whole.shape) if name in pipe.parts else shape
+    names = {title: name for name, title in titles.items()}
+    tensors = {titles[name]: tensor for name, tensor in _untied(pipe.state_dict(), facts).items()}
+    parameters = {titles[name]: each for name, each in pipe.named_parameters()}
+
+    def is_writer(title: str) -> bool:
+        name = names[title]
+        shards = along(pipe.program.placement(name), SHARD)
+        replicas = [each for each in mesh.beside("pp") if each not in shards]
+        is_rows = is_distributed(tensors.get(title)) and name not in pipe.parts
+        has_first = is_rows or pipe.program.holders(name)[0] in ranks.local
+        return has_first and mesh.index(*replicas) == 0
+
+    return LocalState(facts, shapes, titles, tensors, parameters, is_writer, ranks)
+
+
+def _title(name: str, by_hand: tuple[str, ...], place: tuple[int, ...], mesh: Mesh) -> str:
+    """Returns the name of one part of a tensor sharded by hand: only the model knows how it would become whole."""
+    where = [f"{each} {index} of {mesh.size(each)}" for each, index in zip(by_hand, place, strict=True)]
+    return f"{name} ({', '.join(where)})" if where else name
+
+
+def _shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
+    return {each.name: each.shape for each in facts.members if each.saved and each.first == each.name}
+
+
+def _untied(state: Mapping[str, Any], facts: ModelFacts) -> dict[str, torch.Tensor]:
+    return {k: v for k, v in state.items() if isinstance(v, torch.Tensor) and facts.names.get(k, k) == k}
+
+
+def require_names(path: Path, missing: Sequence[str], unexpected: Sequence[str]) -> None:
+    """Raises PipelineError if what was saved lacks names of the model, or has others."""
+    if missing or unexpected:
+        raise PipelineError(
+            f"{path} is of another model: missing {missing[:4] or 'nothing'}, unexpected {unexpected[:4] or 'nothing'}."
+        )
