@@ -22,6 +22,7 @@ from zbcompile.passes.exported.torch_private import (
     pytree,
     storage_key,
 )
+from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 
 aten = torch.ops.aten
@@ -42,7 +43,8 @@ class InexactCalls(TorchFunctionMode):
     """A function mode that notes calls whose bits differ from eager mode, with the user's line.
 
     It refuses what a graph cannot say about the traced `parameters`, collects the values of
-    `require_fit`, and exchanges rows whose counts a router decides.
+    `require_fit`, exchanges rows whose counts a router decides, and on a device that is not there
+    calls the device's kernels.
     """
 
     def __init__(self, routed: RoutedExchanges, parameters: Iterable[torch.Tensor] = ()) -> None:
@@ -78,7 +80,7 @@ class InexactCalls(TorchFunctionMode):
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
         if description is not None:
             self.calls.append(f"{description} ({users_line(sys._getframe(1))})")
-        return func(*args, **(kwargs or {}))
+        return kernel_of(func, args)(*args, **(kwargs or {}))
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
