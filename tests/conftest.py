@@ -1,5 +1,5 @@
 """What all tests share: golden files (output that a person would look at, compared as text), one
-torch thread, a checker between the compiler's passes, and processes that play the ranks."""
+torch thread, and processes that play the ranks."""
 
 import difflib
 import gc
@@ -24,7 +24,6 @@ CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
 
 # Graphs, and what imports make, are many small objects, most of which live on: collections are made rarer.
 gc.set_threshold(50_000, 20, 20)
-os.environ["ZBCOMPILE_CHECK"] = "1"  # between every two passes, in this process and in all that tests start
 
 # A generated case may take as long as it does: a busy machine is no failure. Every run generates the same ones; others,
 # and five times as many, with `--hypothesis-profile new-cases`.

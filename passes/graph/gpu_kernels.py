@@ -68,5 +68,5 @@ def _as_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
 
 _KERNELS: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((F.dropout, torch.dropout), _dropout),
-    aten.scaled_dot_product_attention.default: _attention,
+    **dict.fromkeys((F.scaled_dot_product_attention, aten.scaled_dot_product_attention.default), _attention),
 }

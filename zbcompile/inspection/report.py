@@ -17,7 +17,7 @@ from zbcompile.schedules.visualization.step_tables import idle_share
 from zbcompile.tables import WIDTH, Figure, Table, facts
 
 _BASES = {
-    "flops": "FLOPs (loads from FLOPs and bytes)",
+    "flops": "FLOPs and bytes",
     "names": "names (loads from FLOPs and bytes)",
 }
 _SPEED = (

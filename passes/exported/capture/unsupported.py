@@ -22,6 +22,7 @@ from zbcompile.passes.exported.torch_private import (
     pytree,
     storage_key,
 )
+from zbcompile.passes.graph.gpu_kernels import kernel_of
 from zbcompile.passes.graph.row_exchanges import RoutedExchanges
 
 aten = torch.ops.aten
@@ -42,7 +43,8 @@ class InexactCalls(TorchFunctionMode):
     """A function mode that notes a sentence for every call whose bits differ from eager mode.
 
     It refuses what a graph cannot say about the traced `parameters`, collects the values of
-    `require_fit`, and exchanges rows whose counts a router decides.
+    `require_fit`, exchanges rows whose counts a router decides, and on a device that is not there
+    calls the device's kernels.
     """
 
     def __init__(self, routed: RoutedExchanges, parameters: Iterable[torch.Tensor] = ()) -> None:
@@ -79,7 +81,7 @@ class InexactCalls(TorchFunctionMode):
         if description is not None:
             call = f"{description} ({users_line(sys._getframe(1))})"
             self.calls.append(INEXACT.format(call=call))
-        return func(*args, **(kwargs or {}))
+        return kernel_of(func, args)(*args, **(kwargs or {}))
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]

@@ -23,7 +23,7 @@ def balanced_cuts(step: StepGraph, line: ForwardLine, ranks_of: Sequence[int]) -
             `(0, 1, 1, 0)` in a V.
 
     Among the cuts within 5 % of the best balance, the widest of the chosen cuts carries the fewest
-    bytes.
+    bytes, and then each cut as few as its neighbours allow.
 
     Raises:
         PartitionError: The model has too few places where it can be cut.
@@ -52,6 +52,25 @@ def balanced_cuts(step: StepGraph, line: ForwardLine, ranks_of: Sequence[int]) -
             cuts, high = found[1], middle - 1
         else:
             low = middle + 1
+    return _thinned(line, row, list(cuts), limit)
+
+
+def _thinned(line: ForwardLine, row: LoadRow, cuts: list[int], limit: float) -> tuple[int, ...]:
+    """Returns the cuts, each moved to the place with the fewest bytes, and next the least change of
+    load, that keeps the balance within `limit`."""
+    for index, cut in enumerate(cuts):
+        before, after = [0, *cuts][index], [*cuts, len(line.nodes)][index + 1]
+        width = line.crossing_bytes[cut]
+        narrower = [
+            (line.crossing_bytes[place], abs(row.totals[place] - row.totals[cut]), place)
+            for place in line.cuts
+            if before < place < after and line.crossing_bytes[place] < width
+        ]
+        for *_, place in sorted(narrower):
+            moved = [*cuts[:index], place, *cuts[index + 1 :]]
+            if row.heaviest(moved) <= limit:
+                cuts = moved
+                break
     return tuple(cuts)
 
 
