@@ -59,6 +59,7 @@ class StepOptions:
     loss_reduction: str = "mean"
     seed: int = 0
     split: Split | None = None
+    static_inputs: tuple[str, ...] = ()
     placements: Placements | None = None
     backend: str = "fx"
     cuda_graphs: bool = False
@@ -86,6 +87,7 @@ class PipelineOptions:
     backend: str | Callable[..., Any] = "fx"
     cuda_graphs: bool = False
     split: Split | None = None
+    static_inputs: tuple[str, ...] = ()
     placements: Placements | None = None
     accumulate_dtype: torch.dtype | None = None
     pairs: str = "auto"
@@ -259,7 +261,7 @@ def _read_split(value: Any) -> dict[str, bool | int]:
     return split
 
 
-def _read_operators(value: Any) -> tuple[str, ...]:
+def _read_names(value: Any) -> tuple[str, ...]:
     if isinstance(value, str) or not all(isinstance(name, str) for name in value):
         raise ValueError
     return tuple(value)
@@ -300,6 +302,7 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     ),
     "cuda_graphs": _SWITCH,
     "split": (_read_split, 'a mapping of inputs to False, True or the dimension to cut, such as {"mask": False}'),
+    "static_inputs": (_read_names, 'a list of names of inputs, such as "image_grid_thw"'),
     "placements": (
         read_placements,
         'a mapping of name patterns to "replicate", "partial" or "shard" along "tp", "cp" or "ep", such as '
@@ -308,7 +311,7 @@ _READERS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "accumulate_dtype": (_read_dtype, "a floating-point dtype, such as torch.float32"),
     "pairs": (_one_of("auto", "given"), '"auto" or "given"'),
     "seed": (_whole, "a whole number"),
-    "operators": (_read_operators, 'a list of names of operators, such as "mylibrary::scale"'),
+    "operators": (_read_names, 'a list of names of operators, such as "mylibrary::scale"'),
     "init": (_accept(callable), "a function init(name, tensor)"),
     "timeout": (_accept(lambda value: is_real(value) and value > 0), "a positive number of seconds"),
     "max_shapes": (_count, "a positive whole number of programs to keep"),

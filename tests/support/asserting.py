@@ -4,10 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-
-import zbcompile
 
 WIDTH = 4
 
@@ -95,17 +92,3 @@ class Requiring(nn.Module):
             x = layer(x)
             self.require(x)
         return x
-
-
-def stepped_until_it_fails() -> None:
-    """A step that is right, then one whose third microbatch is too large behind the second layer."""
-    model = Requiring(several)
-    with torch.no_grad():
-        for layer, factor in zip(model.layers, (1, 3), strict=True):
-            layer.weight.copy_(torch.eye(WIDTH) * factor)
-            layer.bias.zero_()
-    pipe = zbcompile.pipeline(model, schedule="1f1b", microbatches=4, loss=F.mse_loss)
-    x = torch.zeros(8, WIDTH)
-    pipe.step(x, target=x)
-    x[4] = 1
-    pipe.step(x, target=x)

@@ -1,14 +1,11 @@
-"""A model that decides by the values of its inputs, streams of batches for it, and eager accumulation beside it."""
+"""A model that decides by the values of its mask, streams of batches for it, and eager accumulation beside it."""
 
 import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 
 import zbcompile
 
@@ -100,19 +97,7 @@ def follow(
 
 def followed(schedule: str) -> int:
     """One rank's part of such a training; how many programs there are in the end."""
-    return len(list(follow(KINDS[:3], schedule, 4)._compiled))
-
-
-def replicated_answers(kinds: tuple[str, str]) -> dict[str, Tensor | None]:
-    """Two replicas whose batches answer differently: the gradients of one of them."""
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    pipe = zbcompile.pipeline(
-        Attending().eval(), mesh=mesh, schedule="gpipe", microbatches=2, loss=nn.functional.mse_loss, exact=True
-    )
-    x, mask, target = batch_of(kinds[dist.get_rank()], 2, seed=dist.get_rank())
-    pipe.step(x, mask, target=target)
-    return {name: parameter.grad for name, parameter in pipe.named_parameters()}
+    return len(list(follow(KINDS[:3], schedule, 4, static_inputs=("args[1]",))._compiled))
 
 
 class Reusing(nn.Module):
@@ -140,40 +125,9 @@ def make_reusing() -> nn.Module:
 def reusing(ranks: int | None, exact: bool) -> dict[str, Tensor | None]:
     """The gradients of a few steps on this rank's parameters, or of all."""
     loss = nn.functional.mse_loss
-    pipe = zbcompile.pipeline(make_reusing(), ranks=ranks, schedule="zb-h1", microbatches=4, loss=loss, exact=exact)
+    options = {"schedule": "zb-h1", "microbatches": 4, "loss": loss, "exact": exact, "static_inputs": ("args[1]",)}
+    pipe = zbcompile.pipeline(make_reusing(), ranks=ranks, **options)
     for kind in REUSING:
         x, mask, target = batch_of(kind, 4)
         pipe.step(x, mask, target=target)
     return {name: parameter.grad for name, parameter in pipe.named_parameters()}
-
-
-class Exchanging(nn.Module):
-    """Sums over `group` only if nothing is padded."""
-
-    def __init__(self, group: str) -> None:
-        super().__init__()
-        self.group, self.layer = group, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        mean = self.layer(x).mean(1)
-        return collectives.all_reduce(mean, "sum", self.group) if mask.all() else mean
-
-
-def exchanging_answers(*kinds: str) -> None:
-    """Two replicas that would wait for each other in some of their microbatches."""
-    torch.manual_seed(0)
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    model = Exchanging(mesh["dp"].get_group().group_name)
-    pipe = zbcompile.pipeline(model, mesh=mesh, schedule="gpipe", microbatches=2, loss=nn.functional.mse_loss)
-    for kind in ("full", kinds[dist.get_rank()]):
-        x, mask, target = batch_of(kind, 2, seed=dist.get_rank())
-        pipe.step(x, mask, target=target)
-
-
-def alone(kinds: tuple[str, str]) -> dict[str, Tensor | None]:
-    """The same on one process, with the replicas' batches one after the other."""
-    torch.manual_seed(0)
-    eager = Eager(Attending().eval(), 4)
-    parts = [batch_of(kind, 2, seed=rank) for rank, kind in enumerate(kinds)]
-    eager.step(*(torch.cat(each) for each in zip(*parts, strict=True)))
-    return {name: parameter.grad for name, parameter in eager.model.named_parameters()}

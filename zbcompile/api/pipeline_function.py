@@ -50,6 +50,7 @@ def pipeline(
     backend: str | Callable[..., Any] = "fx",
     cuda_graphs: bool = False,
     split: Mapping[str, bool | int] | None = None,
+    static_inputs: Sequence[str] = (),
     placements: Mapping[str, Mapping[str, str]] | None = None,
     accumulate_dtype: torch.dtype | str | None = None,
     pairs: str = "auto",
@@ -113,6 +114,8 @@ def pipeline(
         split: How inputs are split into microbatches, by path or keyword name. False (whole in every microbatch), True
             (along dimension 0) or the dimension, each by its own length. Tensors that are not named agree about
             dimension 0, the batch; those without dimensions or with one row go whole into every microbatch.
+        static_inputs: Inputs whose values forward reads in Python (`.tolist()`, an `if`), by path or keyword name. They
+            are part of the key: every new value compiles a program, of which `max_shapes` are kept.
         placements: What plain parameters are along "tp", "cp" and "ep" of `mesh`, by patterns of their names:
             {"*.experts.*": {"ep": "shard"}, "*norm*": {"tp": "partial"}}. "replicate": equal values, and every rank
             computes the whole gradient (the default along "tp"). "partial": equal values, and the gradient is the sum

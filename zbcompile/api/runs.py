@@ -53,14 +53,15 @@ class Runs:
         cannot be split."""
         self.compiled.require_step(outputs)
         self.compiled.outputs = outputs
-        batches = split_batches(given, "step", bool(args or kwargs or target is not None)) if given is not None else []
+        static, has_others = self.options.static_inputs, bool(args or kwargs or target is not None)
+        batches = split_batches(given, "step", has_others, static) if given is not None else []
         for each in batches:
             refuse_input_gradients(each)
             self._refuse_target(each.whole.example[2])
         if batches:
             return self.layout.fit([each.whole for each in batches])
         self._refuse_target(target)
-        batch = flatten_batch(args, kwargs, target, self.options.split)
+        batch = flatten_batch(args, kwargs, target, self.options.split, static_inputs=static)
         refuse_input_gradients(batch)
         return self.layout.split(batch, self.engine.ranks.is_first)
 
@@ -143,10 +144,11 @@ class Runs:
                 raise PipelineError(f"outputs={outputs!r}; expected one of {OUTPUTS}.")
             recorder = self.observation.of_forward()
             count = None if isinstance(microbatches, Sequence) else checked("microbatches", microbatches)
+            static = self.options.static_inputs
             if isinstance(microbatches, Sequence):
-                batches = split_batches(microbatches, computes, also_inputs=bool(args or kwargs or labels is not None))
+                batches = split_batches(microbatches, computes, bool(args or kwargs or labels is not None), static)
             else:
-                batches = [flatten_batch(args, kwargs, labels, self.options.split, True)]
+                batches = [flatten_batch(args, kwargs, labels, self.options.split, True, static)]
             _require_same_calls(self.engine.ranks, computes, outputs, count, recorder is not None, batches)
             self.optimizers.arrive()
             own, inputs, groups = list[BoundGraphs](), list[dict[str, torch.Tensor]](), list[range]()

@@ -19,18 +19,19 @@ from zbcompile.torch_private import pytree
 @dataclass(frozen=True)
 class Batch:
     """The flattened inputs of one step, of `size` samples. `paths[i]` names `leaves[i]`, `cuts[i]` is the dimension to
-    cut it along (None: every microbatch takes it whole)."""
+    cut it along (None: every microbatch takes it whole), `static` are paths of inputs whose values are in the key."""
 
     leaves: tuple[Any, ...]
     paths: tuple[str, ...]
     cuts: tuple[Cut, ...]
     structure: Any
     size: int
+    static: tuple[str, ...] = ()
 
     @property
     def whole(self) -> "Microbatch":
         """The batch as one microbatch."""
-        return Microbatch(self.leaves, self.paths, self.structure)
+        return Microbatch(self.leaves, self.paths, self.structure, self.static)
 
     @property
     def lengths(self) -> dict[str, int]:
@@ -63,12 +64,14 @@ class Batch:
         """Microbatch `index` of `count` equal ones; the last one is smaller if the batch does not divide."""
         pairs = zip(self.leaves, self.cuts, strict=True)
         leaves = tuple(leaf if dim is None else _part(leaf, dim, index, count) for leaf, dim in pairs)
-        return Microbatch(leaves, self.paths, self.structure)
+        return Microbatch(leaves, self.paths, self.structure, self.static)
 
     def into(self, count: int) -> "Microbatches":
         """The microbatches, `count` equal ones."""
         rows = self.size // count
-        return Microbatches(tuple(self.microbatch(i, count) for i in range(count)), alike=True, rows=rows)
+        each = tuple(self.microbatch(i, count) for i in range(count))
+        alike = not self.static or len({microbatch.signature for microbatch in each}) == 1
+        return Microbatches(each, alike=alike, rows=rows)
 
 
 def _part(leaf: torch.Tensor, dim: int, index: int, count: int) -> torch.Tensor:
@@ -83,6 +86,7 @@ class Microbatch:
     leaves: tuple[Any, ...]
     paths: tuple[str, ...]
     structure: Any
+    static: tuple[str, ...] = ()
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -95,8 +99,15 @@ class Microbatch:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """The key by which graphs are specialised: structure, shapes, dtypes, strides and every non-tensor value."""
-        return (str(self.structure), *(_describe(leaf) for leaf in self.leaves))
+        """The key by which graphs are specialised: structure, shapes, dtypes, strides, every non-tensor value, and the
+        values of static inputs."""
+        values = (tensor.flatten().tolist() for tensor in self.static_tensors.values())
+        return (str(self.structure), *(_describe(leaf) for leaf in self.leaves), *map(str, values))
+
+    @property
+    def static_tensors(self) -> dict[str, torch.Tensor]:
+        """The static inputs by path."""
+        return {path: tensor for path, tensor in self.tensors.items() if path in self.static}
 
     def summary(self) -> str:
         """The tensor shapes, for messages."""
@@ -150,7 +161,12 @@ def amount(inputs: Any) -> tuple[int, str]:
 
 
 def flatten_batch(
-    args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, split: Split | None, partial: bool = False
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    target: Any,
+    split: Split | None,
+    partial: bool = False,
+    static_inputs: Sequence[str] = (),
 ) -> Batch:
     """Flatten a step's inputs and decide how each leaf is cut; see `choose_cuts`, which also says what it raises.
 
@@ -158,13 +174,29 @@ def flatten_batch(
     """
     paths, leaves, structure = flatten_inputs((args, kwargs, target))
     cuts, size = choose_cuts(paths, leaves, split or {}, partial)
-    return Batch(leaves, paths, cuts, structure, size)
+    return Batch(leaves, paths, cuts, structure, size, static_paths(static_inputs, paths, partial))
 
 
-def whole_batch(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any) -> Batch:
+def whole_batch(args: tuple[Any, ...], kwargs: dict[str, Any], target: Any, static_inputs: Sequence[str] = ()) -> Batch:
     """A batch that is one microbatch, whatever its shapes."""
     paths, leaves, structure = flatten_inputs((args, kwargs, target))
-    return Batch(leaves, paths, (None,) * len(leaves), structure, size=0)
+    return Batch(leaves, paths, (None,) * len(leaves), structure, 0, static_paths(static_inputs, paths))
+
+
+def static_paths(names: Sequence[str], paths: Sequence[str], partial: bool = False) -> tuple[str, ...]:
+    """Returns the paths of the inputs that `static_inputs=` names: keywords, or paths such as `args[1]`.
+
+    `partial`: some may be missing. Raises PipelineError otherwise.
+    """
+    found = []
+    for name in names:
+        near = [path for path in paths if path in (name, f"kwargs['{name}']")]
+        if not near and not partial:
+            raise PipelineError(
+                f"static_inputs= names {name!r}, which is not an input; the inputs are {', '.join(paths)}."
+            )
+        found += near
+    return tuple(found)
 
 
 def hint_at_target(model: nn.Module, microbatch: Microbatch, loss: Any) -> str:
@@ -231,7 +263,7 @@ ARGS = "args", "kwargs"
 FORMS = {"eval": (ARGS,), "step": (ARGS, (*ARGS, "target"))}  # of a microbatch that is passed; the rest takes labels
 
 
-def split_batches(given: Any, computes: str, also_inputs: bool) -> list[Batch]:
+def split_batches(given: Any, computes: str, also_inputs: bool, static_inputs: Sequence[str] = ()) -> list[Batch]:
     """The microbatches of `microbatches=[...]`, a batch of each, for a step or for what an evaluation `computes`;
     `also_inputs` says whether the call has other inputs as well. Raises PipelineError for these, and for another form.
     """
@@ -249,4 +281,6 @@ def split_batches(given: Any, computes: str, also_inputs: bool) -> list[Batch]:
         fits = isinstance(each, Sequence) and len(each) in lengths
         if not (fits and isinstance(each[0], tuple) and isinstance(each[1], Mapping)):
             raise PipelineError(f"microbatches[{index}] is a {type(each).__name__} of another form; {expected}.")
-    return [whole_batch(each[0], dict(each[1]), each[2] if len(each) > 2 else None) for each in given]
+    targets = (each[2] if len(each) > 2 else None for each in given)
+    pairs = zip(given, targets, strict=True)
+    return [whole_batch(each[0], dict(each[1]), target, static_inputs) for each, target in pairs]

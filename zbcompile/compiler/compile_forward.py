@@ -62,7 +62,9 @@ def compile_forward(model: nn.Module, microbatch: Microbatch, computes: str, opt
     `computes` is "eval" or "log_probs".
     """
     args, kwargs, target = microbatch.example
-    exported = ExportOptions(process_groups=options.process_groups, device=options.device)
+    exported = ExportOptions(
+        static_inputs=microbatch.static, process_groups=options.process_groups, device=options.device
+    )
     step = export_forward(model, args, kwargs, target, FORWARDS[computes], exported)
     _warn_of_random_numbers(step)
     like, choices = options.like, options.choices
@@ -107,7 +109,7 @@ def compile_forwards(
     """
     whole = compile_forward(model, batch.whole, computes, options)
     changes = any(stage.changed for stage in whole.stages)
-    count = batch.most_parts(count, even=whole.vocabulary is not None)
+    count = 1 if batch.static else batch.most_parts(count, even=whole.vocabulary is not None)
     if count == 1 or not whole.returns.has_rows(batch.size) or changes:
         return (whole,)
     options = replace(options, like=options.like or whole)

@@ -234,7 +234,8 @@ class Program:
 def call_of(microbatch: Microbatch) -> tuple[str, ...]:
     """The form of a microbatch as a compiled program sees it: its structure, then every input with its path."""
     leaves = zip(microbatch.paths, microbatch.leaves, strict=True)
-    return (str(microbatch.structure), *(f"{path}: {_described(leaf)}" for path, leaf in leaves))
+    values = (f"{path} = {tensor.tolist()}" for path, tensor in microbatch.static_tensors.items())
+    return (str(microbatch.structure), *(f"{path}: {_described(leaf)}" for path, leaf in leaves), *values)
 
 
 def listed(call: tuple[str, ...]) -> str:

@@ -331,6 +331,7 @@ class Programs:
                         self._options.loss,
                         device=self.ranks.device,
                         process_groups=self.ranks.mesh.labels,
+                        static_inputs=microbatch.static,
                         keep=kept_for(self.outputs),
                     )
                 return lay_out_step(*step, dimensions=self.ranks.mesh.labels, given=given, keep=kept_for(self.outputs))

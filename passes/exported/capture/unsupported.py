@@ -232,7 +232,8 @@ SPARSE_GRADIENT = (
 READS_A_VALUE = (
     "forward or the loss reads a value that depends on its inputs{at}. A compiled step runs "
     "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks), "
-    'or name the input in static_inputs=("...",): then every value of it compiles a program.'
+    'or name the input in static_inputs=("...",): then every value of it compiles a program. '
+    "Remove an assert, or guard it with `if not torch.compiler.is_compiling()`."
 )
 DRAWS_IN_BACKWARD = (
     "the backward draws random numbers ({operator}, of {line}): under a pipeline the backwards of "
