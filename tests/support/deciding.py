@@ -112,22 +112,3 @@ class Reusing(nn.Module):
         for layer in self.layers:
             hidden = layer(hidden).tanh()
         return hidden if mask.all() else self.layers[0](hidden)
-
-
-REUSING = ("padded", "both", "full", "both")  # the first batch must have every use
-
-
-def make_reusing() -> nn.Module:
-    torch.manual_seed(0)
-    return Reusing()
-
-
-def reusing(ranks: int | None, exact: bool) -> dict[str, Tensor | None]:
-    """The gradients of a few steps on this rank's parameters, or of all."""
-    loss = nn.functional.mse_loss
-    options = {"schedule": "zb-h1", "microbatches": 4, "loss": loss, "exact": exact, "static_inputs": ("args[1]",)}
-    pipe = zbcompile.pipeline(make_reusing(), ranks=ranks, **options)
-    for kind in REUSING:
-        x, mask, target = batch_of(kind, 4)
-        pipe.step(x, mask, target=target)
-    return {name: parameter.grad for name, parameter in pipe.named_parameters()}

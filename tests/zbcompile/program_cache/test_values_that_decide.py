@@ -10,20 +10,18 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.deciding import (
     KINDS,
-    REUSING,
     WIDTH,
     Attending,
     Eager,
+    Reusing,
     batch_of,
     follow,
     followed,
-    make_reusing,
-    reusing,
 )
 from tests.support.pool import Pool
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.errors import PipelineError
-from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.errors import CaptureError, PartitionError
 
 OPTIONS = {"schedule": "1f1b", "ranks": 2, "microbatches": 4, "loss": nn.functional.mse_loss, "exact": True}
 MASK = ("args[1]",)
@@ -57,20 +55,11 @@ def test_an_evaluation_computes_its_batch_as_a_whole() -> None:
     assert len(pipe._compiled.cache.evaluations) == 3
 
 
-@pytest.mark.mostly_slow(every=2)
-@pytest.mark.slow
-@pytest.mark.parametrize("exact", [True, False])
-def test_uses_on_several_stages_in_some_microbatches(pool: Pool, exact: bool) -> None:
-    """A layer runs on one stage or on two, within one batch: on two processes as in one, and as in eager mode."""
-    eager = Eager(make_reusing(), 4)
-    for kind in REUSING:
-        eager.step(*batch_of(kind, 4))
-    theirs = {name: parameter.grad for name, parameter in eager.model.named_parameters()}
-    whole, *parts = (reusing(2, exact), *pool.run(reusing, None, exact))
-    assert whole.keys() == theirs.keys() == set().union(*parts)
-    for found in (whole, *parts):
-        for name, gradient in found.items():
-            torch.testing.assert_close(gradient, theirs[name], **({"rtol": 0, "atol": 0} if exact else {}))
+@pytest.mark.parametrize("kinds", [("padded", "full"), ("full", "padded")])
+def test_programs_that_read_a_parameter_on_other_stages_are_refused(kinds: tuple[str, str]) -> None:
+    """A layer runs on one stage, or on two."""
+    with pytest.raises(PartitionError, match="reads its parameters in another order than when it was placed"):
+        follow(kinds, "zb-h1", 4, model=Reusing(), ranks=2, static_inputs=MASK)
 
 
 class Curious(nn.Module):
