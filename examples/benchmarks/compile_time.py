@@ -1,18 +1,16 @@
-"""CPU seconds from a model to its program, by depth: capture, cuts, stages. One core; the program is for 8 ranks.
+"""CPU seconds from a model to its program, by depth: export, cuts, stages. One core; the program is for 8 ranks.
 
     OMP_NUM_THREADS=1 python examples/benchmarks/compile_time.py
 
-A GPT of width 256, zb-h1. The last two columns compile every stage separately, and give the ratio.
+A GPT of width 256, zb-h1.
 """
 
 import argparse
-import itertools
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
-from unittest import mock
 
 import torch
 from tabulate import tabulate
@@ -20,16 +18,16 @@ from tqdm import tqdm
 
 import zbcompile
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
-from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.compile_exported import compile_program, export_step
 from zbcompile.passes.compile_options import Choices
-from zbcompile.program.program import Program
+from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
+from zbcompile.passes.exported.partition.cut_points import forward_line
 from zbcompile.schedules import build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from gpt import GPT, next_byte_loss
 
-HEADERS = ("layers", "total s", "s per layer", "capture", "cuts", "stages", "distinct graphs", "unshared", "ratio")
+HEADERS = ("layers", "total s", "s per layer", "export", "cuts", "stages", "distinct graphs")
 Result = TypeVar("Result")
 
 
@@ -50,17 +48,12 @@ def measure(layers: int, schedule_name: str, ranks: int) -> list[float]:
     """One line of the table."""
     given, schedule, choices = example(layers), build(schedule_name, ranks, 2 * ranks), Choices()
     microbatch = one_microbatch(given)
-    capture, laid_out = timed(lambda: lay_out_step(given.model, microbatch, given.loss))
-    cuts, _ = timed(lambda: plan_cuts(laid_out.line, schedule, choices))
-
-    def compiled() -> Program:
-        return compile_laid_out(given.model, microbatch, laid_out, schedule, choices)
-
-    whole, program = timed(compiled)
-    with mock.patch("zbcompile.passes.stage.deduplicate.same_work", side_effect=itertools.count()):
-        alone, _ = timed(compiled)
-    total, distinct = capture + whole, len({stage.original for stage in program.stages})
-    return [layers, total, total / layers, capture, cuts, whole - cuts, distinct, alone - cuts, alone / whole]
+    export, exported = timed(lambda: export_step(given.model, microbatch, given.loss))
+    ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
+    cuts, _ = timed(lambda: balanced_cuts(exported.step, forward_line(exported.step), ranks_of))
+    whole, program = timed(lambda: compile_program(given.model, microbatch, exported, schedule, choices))
+    total, distinct = export + whole, len({stage.original for stage in program.stages})
+    return [layers, total, total / layers, export, cuts, whole - cuts, distinct]
 
 
 def main() -> None:

@@ -20,11 +20,11 @@ from tqdm import tqdm
 import zbcompile
 from zbcompile.amounts import format_bytes
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import LaidOut, lay_out_step
-from zbcompile.compiler.cut_planning import plan_cuts
-from zbcompile.passes.compile_options import Choices
+from zbcompile.compiler.compile_exported import export_step
+from zbcompile.passes.exported.partition.balance_stages import balanced_cuts, node_loads
+from zbcompile.passes.exported.partition.cut_points import forward_line
+from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
-from zbcompile.passes.partition.node_costs import predicted_seconds
 from zbcompile.schedules import Schedule, build
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -49,27 +49,27 @@ def of_zoo(name: str) -> zbcompile.Example:
     return zbcompile.Example(problem.model(), batch.args, dict(batch.kwargs), problem.loss, batch.target)
 
 
-def line_of(name: str, laid_out: LaidOut, schedule: Schedule) -> list[object]:
+def line_of(name: str, step: StepGraph, schedule: Schedule) -> list[object]:
     """One line of the table."""
-    line = laid_out.line
-    cuts = plan_cuts(line, schedule, Choices())
-    edges = [index + 1 for index in cuts.after]
+    line = forward_line(step)
     ranks_of = [schedule.placement.rank(stage) for stage in range(schedule.stages)]
-    totals = [0.0, *accumulate(predicted_seconds(line))]
-    framed = [0, *(i + 1 for i, allowed in enumerate(line.allowed[:-1]) if allowed), len(line.nodes)]
+    cuts = balanced_cuts(step, line, ranks_of)
+    totals = [0.0, *accumulate(node_loads(step, line))]
+    framed = [0, *line.cuts, len(line.nodes)]
     row = LoadRow(totals, ranks_of, heaviest_piece(totals, framed))
     best = best_cuts(row, framed)
-    assert best is not None, "plan_cuts has found cuts"
-    widths = " ".join(format_bytes(width).replace(".0", "") for width in sorted(set(cuts.boundary)))
+    assert best is not None, "balanced_cuts has found cuts"
+    widths = sorted({line.crossing_bytes[cut] for cut in cuts})
+    loads = row.rank_loads(cuts)
     return [
         name,
-        len(framed) - 2,
+        len(line.cuts),
         schedule.name,
         schedule.ranks,
-        " ".join(cuts.names),
-        max(cuts.rank_loads) * len(cuts.rank_loads) / sum(cuts.rank_loads),
-        row.heaviest(edges) / best[0],
-        widths,
+        " ".join(line.nodes[cut - 1].name for cut in cuts),
+        max(loads) * len(loads) / sum(loads),
+        row.heaviest(cuts) / best[0],
+        " ".join(format_bytes(width).replace(".0", "") for width in widths),
     ]
 
 
@@ -86,10 +86,10 @@ def main() -> None:
     rows = []
     for name in tqdm(chosen or makers, unit="model"):
         example = makers[name]()
-        laid_out = lay_out_step(example.model, one_microbatch(example), example.loss)
+        step = export_step(example.model, one_microbatch(example), example.loss).step
         for plan, ranks in PLANS:
             try:
-                rows.append(line_of(name, laid_out, build(plan, ranks, 2 * ranks)))
+                rows.append(line_of(name, step, build(plan, ranks, 2 * ranks)))
             except zbcompile.CompileError as error:
                 tqdm.write(f"{name} {plan} {ranks}: {error}")
     print(tabulate(rows, HEADERS, tablefmt="github", floatfmt=".2f"))

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate
+from statistics import median
 
 from torch.fx import Node
 
@@ -13,6 +14,7 @@ from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.partition.balance import LoadRow, best_cuts, heaviest_piece
 
 THINNER = 1.05  # thinner cuts may weigh this factor more than the best balance
+WIDEST = 16  # times the median: wider cuts, such as those behind logits, are the last resort
 
 
 def balanced_cuts(step: StepGraph, line: ForwardLine, ranks_of: Sequence[int]) -> tuple[int, ...]:
@@ -37,16 +39,19 @@ def balanced_cuts(step: StepGraph, line: ForwardLine, ranks_of: Sequence[int]) -
     if stages == 1:
         return ()
     totals = [0.0, *accumulate(node_loads(step, line))]
-    frame = [0, *line.cuts, len(line.nodes)]
+    limit = WIDEST * median(line.crossing_bytes[cut] for cut in line.cuts)
+    places = [cut for cut in line.cuts if line.crossing_bytes[cut] <= limit]
+    places = places if len(places) >= stages - 1 else list(line.cuts)
+    frame = [0, *places, len(line.nodes)]
     row = LoadRow(totals, tuple(ranks_of), heaviest_piece(totals, frame))
     best = best_cuts(row, frame)
     assert best is not None
     limit, cuts = best[0] * THINNER, best[1]
-    widths = sorted({line.crossing_bytes[cut] for cut in line.cuts})
+    widths = sorted({line.crossing_bytes[cut] for cut in places})
     low, high = 0, len(widths) - 1
     while low <= high:  # the smallest width that leaves cuts within the limit
         middle = (low + high) // 2
-        thin = [cut for cut in line.cuts if line.crossing_bytes[cut] <= widths[middle]]
+        thin = [cut for cut in places if line.crossing_bytes[cut] <= widths[middle]]
         found = best_cuts(row, [0, *thin, len(line.nodes)]) if len(thin) >= stages - 1 else None
         if found is not None and found[0] <= limit:
             cuts, high = found[1], middle - 1

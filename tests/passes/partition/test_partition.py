@@ -1,7 +1,7 @@
 """Where real models are cut: against every choice of cuts, within limits, by name."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate, combinations
 from typing import Any
@@ -15,14 +15,15 @@ import zbcompile
 from gpt import GPT, next_byte_loss
 from targets import llama, unet
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import LaidOut, lay_out_step
-from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.compile_exported import choose_cuts, export_step
+from zbcompile.compiler.overweight import explain_overweight
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.exported.partition.balance_stages import THINNER, node_loads
+from zbcompile.passes.exported.partition.cut_points import ForwardLine, forward_line
+from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.graph.fx import is_getitem
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.partition.balance import LoadRow, heaviest_piece
-from zbcompile.passes.partition.node_costs import predicted_seconds
-from zbcompile.passes.partition.search import THINNER, Cuts
 from zbcompile.schedules import Schedule, build
 
 SCHEDULES = (("zb-h1", 3, None), ("interleaved-1f1b", 2, 2), ("zb-v", 2, None))
@@ -56,48 +57,44 @@ def _head() -> zbcompile.Example:
     return zbcompile.Example(HeavyHead(12, 512), (torch.randn(64, 16),), loss=F.mse_loss, target=torch.randn(64, 512))
 
 
-def _draw(example: zbcompile.Example) -> LaidOut:
-    return lay_out_step(example.model, one_microbatch(example), example.loss)
-
-
 @dataclass(frozen=True)
 class Problem:
-    """A drawn model and every choice of cuts for a schedule, with what each weighs and the widest boundary."""
+    """An exported model and every choice of cuts for a schedule, with what each weighs and the widest boundary."""
 
-    laid_out: LaidOut
+    step: StepGraph
     schedule: Schedule
+
+    @property
+    def line(self) -> ForwardLine:
+        return forward_line(self.step)
 
     @property
     def ranks_of(self) -> list[int]:
         return [self.schedule.placement.rank(stage) for stage in range(self.schedule.stages)]
 
     def row(self) -> LoadRow:
-        totals = [0.0, *accumulate(predicted_seconds(self.laid_out.line))]
-        return LoadRow(totals, self.ranks_of, heaviest_piece(totals, [0, *self.places, len(self.laid_out.line.nodes)]))
+        line = self.line
+        totals = [0.0, *accumulate(node_loads(self.step, line))]
+        return LoadRow(totals, self.ranks_of, heaviest_piece(totals, [0, *line.cuts, len(line.nodes)]))
 
-    @property
-    def places(self) -> list[int]:
-        return [i + 1 for i, allowed in enumerate(self.laid_out.line.allowed[:-1]) if allowed]
+    def plan(self, **choices: Any) -> list[int]:
+        return list(choose_cuts(self.step, self.line, Choices(**choices), self.ranks_of))
 
-    def choices(self) -> Sequence[tuple[int, ...]]:
-        return list(combinations(self.places, self.schedule.stages - 1))
-
-    def plan(self, **choices: Any) -> Cuts:
-        return plan_cuts(self.laid_out.line, self.schedule, Choices(**choices))
-
-    def edges(self, cuts: Cuts) -> list[int]:
-        return [index + 1 for index in cuts.after]
+    def overweight(self) -> str:
+        return explain_overweight(self.line, node_loads(self.step, self.line), self.row(), self.plan())
 
 
 @pytest.fixture(scope="module")
-def laid_out() -> dict[str, LaidOut]:
+def exported() -> dict[str, StepGraph]:
     made = {"gpt": _gpt(), "head": _head(), "llama": zbcompile.Example(*llama()), "unet": zbcompile.Example(*unet())}
-    return {name: _draw(example) for name, example in made.items()}
+    return {
+        name: export_step(example.model, one_microbatch(example), example.loss).step for name, example in made.items()
+    }
 
 
-def _problem(laid_out: Mapping[str, LaidOut], model: str, schedule: tuple[str, int, int | None]) -> Problem:
+def _problem(exported: Mapping[str, StepGraph], model: str, schedule: tuple[str, int, int | None]) -> Problem:
     name, ranks, chunks = schedule
-    return Problem(laid_out[model], build(name, ranks, 2 * ranks, chunks=chunks))
+    return Problem(exported[model], build(name, ranks, 2 * ranks, chunks=chunks))
 
 
 @pytest.mark.slow
@@ -105,50 +102,55 @@ def _problem(laid_out: Mapping[str, LaidOut], model: str, schedule: tuple[str, i
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
 @pytest.mark.parametrize("model", ["gpt", "head", "unet"])
 def test_balanced_within_the_tolerance_and_as_thin_as_that_allows(
-    model: str, schedule: tuple[str, int, int | None], laid_out: dict[str, LaidOut]
+    model: str, schedule: tuple[str, int, int | None], exported: dict[str, StepGraph]
 ) -> None:
-    problem = _problem(laid_out, model, schedule)
-    row, line = problem.row(), problem.laid_out.line
-    width = {edge: line.boundary_bytes(edge - 1) for edge in problem.places}
-    weighed = [(row.heaviest(cuts), max(width[edge] for edge in cuts)) for cuts in problem.choices()]
+    problem = _problem(exported, model, schedule)
+    row, line = problem.row(), problem.line
+    choices = combinations(line.cuts, problem.schedule.stages - 1)
+    weighed = [(row.heaviest(cuts), max(line.crossing_bytes[cut] for cut in cuts)) for cuts in choices]
     best = min(heaviest for heaviest, _ in weighed)
     thinnest = min(widest for heaviest, widest in weighed if heaviest <= best * THINNER)
     found = problem.plan()
-    assert row.heaviest(problem.edges(found)) <= best * THINNER * (1 + 1e-6)
-    assert max(found.boundary) == thinnest
+    assert row.heaviest(found) <= best * THINNER * (1 + 1e-6)
+    assert max(line.crossing_bytes[cut] for cut in found) == thinnest
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama"])
-def test_what_every_stage_can_make_for_itself_crosses_no_boundary(model: str, laid_out: dict[str, LaidOut]) -> None:
-    """Position ids, masks and rotary tables stay at home: what travels has gradients, as the hidden state has."""
-    problem = _problem(laid_out, model, ("zb-v", 2, None))
-    line = problem.laid_out.line
-    for place in problem.plan().after:
-        crossing = line.live[place]
-        assert crossing
-        assert all(node.meta["differentiable"] for node in crossing)
-        assert not is_view(line.nodes[place])
+def test_what_every_stage_can_make_for_itself_is_not_on_the_line(model: str, exported: dict[str, StepGraph]) -> None:
+    """Position ids, masks and rotary tables are computed where they are read."""
+    line = _problem(exported, model, ("zb-v", 2, None)).line
     assert not any(node.target is torch.ops.aten.arange.default for node in line.nodes)
+    assert any(node.target is torch.ops.aten.arange.default for node in line.free)
 
 
 @pytest.mark.parametrize("model", ["gpt", "llama", "unet"])
-def test_no_place_is_at_a_view_or_a_tuple(model: str, laid_out: dict[str, LaidOut]) -> None:
-    line = laid_out[model].line
-    for node, crossing, allowed in zip(line.nodes, line.live, line.allowed, strict=True):
-        if allowed:
-            assert is_getitem(node) or not is_view(node)
-            assert all(isinstance(value.meta["val"], Tensor) for value in crossing)
+def test_no_place_is_at_a_view_or_a_tuple(model: str, exported: dict[str, StepGraph]) -> None:
+    line = forward_line(exported[model])
+    for cut in line.cuts:
+        node = line.nodes[cut - 1]
+        assert is_getitem(node) or not is_view(node) or node.target is torch.ops.aten.detach.default
+        assert isinstance(node.meta["val"], Tensor)
+        assert line.crossing_bytes[cut]
 
 
-def test_cuts_by_name(laid_out: dict[str, LaidOut]) -> None:
-    problem = _problem(laid_out, "gpt", ("zb-h1", 3, None))
-    line = problem.laid_out.line
+def test_logits_cross_no_cut_that_can_be_avoided() -> None:
+    """The loss of many words takes long, but sending their logits would take longer."""
+    tokens = torch.randint(256, (2, 33))
+    model = GPT(layers=4, width=32, heads=4, length=32)
+    model.head = nn.Linear(32, 20_000, bias=False)
+    example = zbcompile.Example(model, (tokens[:, :-1],), loss=next_byte_loss, target=tokens[:, 1:].clone())
+    problem = Problem(export_step(model, one_microbatch(example), next_byte_loss).step, build("zb-h1", 4, 8))
+    crossing = problem.line.crossing_bytes
+    assert max(crossing[cut] for cut in problem.plan()) < 2 * 32 * 20_000
+
+
+def test_cuts_by_name(exported: dict[str, StepGraph]) -> None:
+    problem = _problem(exported, "gpt", ("zb-h1", 3, None))
+    line = problem.line
     chosen = problem.plan()
-    assert problem.plan(balance=chosen.names).after == chosen.after
-    found = problem.plan(balance=("blocks.3.mlp_norm", "blocks.1"))
-    following = [line.nodes[index + 1] for index in found.after]
-    paths = [list(node.meta["nn_module_stack"].values())[-1][0] for node in following]
-    assert found.basis == "names"
+    assert problem.plan(balance=tuple(line.nodes[cut - 1].name for cut in chosen)) == chosen
+    found = [line.nodes[cut] for cut in problem.plan(balance=("blocks.3.mlp_norm", "blocks.1"))]
+    paths = [list(node.meta["nn_module_stack"].values())[-1][0] for node in found]
     assert paths == ["model.blocks.1.attention_norm", "model.blocks.3.mlp_norm"]
 
 
@@ -161,19 +163,17 @@ def test_cuts_by_name(laid_out: dict[str, LaidOut]) -> None:
         (("blocks.1", "token"), "asks for a cut at 'token'.*The nearest place is after"),
     ],
 )
-def test_wrong_names(names: tuple[str, ...], says: str, laid_out: dict[str, LaidOut]) -> None:
+def test_wrong_names(names: tuple[str, ...], says: str, exported: dict[str, StepGraph]) -> None:
     with pytest.raises(zbcompile.CompileError, match=says):
-        _problem(laid_out, "gpt", ("zb-h1", 3, None)).plan(balance=names)
+        _problem(exported, "gpt", ("zb-h1", 3, None)).plan(balance=names)
 
 
-def test_a_heavy_head_is_said(laid_out: dict[str, LaidOut]) -> None:
-    said = _problem(laid_out, "head", ("zb-h1", 4, None)).plan().overweight
-    assert re.match(
-        r"stage 2 carries 1\.\d\d times the mean load, .* linear_12 in head alone is 100% of its load", said
-    )
-    assert "2 ranks (then 1." in said
+def test_a_heavy_head_is_said(exported: dict[str, StepGraph]) -> None:
+    said = _problem(exported, "head", ("zb-h1", 4, None)).overweight()
+    assert re.match(r"rank 3 carries 2\.\d\d times the mean load, .* mse_loss in the loss alone is \d+%", said)
+    assert "a V schedule such as zb-v" in said
     assert "vocab=1, which shards an output layer" in said
-    assert _problem(laid_out, "gpt", ("zb-h1", 2, None)).plan().overweight == ""
+    assert _problem(exported, "gpt", ("zb-h1", 2, None)).overweight() == ""
 
 
 @pytest.mark.slow
