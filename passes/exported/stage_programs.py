@@ -14,7 +14,7 @@ from zbcompile.passes.exported.stage import pass_graph as roles
 from zbcompile.passes.exported.stage.accumulate import accumulate, gradients_of_their_own
 from zbcompile.passes.exported.stage.overlap import sink_waits
 from zbcompile.passes.exported.stage.pass_graph import PassGraph, Slot as PassSlot
-from zbcompile.passes.exported.step_graph import END, Label, StepGraph, is_random
+from zbcompile.passes.exported.step_graph import END, Label, StepGraph, VocabularyValues, is_random
 from zbcompile.passes.exported.torch_private import FakeTensorMode, LazyGraphModule, storage_key
 from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
 from zbcompile.passes.graph.strides import boundary_like
@@ -134,6 +134,7 @@ def _stage_program(
     finished: Mapping[str, PassGraph],
 ) -> StageProgram:
     step = compiled.step
+    values = step.vocabulary_values or VocabularyValues()
     held = [slot for graph in finished.values() for slot in graph.inputs]
     trained = [
         slot.name
@@ -147,9 +148,11 @@ def _stage_program(
         stage=stage,
         original=original,
         pieces={kind: _piece(graph) for kind, graph in finished.items()},
-        receives=_messages(compiled, Label(stage - 1, "F"), roles.ACTIVATION),
+        receives=_messages(compiled, Label(stage - 1, "F"), roles.ACTIVATION)
+        | (_from_shards(values.lookup) if stage == 0 else {}),
         sends=_messages(compiled, Label(stage, "F"), roles.ACTIVATION),
-        gradients_in=_messages(compiled, Label(stage + 1, "B"), roles.GRADIENT),
+        gradients_in=_messages(compiled, Label(stage + 1, "B"), roles.GRADIENT)
+        | (_from_shards(values.hidden_gradient) if stage == compiled.stages - 1 else {}),
         gradients_out=_messages(compiled, Label(stage, "B"), roles.GRADIENT),
         parameters=_names(held, roles.PARAMETER),
         buffers=tuple(dict.fromkeys((*_names(held, roles.BUFFER), *updates))),
@@ -176,6 +179,11 @@ def _summed_over(step: StepGraph) -> dict[str, tuple[str, ...]]:
 
 def _names(slots: Iterable[PassSlot], role: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(slot.name for slot in slots if slot.role == role))
+
+
+def _from_shards(node: Node | None) -> dict[str, TensorSpec]:
+    """Returns what a stage receives from the shards of the output layer or of the embedding."""
+    return {} if node is None else {node.name: tensor_spec(node.meta["val"], needs_gradient=True)}
 
 
 def _messages(compiled: CompiledStep, sender: Label, role: str) -> dict[str, TensorSpec]:

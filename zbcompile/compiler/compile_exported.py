@@ -14,6 +14,7 @@ from zbcompile.compiler.dump_passes import with_dumps
 from zbcompile.compiler.overweight import explain_overweight
 from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
+from zbcompile.compiler.vocabulary_sharding import choose_sharding, shard
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
@@ -25,6 +26,8 @@ from zbcompile.passes.exported.partition.cut_points import ForwardLine
 from zbcompile.passes.exported.stage.pass_graph import graph_text
 from zbcompile.passes.exported.stage_programs import end_pieces, stage_programs
 from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
+from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
 from zbcompile.passes.partition.balance import LoadRow
 from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.partition.search import Cuts
@@ -39,12 +42,14 @@ from zbcompile.schedules import Placement, Schedule
 class ExportedModel:
     """An exported training step. `text` is a hash of its graph: equal graphs need one program.
 
-    `keep` is what the step returns besides its loss: "", "outputs" or "metrics".
+    `keep` is what the step returns besides its loss: "", "outputs" or "metrics". `sharded` is the
+    step without its output layer, if that is sharded over all ranks.
     """
 
     step: StepGraph
     text: str
     keep: str = ""
+    sharded: ShardedStep | None = None
 
 
 @without_torchs_logs()
@@ -57,11 +62,14 @@ def export_step(
     process_groups: Mapping[str, str] | None = None,
     static_inputs: Sequence[str] = (),
     keep: str = "",
+    choices: Choices | None = None,
+    schedule: Schedule | None = None,
     observe: Observer = no_observer,
 ) -> ExportedModel:
     """Returns the training step of `model` for microbatches like this one.
 
     Args:
+        choices: Its `vocab` says whether the output layer is sharded; "auto" decides for `schedule`.
         device: The device of parameters that are on the meta device.
         process_groups: The mesh dimension of each process group, by the group's name.
         observe: Called after the export.
@@ -78,7 +86,9 @@ def export_step(
     )
     step = export_training_step(model, args, kwargs, target, loss, options)
     with_dumps(observe)("export", step)
-    return ExportedModel(step, hashlib.sha256(graph_text(step.graph).encode()).hexdigest(), keep)
+    sharded = choose_sharding(step, schedule, choices or Choices())
+    text = hashlib.sha256(graph_text(step.graph).encode()).hexdigest()
+    return ExportedModel(step, text, keep, sharded)
 
 
 @without_torchs_logs()
@@ -99,7 +109,8 @@ def compile_program(
     observe = with_dumps(observe)
     choices.require_stages(schedule.stages)
     ranks_of = placement_ranks(schedule.placement)
-    step = exported.step.copy()
+    sharded = exported.sharded
+    step = exported.step.copy() if sharded is None else sharded.trunk.copy()
     observe("copy", step)
     compiled = compile_graph(
         step,
@@ -114,21 +125,25 @@ def compile_program(
         _refuse_buffer_updates(programs)
     if like is not None:
         require_homes(programs, like)
+    vocabulary = None
+    if sharded is not None:
+        bounds = like.vocabulary.bounds if like is not None and like.vocabulary else None
+        vocabulary, schedule = shard(sharded, schedule, choices, programs, bounds)
     return Program(
         model=facts_of(model, compiled.step.constant_values),
         cuts=describe_cuts(compiled, choices),
         stages=programs,
         lowered=lower_for(programs, schedule, choices, device_of(compiled.step)),
-        homes=like.homes if like else parameter_homes(model, programs),
+        homes=like.homes if like else parameter_homes(model, programs, vocabulary),
         choices=choices,
-        loss_dtype=_loss_dtype(compiled.step),
+        loss_dtype=_loss_dtype(exported.step),
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
-        vocabulary=None,
+        vocabulary=vocabulary,
         canonical_targets=operators_of(compiled.line),
         operations=exported.text,
         call=call_of(microbatch),
         groups=groups_of(compiled.step, programs),
-        output=output_of("outputs", compiled, programs) if exported.keep else None,
+        output=output_of("outputs", exported.step, programs) if exported.keep else None,
         changed_state=frozenset(compiled.step.changed_state),
         ends=end_pieces(compiled),
         writer=save_here,
@@ -224,8 +239,11 @@ def _loss_dtype(step: StepGraph) -> str:
     return str(step.loss.meta["val"].dtype).removeprefix("torch.")
 
 
-def output_of(computes: str, compiled: CompiledStep, programs: Sequence[StageProgram]) -> Output:
-    """Returns which stage makes each tensor of the model's output, and how to rebuild the output."""
+def output_of(computes: str, step: StepGraph, programs: Sequence[StageProgram]) -> Output:
+    """Returns which stage makes each tensor of the model's output, and how to rebuild the output.
+
+    What the shards of an output layer make counts as made by the last stage.
+    """
     makers = {
         slot.name: program.stage
         for program in programs
@@ -233,15 +251,22 @@ def output_of(computes: str, compiled: CompiledStep, programs: Sequence[StagePro
         if slot.kind == "output"
     }
     made = {
-        name: (makers[name], tensor_spec(compiled.step.outputs[int(name)].meta["val"]))
-        for name in sorted(makers, key=int)
+        str(index): (makers.get(str(index), len(programs) - 1), tensor_spec(node.meta["val"]))
+        for index, node in enumerate(step.outputs)
+        if node is not None
     }
-    assert compiled.step.output_structure is not None
-    return Output(computes, compiled.step.output_structure, made)
+    assert step.output_structure is not None
+    return Output(computes, step.output_structure, made)
 
 
-def parameter_homes(model: nn.Module, programs: Sequence[StageProgram]) -> dict[str, tuple[int, ...]]:
+def parameter_homes(
+    model: nn.Module,
+    programs: Sequence[StageProgram],
+    vocabulary: VocabularyProgram | None = None,
+) -> dict[str, tuple[int, ...]]:
     """Returns the stages that hold each parameter and buffer, by its first name.
+
+    All stages hold what is sharded over all ranks.
 
     What no graph reads is held with its nearest relative in the module tree, else by the last
     stage.
@@ -250,6 +275,8 @@ def parameter_homes(model: nn.Module, programs: Sequence[StageProgram]) -> dict[
     for program in programs:
         for name in (*program.parameters, *program.buffers):
             homes[name] = (*homes.get(name, ()), program.stage)
+    resident = vocabulary.resident if vocabulary is not None else ()
+    homes |= dict.fromkeys(resident, tuple(range(len(programs))))
     for named in (model.named_parameters, model.named_buffers):
         for name, _ in named():
             if name not in homes:

@@ -19,6 +19,7 @@ from zbcompile.compiler.compile_exported import (
     require_homes,
 )
 from zbcompile.compiler.torch_logs import without_torchs_logs
+from zbcompile.compiler.vocabulary_sharding import forward_shards
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import facts_of
 from zbcompile.passes.compile_options import Choices
@@ -27,6 +28,9 @@ from zbcompile.passes.exported.capture.forward_only import export_forward
 from zbcompile.passes.exported.compile_step import compile_graph
 from zbcompile.passes.exported.stage_programs import stage_programs
 from zbcompile.passes.exported.step_graph import StepGraph, is_random
+from zbcompile.passes.exported.vocabulary.output_layer import NotShardableError
+from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram, even_bounds
+from zbcompile.passes.exported.vocabulary.trunk import ShardedStep, cut_output_layer
 from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import FORWARDS
@@ -68,9 +72,11 @@ def compile_forward(model: nn.Module, microbatch: Microbatch, computes: str, opt
     step = export_forward(model, args, kwargs, target, FORWARDS[computes], exported)
     _warn_of_random_numbers(step)
     like, choices = options.like, options.choices
+    sharded = _cut_output_layer(step, options)
+    trunk = step if sharded is None else sharded.trunk
     ranks_of = placement_ranks(options.schedule.placement)
     compiled = compile_graph(
-        step,
+        trunk,
         ranks_of=ranks_of,
         recompute="off",
         choose_cuts=lambda step, line: choose_cuts(step, line, choices, ranks_of, like),
@@ -78,21 +84,26 @@ def compile_forward(model: nn.Module, microbatch: Microbatch, computes: str, opt
     programs = stage_programs(compiled, choices)
     if like is not None:
         require_homes(programs, like)
+    vocabulary = None
+    if sharded is not None:
+        placed = like.vocabulary.bounds if like is not None and like.vocabulary else None
+        bounds = placed or even_bounds(sharded.words, options.schedule.ranks)
+        vocabulary = forward_shards(sharded, bounds)
     return Program(
         model=facts_of(model, step.constant_values),
         cuts=describe_cuts(compiled, choices),
         stages=programs,
-        lowered=_lowered(options.schedule.placement, 1),
-        homes=parameter_homes(model, programs) if like is None else like.homes,
+        lowered=_lowered(options.schedule.placement, vocabulary, 1),
+        homes=parameter_homes(model, programs, vocabulary) if like is None else like.homes,
         choices=choices,
         loss_dtype="float32",
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
-        vocabulary=None,
+        vocabulary=vocabulary,
         canonical_targets=operators_of(compiled.line),
         call=call_of(microbatch),
         groups=groups_of(step, programs),
         changed_state=frozenset(step.changed_state),
-        output=output_of(computes, compiled, programs),
+        output=output_of(computes, step, programs),
         writer=save_here,
     )
 
@@ -159,11 +170,40 @@ def microbatches_like(program: Program, batch: Batch) -> int:
 
 def forward_order(program: Program, count: int) -> Schedule:
     """Returns the order in which that many microbatches run through a forward alone."""
-    return _lowered(program.schedule.placement, count)
+    return _lowered(program.schedule.placement, program.vocabulary, count)
 
 
-def _lowered(placement: Placement, count: int) -> Schedule:
-    return lower(forward_only(placement, count))
+def _lowered(placement: Placement, vocabulary: VocabularyProgram | None, count: int) -> Schedule:
+    lookups = vocabulary is not None and vocabulary.lookup is not None
+    return lower(forward_only(placement, count, shards=vocabulary is not None, lookups=lookups))
+
+
+def _cut_output_layer(step: StepGraph, options: ForwardOptions) -> ShardedStep | None:
+    """Returns the forward without its output layer, if that is sharded over all ranks.
+
+    It is if the training step has sharded it and what is computed needs no whole logits, or if this
+    forward places the parameters and `vocab=` asks for it.
+    """
+    like, vocab = options.like, options.choices.vocab
+    if (like is None and vocab not in (1, 2)) or (like is not None and like.vocabulary is None):
+        return None
+    try:
+        if like is None and options.choices.exact:
+            raise NotShardableError("exact=True sums over the vocabulary in eager's order")
+        rows = like.vocabulary.parameters if like is not None and like.vocabulary else None
+        sharded = cut_output_layer(step, rows)
+        if sharded.weight in options.sharded:
+            raise NotShardableError(f"{sharded.weight} is one rank's part already")
+        return sharded
+    except NotShardableError as reason:
+        if like is None:
+            warnings.warn(
+                f"vocab={vocab} is not used: {reason}. The first evaluation of a model in which "
+                "nothing trains places its parameters, and this one the output layer whole on the "
+                "last stage. Let log_probs be the first.",
+                stacklevel=2,
+            )
+        return None
 
 
 def _warn_of_random_numbers(step: StepGraph) -> None:

@@ -194,7 +194,6 @@ class Summary:
             Figure("embedding", found.lookup.weight if found.lookup else None),
             Figure("words by rank", tuple(high - low for low, high in found.bounds)),
             *(Figure(op, found.flops[0][op], "FLOP", "microbatch") for op in ("S", "T")),
-            Figure("logits", "wait from S to T" if found.tiling.keep else "are recomputed by T"),
             Figure("barriers", found.barriers),
         ]
         return facts("vocabulary", figures, "Output layer sharded over all ranks")

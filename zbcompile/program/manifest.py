@@ -16,6 +16,7 @@ from zbcompile.json_text import from_plain, to_text
 from zbcompile.model.model_info import Member, ModelFacts
 from zbcompile.options import PipelineOptions, StepOptions
 from zbcompile.passes.compile_options import Choices
+from zbcompile.passes.exported.vocabulary.shard_program import InputLayer, VocabularyProgram
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.serialization.arguments import DEVICES
@@ -25,7 +26,6 @@ from zbcompile.passes.split.joint_graph import Recomputation
 from zbcompile.passes.split.saved_bytes import Crossing
 from zbcompile.passes.split.split import Improvement
 from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.passes.vocabulary.shard_program import InputLayer, Tiling, VocabularyProgram
 from zbcompile.program.output import output_from_data, output_to_data, sizes_from_data, spec_from_data, spec_to_data
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.schedule import Schedule
@@ -281,7 +281,6 @@ def vocabulary_to_data(found: VocabularyProgram | None) -> dict[str, Any] | None
     data |= {name: spec_to_data(getattr(found, name)) for name in SHARDED}
     lookup = found.lookup
     data["lookup"] = lookup and [lookup.weight, lookup.activation, spec_to_data(lookup.rows)]
-    data["tiling"] = [found.tiling.words, found.tiling.keep]
     return data | {"bounds": list(map(list, found.bounds)), "flops": list(map(dict, found.flops))}
 
 
@@ -291,7 +290,6 @@ def vocabulary_from_data(data: dict[str, Any] | None, device: str) -> Vocabulary
         return None
     fields: dict[str, Any] = {name: data[name] for name in SHARDING}
     fields |= {name: spec_from_data(data[name], device) for name in SHARDED}
-    fields["tiling"] = Tiling(*data["tiling"])
     if data["lookup"]:
         weight, activation, rows = data["lookup"]
         fields["lookup"] = InputLayer(weight, activation, spec_from_data(rows, device))

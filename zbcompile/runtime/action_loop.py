@@ -1,6 +1,6 @@
 """The action loop: one handler per kind of action, independent of how the order was made."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -190,12 +190,21 @@ class RankRun:
         """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left."""
         for stage in self.runs.values():
             stage.check_empty()
-        return {i: loss for stage in self.runs.values() for i, loss in stage.losses.items()}
+        return sum_losses(stage.losses for stage in self.runs.values())
 
     def outputs(self) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
         """The leaves of the model's output that this rank has made, each by microbatch."""
         for stage in self.runs.values():
             yield from stage.outputs.items()
+
+
+def sum_losses(parts: Iterable[Mapping[int, torch.Tensor]]) -> dict[int, torch.Tensor]:
+    """Returns the loss of each microbatch: beside a sharded output layer a stage may add a loss of its own."""
+    losses: dict[int, torch.Tensor] = {}
+    for part in parts:
+        for microbatch, loss in part.items():
+            losses[microbatch] = losses[microbatch] + loss if microbatch in losses else loss
+    return losses
 
 
 HANDLERS: dict[str, Callable[..., None]] = {

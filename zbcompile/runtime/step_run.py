@@ -26,7 +26,7 @@ from zbcompile.distributed.under_way import complete, outlives_its_step
 from zbcompile.errors import PipelineError
 from zbcompile.faults.watchdog import LocalWatch, Watch
 from zbcompile.model.seeds import microbatch_seed, undisturbed
-from zbcompile.runtime.action_loop import ActionLabels, Observer, RankRun
+from zbcompile.runtime.action_loop import ActionLabels, Observer, RankRun, sum_losses
 from zbcompile.runtime.data_parallel import Reduction, unobserved
 from zbcompile.runtime.executable import Executable, Made, StepInput, StepResult
 from zbcompile.runtime.first_step_check import FirstStepCheck, written_buffers
@@ -277,7 +277,7 @@ class StepRun:
     def _share_losses(self) -> None:
         """Exchange the losses. A rank that waits for them ends its step only once all ranks have run their passes, so
         that none updates its parameters although another rank has failed."""
-        own = {i: loss for run in self.runs for i, loss in run.losses().items()}
+        own = sum_losses(run.losses() for run in self.runs)
         missing = self._missing()
         if self.ranks.group is None:
             self.losses = Losses([own[i].detach() for i in range(self.program.schedule.microbatches)])

@@ -35,11 +35,7 @@ from zbcompile.passes.exported.vocabulary.shard_passes import (
     logit_gradient,
     scan,
 )
-from zbcompile.passes.exported.vocabulary.trunk import Lookups, ShardedStep
-from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.passes.stage.stage_program import tensor_spec
-from zbcompile.passes.vocabulary.shard_program import (
+from zbcompile.passes.exported.vocabulary.shard_program import (
     COEFFICIENTS,
     GATHERED,
     GRADIENT,
@@ -50,9 +46,12 @@ from zbcompile.passes.vocabulary.shard_program import (
     TANGENT,
     Bounds,
     InputLayer,
-    Tiling,
     VocabularyProgram,
 )
+from zbcompile.passes.exported.vocabulary.trunk import Lookups, ShardedStep
+from zbcompile.passes.graph.roles import Slot
+from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.stage_program import tensor_spec
 
 SlotValues = Mapping[Slot, Tensor]
 Function = Callable[[SlotValues], dict[Slot, Tensor]]
@@ -89,7 +88,6 @@ def shard_passes(
         bias=sharded.bias,
         bounds=bounds,
         barriers=barriers,
-        tiling=Tiling(max(1, *(high - low for low, high in bounds)), keep=barriers > 0),
         activation=values.hidden.name,
         hidden=tensor_spec(first.hidden),
         statistics=tensor_spec(first.gathered[0]),
