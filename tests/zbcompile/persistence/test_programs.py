@@ -322,7 +322,7 @@ def test_the_methods_of_an_operator_reach_no_code(
 @pytest.mark.slow
 def test_hostile_programs_are_refused_or_train_the_same(tmp_path: Path) -> None:
     """A sample of `tests/support/hostile_programs.py`: nothing is executed, no exception is raw."""
-    programs = hostile_programs.save_programs(tmp_path / "programs", "asking", "plain")
+    programs = hostile_programs.save_programs(tmp_path / "programs", "branching", "plain")
     expected = {name: hostile_programs.expected_of(path, name) for name, path in programs.items()}
     for seed in range(4):
         name = sorted(programs)[seed % 2]
