@@ -30,7 +30,7 @@ ORDER = {
             "layout_strings",
         ),
         *("gpu", "torch_private", "graph", "meta_device", "machine", "compile_options", "module_state", "capture"),
-        *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list", "serialization"),
+        *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list"),
         "exported",  # replaces the other rooms but for errors, torch_names, gpu
     ),
     "zbcompile": (

@@ -18,8 +18,7 @@ from zbcompile.passes.exported.torch_private import (
 
 LIBRARIES = ("aten", "prims", *COLLECTIVES)
 GETITEM = "getitem"
-# In-place operators by which gradients are added into buffers.
-IN_PLACE = frozenset({"add_", "addmm_", "baddbmm_", "index_add_"})
+HIGHER_ORDER = {"higher_order.cond": torch.ops.higher_order.cond}
 MESSAGES = frozenset({"isend", "irecv", "batch_p2p_ops"})  # the peer may not answer
 _OPERATOR = re.compile(r"([A-Za-z_]\w*)\.([A-Za-z_]\w*)\.([A-Za-z_]\w*)", re.ASCII)
 
@@ -38,6 +37,8 @@ def operator_named(name: Any, operators: Collection[str] = ()) -> Callable[..., 
     """
     if name == GETITEM:
         return operator.getitem
+    if isinstance(name, str) and name in HIGHER_ORDER:
+        return HIGHER_ORDER[name]
     parts = _OPERATOR.fullmatch(name) if isinstance(name, str) else None
     if parts is None:
         raise CompileError(f"{name!r} is not the name of an operator that a graph may call.")
@@ -60,7 +61,16 @@ def name_of_operator(target: Any) -> str:
         return GETITEM
     if isinstance(target, OpOverload):
         return str(target)
+    for name, known in HIGHER_ORDER.items():
+        if target is known:
+            return name
     raise CompileError(f"{target} cannot be saved. Wrap it with torch.library.custom_op.")
+
+
+def is_foreign(name: str) -> bool:
+    """Returns True for an operator of a library that is not torch's: a reader must name it."""
+    library = name.partition(".")[0]
+    return name != GETITEM and library not in (*LIBRARIES, "higher_order")
 
 
 def _is_allowed(found: OpOverload, function: str) -> bool:
@@ -70,7 +80,6 @@ def _is_allowed(found: OpOverload, function: str) -> bool:
         any("Tensor" in str(result.type) for result in schema.returns)
         and all(argument.name != "filename" for argument in schema.arguments)
         and torch.Tag.inplace_view not in found.tags
-        and (not schema.is_mutable or function in IN_PLACE)
         and function not in MESSAGES
     )
 

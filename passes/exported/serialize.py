@@ -1,31 +1,32 @@
-"""Pass graphs as JSON: a graph that is read runs no code that is not torch's or this library's.
+"""Graphs as JSON: a graph that is read runs no code that is not torch's or this library's.
 
 Inputs are described by dtype, shape, strides and storage. Everything else is inferred when a graph
 is read, by one run on fake tensors. Operations are named, and only operators of a closed list may
 be called; further ones are allowed by name (`operators=`). Nodes have numbers, so no name of the
 file reaches generated code.
 
->>> data = pass_to_data(compiled.passes[Label(0, "F")])            # doctest: +SKIP
->>> pass_from_data(json.loads(json.dumps(data)), torch.device("cpu"))  # doctest: +SKIP
+>>> data = graph_to_data(piece.module)                                   # doctest: +SKIP
+>>> graph_from_data(json.loads(json.dumps(data)), torch.device("cpu"))   # doctest: +SKIP
 """
 
 import math
 import operator
 import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
 from zbcompile.passes.errors import CompileError
+from zbcompile.passes.exported.capture.process_groups import is_collective
 from zbcompile.passes.exported.capture.source_lines import LINE
 from zbcompile.passes.exported.operators import name_of_operator, operator_named
 from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
-from zbcompile.passes.exported.stage.pass_graph import KINDS, ROLES, PassGraph, Slot
 from zbcompile.passes.exported.step_graph import tensors_of
 from zbcompile.passes.exported.torch_private import (
     ANNOTATIONS,
@@ -42,124 +43,160 @@ from zbcompile.passes.torch_names import NAMED, dtype_named, name_in_torch, name
 Data = dict[str, Any]
 # Graph compilers copy strings into generated source: none may end a literal.
 _TEXT = re.compile(r"[\w ,.:>*+-]*", re.ASCII)
-_DEVICES = ("cpu", "cuda")
+DEVICES = ("cpu", "cuda")
 # What data of another form raises.
 _MALFORMED = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError)
 
 
-def pass_to_data(graph: PassGraph) -> Data:
-    """Returns a pass graph as JSON values.
+def graph_to_data(module: GraphModule) -> Data:
+    """Returns a graph, with the graphs that it calls, as JSON values.
 
     Raises:
         CompileError: An operation or an argument has no such form.
     """
-    numbers: dict[Node, int] = {}
-    nodes = []
-    for node in graph.module.graph.nodes:
-        if node.op == "get_attr":
-            raise CompileError(f"the graph refers to {node.target}: torch.cond cannot be saved.")
-        if node.op == "call_function":
-            nodes.append(_node_to_data(node, numbers))
-        if node.op != "output":
-            numbers[node] = len(numbers)
-    storages, inputs = _inputs_to_data(graph)
-    return {
-        "stage": graph.stage,
-        "kind": graph.kind,
-        "storages": storages,
-        "inputs": inputs,
-        "nodes": nodes,
-        "outputs": [
-            {
-                "slot": list(slot),
-                "node": numbers[node],
-                "readers": sorted(graph.readers.get(slot, ())),
-            }
-            for slot, node in zip(graph.outputs, graph.results, strict=True)
-        ],
-    }
+    return _Writer(module).write()
 
 
-def pass_from_data(data: Data, device: torch.device, operators: Collection[str] = ()) -> PassGraph:
-    """Returns the pass graph that `pass_to_data` wrote.
+def graph_from_data(
+    data: Data, device: torch.device, operators: Collection[str] = (), name: str = "Pass"
+) -> GraphModule:
+    """Returns the graph that `graph_to_data` wrote.
 
     Args:
         device: The device of this process.
         operators: Operators of other libraries that the graph may call, as `library::operator`.
+        name: The name of the module's class.
 
     Raises:
         CompileError: The graph is not one that this library writes.
     """
+    mode = FakeTensorMode(allow_fallback_kernels=False)
     try:
-        return _Reader(device, operators).read(data)
+        with mode, torch.no_grad(), kernel_strides():
+            return _Reader(device, operators).read(data, name)
     except CompileError:
         raise
     except _MALFORMED as error:
+        text = f"{error!r:.200}".partition("\n")[0]
         raise CompileError(
-            f"a saved graph does not have the form that this library writes: {error!r}"
+            f"a saved graph does not have the form that this library writes: {text}"
         ) from None
 
 
+def operators_in(data: Data) -> set[str]:
+    """Returns the names of the operators that a written graph calls, such as `aten.mm.default`."""
+    names = {node["call"] for node in data["nodes"]}
+    return names.union(*map(operators_in, data["graphs"]))
+
+
+@dataclass
+class _Writer:
+    module: GraphModule
+    numbers: dict[Node, int] = field(default_factory=dict)
+    graphs: list[Data] = field(default_factory=list)
+
+    def write(self) -> Data:
+        nodes = []
+        for node in self.module.graph.nodes:
+            if node.op == "call_function":
+                nodes.append(self._node(node))
+            if node.op in ("placeholder", "call_function"):
+                self.numbers[node] = len(self.numbers)
+        results = self.module.graph.output_node().args[0]
+        outputs = [self.numbers[node] for node in results]  # type: ignore[index, union-attr]
+        inputs = _inputs_to_data(self.module.graph)
+        return {**inputs, "nodes": nodes, "outputs": outputs, "graphs": self.graphs}
+
+    def _node(self, node: Node) -> Data:
+        data: Data = {"call": name_of_operator(node.target)}
+        data["args"] = [self._argument(value) for value in node.args]
+        if node.kwargs:
+            data["kwargs"] = {name: self._argument(value) for name, value in node.kwargs.items()}
+        line = annotations_of(node).get(LINE)
+        if line:
+            data["line"] = os.path.basename(line)  # without the folders of this machine
+        if node.meta.get(RECOMPUTED):
+            data["recomputed"] = True
+        return data
+
+    def _argument(self, value: Any) -> Any:
+        if isinstance(value, Node) and value.op == "get_attr":
+            return {"graph": self._graph(value)}
+        if isinstance(value, Node):
+            return {"node": self.numbers[value]}
+        if isinstance(value, str):
+            return _text(value)
+        if isinstance(value, float) and not math.isfinite(value):
+            return {"float": str(value)}
+        if value is None or isinstance(value, bool | int | float):
+            return value
+        if isinstance(value, list):
+            return [self._argument(inner) for inner in value]
+        if isinstance(value, tuple):
+            return {"tuple": [self._argument(inner) for inner in value]}
+        if isinstance(value, complex):
+            return {"complex": [value.real, value.imag]}
+        if isinstance(value, torch.device):
+            return {"device": value.type}
+        found = name_in_torch(value)
+        if found is None:
+            raise CompileError(f"an argument of type {type(value).__name__} cannot be saved.")
+        return dict([found])
+
+    def _graph(self, node: Node) -> int:
+        value = getattr(self.module, str(node.target))
+        if not isinstance(value, GraphModule):
+            raise CompileError(f"the graph refers to {node.target}, which is not a graph.")
+        self.graphs.append(graph_to_data(value))
+        return len(self.graphs) - 1
+
+
+@dataclass
 class _Reader:
     """Builds a graph and runs it on fake tensors."""
 
-    def __init__(self, device: torch.device, operators: Collection[str]) -> None:
-        self.device, self.operators = device, operators
-        self.mode = FakeTensorMode(allow_fallback_kernels=False)
-        self.graph = Graph()
-        self.nodes: list[Node] = []
-        self.storage_bytes: dict[int, int] = {}
+    device: torch.device
+    operators: Collection[str]
+    graph: Graph = field(default_factory=Graph)
+    nodes: list[Node] = field(default_factory=list)
+    graphs: dict[str, GraphModule] = field(default_factory=dict)
+    storage_bytes: dict[int, int] = field(default_factory=dict)
 
-    def read(self, data: Data) -> PassGraph:
-        if type(data["stage"]) is not int or data["kind"] not in KINDS:
-            raise CompileError(f"{data['stage']!r}.{data['kind']!r} is not a pass.")
-        with self.mode, torch.no_grad(), kernel_strides():
-            inputs = self._read_inputs(data)
-            for node in data["nodes"]:
-                self._read_node(node)
-        outputs, readers = [], {}
-        results = []
-        for output in data["outputs"]:
-            slot = _slot(output["slot"])
-            results.append(self._node(output["node"]))
-            if not isinstance(results[-1].meta["val"], Tensor):
-                raise CompileError(f"{slot} is not a tensor.")
-            if not set(output["readers"]) <= set(KINDS):
-                raise CompileError(f"{slot} is read by {output['readers']}: no such passes.")
-            outputs.append(slot)
-            if output["readers"]:
-                readers[slot] = frozenset(output["readers"])
-        for slots in (inputs, outputs):
-            if len(set(slots)) < len(slots):
-                raise CompileError("two inputs or outputs of a graph have one role and name.")
-        self.graph.output(tuple(results))
+    def read(self, data: Data, name: str) -> GraphModule:
+        self._read_inputs(data)
+        for number, inner in enumerate(data["graphs"]):
+            self.graphs[f"graph_{number}"] = self._branch(inner)
+        for node in data["nodes"]:
+            self._read_node(node)
+        results = tuple(self._node(number) for number in data["outputs"])
+        if not all(isinstance(node.meta["val"], Tensor) for node in results):
+            raise CompileError("a graph returns something else than tensors.")
+        self.graph.output(results)
         self.graph.lint()
-        module = LazyGraphModule({}, self.graph, class_name="Pass")
-        kind, stage = data["kind"], data["stage"]
-        return PassGraph(stage, kind, module, tuple(inputs), tuple(outputs), readers)
+        return LazyGraphModule(self.graphs, self.graph, class_name=name)
 
-    def _read_inputs(self, data: Data) -> list[Slot]:
-        sizes: Sequence[int] = data["storages"]
+    def _branch(self, data: Data) -> GraphModule:
+        branch = _Reader(self.device, self.operators).read(data, "Branch")
+        if any(map(is_collective, branch.graph.nodes)):
+            raise CompileError("a branch communicates, and not all ranks need to take it.")
+        return branch
+
+    def _read_inputs(self, data: Data) -> None:
         storages: dict[int, Tensor] = {}
-        slots = []
-        for description in data["inputs"]:
-            slots.append(_slot(description["slot"]))
-            number = description["storage"]
-            if number not in storages:
-                storages[number] = torch.empty(
-                    _size(sizes[number]), dtype=torch.uint8, device=self._device(description)
+        for number, description in enumerate(data["inputs"]):
+            kind, dtype, sizes, strides, storage, offset = description
+            dtype = dtype_named(dtype)
+            if storage not in storages:
+                storages[storage] = torch.empty(
+                    _size(data["storages"][storage]), dtype=torch.uint8, device=self._device(kind)
                 )
-            dtype = dtype_named(description["dtype"])
-            shape = list(map(_size, description["shape"]))
-            stride = list(map(_size, description["stride"]))
-            offset = _size(description["offset"])
-            count = storages[number].numel() // dtype.itemsize * dtype.itemsize
-            whole = storages[number][:count].view(dtype)
+            count = storages[storage].numel() // dtype.itemsize * dtype.itemsize
+            whole = storages[storage][:count].view(dtype)
             self._require_inside(whole)
-            value = torch.as_strided(whole, shape, stride, offset)
+            shape, stride = list(map(_size, sizes)), list(map(_size, strides))
+            value = torch.as_strided(whole, shape, stride, _size(offset))
             self._require_inside(value)
-            self._append(self.graph.placeholder(f"input_{len(slots) - 1}"), value)
-        return slots
+            self._append(self.graph.placeholder(f"input_{number}"), value)
 
     def _read_node(self, data: Data) -> None:
         target = operator_named(data["call"], self.operators)
@@ -169,12 +206,13 @@ class _Reader:
             known = {argument.name for argument in schema_of(target).arguments}
             if not kwargs.keys() <= known:
                 raise CompileError(f"{target} has no arguments {sorted(kwargs.keys() - known)}.")
+        elif kwargs:
+            raise CompileError(f"{target} takes no keyword arguments.")
         node = self.graph.call_function(target, args, kwargs)
         self._append(node, self._run(node))
-        custom = {LINE: str(data["line"])} if "line" in data else {}
-        node.meta[ANNOTATIONS] = custom
+        node.meta[ANNOTATIONS] = {LINE: str(data["line"])} if "line" in data else {}
         if data.get("recomputed"):
-            node.meta[RECOMPUTED] = True
+            node.meta |= {RECOMPUTED: True, "pass": "recompute"}
 
     def _run(self, node: Node) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), lambda source: source.meta["val"])
@@ -186,7 +224,7 @@ class _Reader:
         try:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         except Exception as error:
-            first = str(error).partition("\n")[0]
+            first = f"{error!s:.200}".partition("\n")[0]
             raise CompileError(f"{node.target} cannot run on its arguments: {first}") from None
         leaves = result if isinstance(result, tuple | list) else (result,)
         for leaf in leaves:
@@ -212,10 +250,9 @@ class _Reader:
             raise CompileError(f"{number!r} is not the number of an earlier node.")
         return self.nodes[number]
 
-    def _device(self, data: Data) -> torch.device:
-        kind = data["device"]
-        if kind not in (self.device.type, *_DEVICES):
-            raise CompileError(f"{kind!r} is not a kind of device; expected {_DEVICES}.")
+    def _device(self, kind: Any) -> torch.device:
+        if kind not in (self.device.type, *DEVICES):
+            raise CompileError(f"{kind!r} is not a kind of device; expected {DEVICES}.")
         return self.device if kind == self.device.type else torch.device(kind)
 
     def _argument(self, data: Any) -> Any:
@@ -228,88 +265,46 @@ class _Reader:
         ((tag, value),) = data.items()
         if tag == "node":
             return self._node(value)
+        if tag == "graph":
+            branch = self.graphs[f"graph_{value}"]
+            node = self.graph.get_attr(f"graph_{value}")
+            node.meta["val"] = branch
+            return node
+        if tag == "complex" and all(type(v) in (int, float) and math.isfinite(v) for v in value):
+            return complex(*value)
         if tag == "tuple":
             return tuple(self._argument(inner) for inner in value)
         if tag == "float" and value in ("inf", "-inf", "nan"):
             return float(value)
         if tag == "device":
-            return self._device(data)
+            return self._device(value)
         if tag in NAMED:
             return named(tag, value)
         raise CompileError(f"an argument has the tag {tag!r} with {value!r}; no such argument.")
 
 
-def _inputs_to_data(graph: PassGraph) -> tuple[list[int], list[Data]]:
-    """Returns the bytes of the storages behind the inputs, and the description of each input."""
+def _inputs_to_data(graph: Graph) -> Data:
+    """Returns the bytes of the storages behind the inputs, and the description of each input: kind
+    of device, dtype, shape, strides, number of the storage, offset."""
     numbers: dict[int, int] = {}
     sizes: list[int] = []
     inputs = []
-    for slot, node in zip(graph.inputs, graph.placeholders, strict=True):
+    for node in graph.find_nodes(op="placeholder"):
         (value,) = tensors_of(node)
         key = storage_key(value)
         if key not in numbers:
             numbers[key] = len(sizes)
             sizes.append(int(value.untyped_storage().nbytes()))
-        inputs.append(
-            {
-                "slot": list(slot),
-                "dtype": str(value.dtype).removeprefix("torch."),
-                "device": value.device.type,
-                "shape": list(value.shape),
-                "stride": list(value.stride()),
-                "offset": int(value.storage_offset()),
-                "storage": numbers[key],
-            }
-        )
-    return sizes, inputs
-
-
-def _node_to_data(node: Node, numbers: Mapping[Node, int]) -> Data:
-    data: Data = {"call": name_of_operator(node.target)}
-    data["args"] = [_argument_to_data(value, numbers) for value in node.args]
-    if node.kwargs:
-        data["kwargs"] = {
-            name: _argument_to_data(value, numbers) for name, value in node.kwargs.items()
-        }
-    line = annotations_of(node).get(LINE)
-    if line:
-        data["line"] = os.path.basename(line)  # without the folders of this machine
-    if node.meta.get(RECOMPUTED):
-        data["recomputed"] = True
-    return data
-
-
-def _argument_to_data(value: Any, numbers: Mapping[Node, int]) -> Any:
-    if isinstance(value, Node):
-        return {"node": numbers[value]}
-    if isinstance(value, str):
-        return _text(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return {"float": str(value)}
-    if value is None or isinstance(value, bool | int | float):
-        return value
-    if isinstance(value, list):
-        return [_argument_to_data(inner, numbers) for inner in value]
-    if isinstance(value, tuple):
-        return {"tuple": [_argument_to_data(inner, numbers) for inner in value]}
-    if isinstance(value, torch.device):
-        return {"device": value.type}
-    found = name_in_torch(value)
-    if found is None:
-        raise CompileError(f"an argument of type {type(value).__name__} cannot be saved.")
-    return dict([found])
-
-
-def _slot(data: Any) -> Slot:
-    role, name = data
-    if role not in ROLES or not isinstance(name, str):
-        raise CompileError(f"{data!r} is not a role and a name.")
-    return Slot(role, name)
+        dtype = str(value.dtype).removeprefix("torch.")
+        shape, stride = list(map(int, value.shape)), list(map(int, value.stride()))
+        offset = int(value.storage_offset())
+        inputs.append([value.device.type, dtype, shape, stride, numbers[key], offset])
+    return {"storages": sizes, "inputs": inputs}
 
 
 def _size(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise CompileError(f"{value!r} is not a size; expected a whole number.")
+        raise CompileError(f"{value!r:.80} is not a size; expected a whole number.")
     return value
 
 

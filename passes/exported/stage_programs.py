@@ -161,6 +161,7 @@ def _stage_program(
         trained=tuple(dict.fromkeys(trained)),
         crossing=_crossing(graphs),
         recomputed=_recomputation(graphs, compiled.saved_without_recompute.get(stage, 0)),
+        parts=_names([s for graph in finished.values() for s in graph.outputs], roles.PART),
         deferred={n: d for n, d in _summed_over(compiled.step).items() if n in trained},
     )
 

@@ -77,6 +77,7 @@ class StageProgram:
     improvements: tuple[Improvement, ...] = ()
     recomputed: Recomputation | None = None
     deferred: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    parts: tuple[str, ...] = ()
 
     @property
     def changed(self) -> tuple[str, ...]:

@@ -42,8 +42,8 @@ Json = Any
 Outcomes = dict[str, tuple[str, str]]
 
 
-class Asking(nn.Module):
-    """Asks about its inputs, has a constant, a buffer that no state dict holds, a branch, and several results."""
+class Branching(nn.Module):
+    """Has a constant, a buffer that no state dict holds, a branch, and several results."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,8 +53,7 @@ class Asking(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         values, _ = (self.first(x) + self.table).sort(-1)
-        if bool((x > 0).all()):
-            values = values * self.scale
+        values = values * self.scale
         values = torch.cond(x.sum() > 2, torch.sin, torch.cos, (values,))
         return self.last(torch.tanh(values))
 
@@ -101,20 +100,22 @@ def model_of(name: str, mesh: Any = None) -> nn.Module:
         return Halved(mesh)
     torch.manual_seed(0)
     activation = Bending() if name == "foreign" else nn.Tanh()
-    return Asking() if name == "asking" else nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 8, bias=False))
+    return (
+        Branching() if name == "branching" else nn.Sequential(nn.Linear(4, 4), activation, nn.Linear(4, 8, bias=False))
+    )
 
 
 STEPS: dict[str, dict[str, Any]] = {
     "plain": {"schedule": "zb-h1", "loss": nn.functional.mse_loss},
-    "asking": {"schedule": "1f1b", "loss": nn.functional.mse_loss},
-    "foreign": {"schedule": "zb-v", "loss": nn.functional.mse_loss},
+    "branching": {"schedule": "1f1b", "loss": nn.functional.mse_loss},
+    "foreign": {"schedule": "1f1b", "loss": nn.functional.mse_loss},
     "words": {"schedule": "1f1b", "loss": nn.functional.cross_entropy, "vocab": 1},
 }
 FORWARD, MESH = "forward", "mesh"
 
 
 def batch_of(name: str) -> tuple[Tensor, Tensor]:
-    return torch.ones(4, 4), torch.arange(4) if name == "words" else torch.ones(4, 4 if name == "asking" else 8)
+    return torch.ones(4, 4), torch.arange(4) if name == "words" else torch.ones(4, 4 if name == "branching" else 8)
 
 
 def save_programs(folder: Path, *names: str) -> dict[str, Path]:
@@ -253,13 +254,9 @@ def graphs_in(data: Json) -> list[Json]:
     return own + [graph for each in inner if isinstance(each, dict | list) for graph in graphs_in(each)]
 
 
-def any_node(data: Json, chance: random.Random, *kinds: str) -> tuple[Json, Json]:
-    """A graph of a file and a node of it, of these kinds."""
-    pairs = [(graph, node) for graph in graphs_in(data) for node in graph["nodes"] if node["op"] in kinds]
-    return chance.choice(pairs)
-
-
-CALL, NAMED = ("call_function",), ("placeholder", "get_attr", "call_function", "output")
+def any_node(data: Json, chance: random.Random) -> tuple[Json, Json]:
+    """A graph of a file and a node of it."""
+    return chance.choice([(graph, node) for graph in graphs_in(data) for node in graph["nodes"]])
 
 
 def hostile_name(chance: random.Random) -> str:
@@ -272,34 +269,28 @@ def hostile_name(chance: random.Random) -> str:
 
 
 def put_operator(data: Json, chance: random.Random) -> str:
-    _, node = any_node(data, chance, *CALL)
-    node["target"] = hostile_name(chance)
-    return f"operator {node['target']}"
+    _, node = any_node(data, chance)
+    node["call"] = hostile_name(chance)
+    return f"operator {node['call']}"
 
 
 def put_another(data: Json, chance: random.Random) -> str:
     """An operator in the place of another that may be called alike."""
-    _, node = any_node(data, chance, *CALL)
+    _, node = any_node(data, chance)
     alike = ("sin.default", "cos.default", "add_.Tensor", "add.Tensor", "mul.Tensor", "mm.default", "copy_.default")
-    alike += (
-        "set_.source_Tensor",
-        "resize_as_.default",
-        "to_sparse.default",
-        "unbind.int",
-        "item.default",
-        "t_.default",
-    )
-    alike += ("sort.default", "_to_copy.default", "empty_like.default", "requires_grad_.default", "nonzero.default")
-    node["target"] = f"aten.{chance.choice(alike)}"
-    if chance.random() < 0.5 and isinstance(node.get("value"), list) and node["args"]:
+    alike += ("set_.source_Tensor", "resize_as_.default", "to_sparse.default", "unbind.int", "item.default")
+    alike += ("t_.default", "sort.default", "_to_copy.default", "empty_like.default", "requires_grad_.default")
+    alike += ("nonzero.default", "geqrf.default")
+    before, node["call"] = node["call"], f"aten.{chance.choice(alike)}"
+    if chance.random() < 0.5:
         node["args"] = node["args"][:1]
-    return f"{node['target']} for {node['name']}"
+    return f"{node['call']} for {before}"
 
 
 def put_slot(data: Json, chance: random.Random) -> str:
     """Another meaning of a graph's inputs and outputs, or another order of them."""
-    graph = chance.choice([each for each in graphs_in(data) if each.get("inputs")])
-    slots = graph[chance.choice(("inputs", "outputs"))]
+    graph = chance.choice([each for each in graphs_in(data) if each.get("slots", {}).get("inputs")])
+    slots = graph["slots"][chance.choice(("inputs", "outputs"))]
     kinds = (
         "parameter",
         "buffer",
@@ -321,81 +312,84 @@ def put_slot(data: Json, chance: random.Random) -> str:
     return f"{before} becomes {slot}"
 
 
-def put_name(data: Json, chance: random.Random) -> str:
-    _, node = any_node(data, chance, *NAMED)
-    key = chance.choice(("name", "target", "pass"))
-    node[key] = chance.choice(PATHS)
-    return f"{key} {node[key]!r}"
-
-
 def put_keyword(data: Json, chance: random.Random) -> str:
-    _, node = any_node(data, chance, *NAMED)
+    _, node = any_node(data, chance)
     name = chance.choice([*PATHS, "self", "dtype", "out"])
     node.setdefault("kwargs", {})[name] = chance.choice(VALUES)
     return f"keyword {name!r}"
 
 
 def put_argument(data: Json, chance: random.Random) -> str:
-    _, node = any_node(data, chance, "call_function", "output")
+    _, node = any_node(data, chance)
     node["args"] = node["args"] or [0]
     node["args"][chance.randrange(len(node["args"]))] = value = chance.choice(VALUES)
-    return f"argument {value!r} of {node['name']}"
+    return f"argument {value!r} of {node['call']}"
 
 
-def put_value(data: Json, chance: random.Random) -> str:
-    _, node = any_node(data, chance, *CALL, "placeholder")
-    value = node.setdefault("value", ["float32", "cpu", [4], [1], 0, 0])
-    if isinstance(value, dict):
-        value = value["values"][0]
-    part = chance.randrange(6)
+def put_number(data: Json, chance: random.Random) -> str:
+    """Another node as an argument or a result."""
+    graph, node = any_node(data, chance)
+    count = len(graph["inputs"]) + len(graph["nodes"])
+    number = chance.choice([-1, count, chance.randrange(count), chance.randrange(count)])
+    if chance.random() < 0.3 and graph["outputs"]:
+        graph["outputs"][chance.randrange(len(graph["outputs"]))] = number
+    elif node["args"]:
+        node["args"][0] = {"node": number}
+    return f"node {number}"
+
+
+def put_input(data: Json, chance: random.Random) -> str:
+    graph = chance.choice([each for each in graphs_in(data) if each["inputs"]])
+    value, part = chance.choice(graph["inputs"]), chance.randrange(6)
     numbers = [chance.choice([-1, 0, 1, 4, 10**6, 10**13, 2**63])] * chance.randrange(3)
     value[part] = chance.choice((chance.choice(VALUES), numbers)) if part in (2, 3) else chance.choice(VALUES)
-    return f"value {part} of {node['name']}: {value[part]!r}"
+    return f"input {part}: {value[part]!r}"
 
 
-def put_attribute(data: Json, chance: random.Random) -> str:
-    graph, node = any_node(data, chance, *CALL)
-    name = chance.choice([*PATHS, *graph["graphs"], "weight"])
-    if chance.random() < 0.5:
-        graph["graphs"][name] = copy.deepcopy({key: each for key, each in graph.items() if key != "graphs"})
-        graph["graphs"][name]["graphs"] = {}
-    graph["nodes"].insert(graph["nodes"].index(node), {"op": "get_attr", "name": "taken", "target": name})
-    return f"attribute {name!r}"
+def put_storage(data: Json, chance: random.Random) -> str:
+    graph = chance.choice([each for each in graphs_in(data) if each["storages"]])
+    graph["storages"][0] = size = chance.choice([-1, 0, 1, 10**13, 2**63, True, "a"])
+    return f"a storage of {size!r} bytes"
+
+
+def put_branch(data: Json, chance: random.Random) -> str:
+    graph, node = any_node(data, chance)
+    graph["graphs"].append(copy.deepcopy({**graph, "graphs": []}))
+    node["args"] = [{"graph": chance.choice([0, len(graph["graphs"]), *PATHS])}]
+    return f"branch {node['args'][0]}"
+
+
+def append_call(graph: Json, call: str, *args: Json) -> None:
+    """Let a graph end with a call of its last value."""
+    last = len(graph["inputs"]) + len(graph["nodes"]) - 1
+    graph["nodes"].append({"call": call, "args": [{"node": last}, *args]})
 
 
 def put_group(data: Json, chance: random.Random) -> str:
-    graph, node = any_node(data, chance, *CALL)
-    name, source = chance.choice(["tp", "pp", "dp", "0", "group0", *PATHS]), {"node": node["name"]}
+    graph, _ = any_node(data, chance)
+    name = chance.choice(["tp", "pp", "dp", "0", "group0", *PATHS])
     target = chance.choice(("all_reduce", "isend", "all_gather_into_tensor", "broadcast", "wait_tensor"))
-    sum_of = {"all_reduce": ["sum", name], "wait_tensor": []}.get(target, [1, name])
-    call = {"op": "call_function", "name": "exchanged", "target": f"_c10d_functional.{target}.default"}
-    call |= {"args": [source, *sum_of], "value": copy.deepcopy(node.get("value"))}
-    graph["nodes"].insert(graph["nodes"].index(node) + 1, call)
+    args = {"all_reduce": ["sum", name], "wait_tensor": []}.get(target, [1, name])
+    append_call(graph, f"_c10d_functional.{target}.default", *args)
     return f"{target} of group {name!r}"
 
 
 def put_payload(data: Json, chance: random.Random) -> str:
     """Operations that reach `exec`, in all the ways that were ever open."""
-    graph, node = any_node(data, chance, *CALL)
-    packet = chance.choice(PACKETS)
+    graph, _ = any_node(data, chance)
+    packet, first = chance.choice(PACKETS), len(graph["inputs"]) + len(graph["nodes"])
     ways = ("__getattribute__", "__getattr__"), ("__init__", "__call__", "__class__")
     calls: list[tuple[str, list[Json]]] = [
         (f"{packet}.{chance.choice(ways[0])}", [chance.choice(("__init__", "_op", "__class__"))]),
-        (f"{packet}.__init__", [packet.replace(".", "::"), "x", {"node": "step0"}, []]),
+        (f"{packet}.__init__", [packet.replace(".", "::"), "x", {"node": first}, []]),
         (f"{packet}.{chance.choice(ways[0])}", ["__globals__"]),
-        ("getitem", [{"node": "step2"}, "__builtins__"]),
-        ("getitem", [{"node": "step3"}, "exec"]),
-        (f"{packet}.{chance.choice(ways[1])}", [packet.replace(".", "::"), "x", {"node": "step4"}, []]),
+        ("getitem", [{"node": first + 2}, "__builtins__"]),
+        ("getitem", [{"node": first + 3}, "exec"]),
+        (f"{packet}.{chance.choice(ways[1])}", [packet.replace(".", "::"), "x", {"node": first + 4}, []]),
         (f"{packet}.__call__", [f"open({MARK!r}, 'w')"]),
     ]
     skipped = chance.randrange(8)
-    nodes = [
-        {"op": "call_function", "name": f"step{i}", "target": target, "args": args}
-        for i, (target, args) in enumerate(calls)
-        if i != skipped
-    ]
-    where = graph["nodes"].index(node)
-    graph["nodes"][where:where] = nodes
+    graph["nodes"] += [{"call": call, "args": args} for i, (call, args) in enumerate(calls) if i != skipped]
     return f"payload through {packet} without step {skipped}"
 
 
@@ -408,17 +402,18 @@ TEXTS_OF_CODE = (  # they end a string or a comment of a source that a compiler 
 
 
 def put_text(data: Json, chance: random.Random) -> str:
-    """An assertion with a message that is code."""
-    graph, node = any_node(data, chance, *CALL)
-    target = f"aten.{chance.choice(('_assert_async.msg', '_functional_assert_async.msg', '_assert_scalar.default'))}"
-    args = [{"node": node["name"]}, chance.choice(TEXTS_OF_CODE)]
-    call = {"op": "call_function", "name": "asserted", "target": target, "args": args}
-    graph["nodes"].insert(graph["nodes"].index(node) + 1, call)
-    return f"{target} with {args[1]!r}"
+    """A text that is code."""
+    graph, _ = any_node(data, chance)
+    target = f"aten.{chance.choice(('_assert_async.msg', '_functional_assert_async.msg', 'gelu.default'))}"
+    text = chance.choice(TEXTS_OF_CODE)
+    append_call(graph, target, *([text] if "assert" in target else []))
+    if "gelu" in target:
+        graph["nodes"][-1]["kwargs"] = {"approximate": text}
+    return f"{target} with {text!r}"
 
 
-GRAPH_EDITS = (put_operator, put_another, put_slot, put_name, put_keyword, put_argument, put_value, put_attribute)
-GRAPH_EDITS += (put_group, put_payload, put_text)
+GRAPH_EDITS = (put_operator, put_another, put_slot, put_keyword, put_argument, put_number, put_input, put_storage)
+GRAPH_EDITS += (put_branch, put_group, put_payload, put_text)
 Edit = Callable[[Json, random.Random], str]
 
 
@@ -452,7 +447,7 @@ def edit(directory: Path, chance: random.Random) -> str:
         path = chance.choices(files, [path.stat().st_size ** 0.5 for path in files])[0]
         data = json.loads(path.read_text())
         edits: tuple[Edit, ...] = (put_anything,)
-        if any(any(node["op"] == "call_function" for node in graph["nodes"]) for graph in graphs_in(data)):
+        if any(graph["nodes"] for graph in graphs_in(data)):
             edits = (*GRAPH_EDITS, put_anything, put_anything)
         change = chance.choice(edits)
         try:

@@ -24,7 +24,6 @@ from zbcompile.persistence.checkpoint import load_state
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.manifest import AGAIN, SavedProgram
 from zbcompile.program.output import FORWARDS
-from zbcompile.program.program import ANSWERS, Program
 from zbcompile.runtime.step_run import Engine
 
 SAME = "Every rank must load the same directory, with the same torch and number of threads (OMP_NUM_THREADS)."
@@ -141,25 +140,19 @@ def _options(program: SavedProgram, asked: Mapping[str, Any]) -> PipelineOptions
             f"the program was saved with a custom backend, {saved['backend']}, which a directory cannot hold. Pass "
             'backend=: that function, "fx" or "inductor".'
         )
-    return PipelineOptions(**{**saved, "schedule": program.schedule, "max_shapes": 1 + len(program.answers), **asked})
+    return PipelineOptions(**{**saved, "schedule": program.schedule, **asked})
 
 
 def _read_all(folder: Path, manifest: _Manifest, ranks: Ranks, *rest: Any) -> SavedProgram:
     """This process's part of the program, and of the forwards saved with it."""
     program = _read_for(folder, manifest, ranks, *rest)
-    found = [folder / name for name in FORWARDS if (folder / name).exists()] + sorted(folder.glob(f"{ANSWERS}*"))
-    also = {path.name: _read_for(path, _manifest_of(path), ranks, *rest) for path in found}
+    paths = [folder / name for name in FORWARDS if (folder / name).exists()]
+    also = {path.name: _read_for(path, _manifest_of(path), ranks, *rest) for path in paths}
     for name, each in also.items():
         same = (each.model.members, each.homes) == (program.model.members, program.homes)
-        if not same or not (_is_other_step(each, program) if name.startswith(ANSWERS) else not each.trains):
+        if not same or each.trains:
             raise PipelineError(f"{folder / name} does not belong to the program in {folder}. {AGAIN}.")
     return replace(program, also=also)
-
-
-def _is_other_step(other: Program, program: Program) -> bool:
-    """Whether `other` is a step in the order of `program`, for the same microbatches with other answers."""
-    asks = other.guards is not None and program.guards is not None and other.guards.given != program.guards.given
-    return asks and other.trains and (other.schedule, other.call) == (program.schedule, program.call)
 
 
 def _read_for(

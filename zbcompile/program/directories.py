@@ -19,7 +19,6 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import has_values, on_meta
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.serialization.graph_modules import GraphReading
 from zbcompile.program.consistency import require_consistent, require_whole
 from zbcompile.program.manifest import (
     AGAIN,
@@ -31,7 +30,7 @@ from zbcompile.program.manifest import (
     program_from_manifest,
 )
 from zbcompile.program.output import FORWARDS
-from zbcompile.program.program import ANSWERS, Program
+from zbcompile.program.program import Program
 from zbcompile.program.rank_files import (
     MANIFEST,
     RANK,
@@ -105,7 +104,7 @@ def _prepare(program: Program, directory: Path, leads: bool) -> None:
 
 
 _FILES = f"({re.escape(MANIFEST)}|{re.escape(SCHEDULE)})"
-_OURS = re.compile(rf"{_FILES}|\.{_FILES}\.partial|rank-\d{{4,}}|{ANSWERS}\d+|{'|'.join(FORWARDS)}")
+_OURS = re.compile(rf"{_FILES}|\.{_FILES}\.partial|rank-\d{{4,}}|{'|'.join(FORWARDS)}")
 
 
 def program_in(directory: Path) -> list[Path]:
@@ -114,7 +113,7 @@ def program_in(directory: Path) -> list[Path]:
         raise PipelineError(f"{directory} is a file; expected a directory, or a path that does not exist yet.")
     held = sorted(directory.iterdir()) if directory.exists() else []
     for path in held:
-        if path.name in FORWARDS or path.name.startswith(ANSWERS):
+        if path.name in FORWARDS:
             program_in(path)
         if path.is_symlink() or not _OURS.fullmatch(path.name):
             raise PipelineError(
@@ -125,6 +124,11 @@ def program_in(directory: Path) -> list[Path]:
 
 
 def _refuse(program: Program) -> None:
+    if program.guards is not None:
+        raise PipelineError(
+            f"forward decides by the values of its inputs ({program.guards.lines[0]}); a saved program cannot. Use "
+            "torch.where or torch.cond."
+        )
     foreign = [label for label in program.groups if label not in DIMENSIONS]
     if foreign:
         raise PipelineError(
@@ -205,10 +209,10 @@ def _read_part(
     index = reader.json(rank_file(rank, RANK))
     with reader.understanding(rank_file(rank, TENSORS)):
         tensors = tensors_from_file(index, reader.bytes(rank_file(rank, TENSORS)), device)
-    reading, pieces = GraphReading(device, tensors, operators), {}
-    for stem, number in graph_files(program, rank).items():
+    pieces = {}
+    for stem in graph_files(program, rank):
         with reader.understanding(rank_file(rank, f"{stem}.json")):
-            pieces[stem] = pieces_from_data(stem, number, reader.json(rank_file(rank, f"{stem}.json")), reading)
+            pieces[stem] = pieces_from_data(reader.json(rank_file(rank, f"{stem}.json")), device, operators)
     return part_from_data(index, pieces, tensors)
 
 

@@ -17,21 +17,20 @@ from zbcompile.model.model_info import Member, ModelFacts
 from zbcompile.options import PipelineOptions, StepOptions
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.vocabulary.shard_program import InputLayer, VocabularyProgram
+from zbcompile.passes.exported.serialize import DEVICES
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.partition.search import Cuts
-from zbcompile.passes.serialization.arguments import DEVICES
-from zbcompile.passes.serialization.graph_modules import on_a_line
-from zbcompile.passes.serialization.guard_data import guards_from_data, guards_to_data
 from zbcompile.passes.split.joint_graph import Recomputation
 from zbcompile.passes.split.saved_bytes import Crossing
 from zbcompile.passes.split.split import Improvement
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.output import output_from_data, output_to_data, sizes_from_data, spec_from_data, spec_to_data
 from zbcompile.program.program import Program
+from zbcompile.program.rank_files import piece_from_data, piece_to_data
 from zbcompile.schedules.ir.schedule import Schedule
-from zbcompile.untrusted_text import parse_json
+from zbcompile.untrusted_text import on_a_line, parse_json
 
-FORMAT, VERSION = "zbcompile program", 5
+FORMAT, VERSION = "zbcompile program", 6
 LONGEST = 600  # characters of a message
 AGAIN = "Compile and save the program again"
 
@@ -83,7 +82,7 @@ def manifest_to_text(
         "homes": {name: list(stages) for name, stages in program.homes.items()},
         "stages": [outline_to_data(stage) for stage in program.stages],
         "vocabulary": vocabulary_to_data(program.vocabulary),
-        "guards": guards_to_data(program.guards),
+        "ends": {str(stage): piece_to_data(piece) for stage, piece in program.ends.items()},
         "output": output_to_data(None if program.trains else program.output),
         "plan": program.plan,
         "files": {name: list(each) for name, each in sorted(files.items())},
@@ -180,7 +179,7 @@ def program_from_manifest(
         inputs={path: (sizes_from_data(shape), on_a_line(dtype)) for path, (shape, dtype) in data["inputs"].items()},
         vocabulary=vocabulary_from_data(data["vocabulary"], str(device)),
         canonical_targets=(),
-        guards=guards_from_data(data["guards"], device, operators),
+        ends={int(stage): piece_from_data("E", each, device, operators) for stage, each in data["ends"].items()},
         call=_texts(data["call"]),
         groups=dict.fromkeys(data["dimensions"], ""),  # named by the process that loads it
         step=_step_from_data(data["step"]),
@@ -225,7 +224,7 @@ def _options_from_data(data: Mapping[str, Any]) -> PipelineOptions:
 
 
 BOUNDARIES = ("receives", "sends", "gradients_in", "gradients_out")
-NAMES = ("parameters", "buffers", "trained")
+NAMES = ("parameters", "buffers", "trained", "parts")
 PLAIN = ("stage", "original", "random")
 SHARDING = ("text", "weight", "bias", "barriers", "activation", "loss_dtype")
 SHARDED = ("hidden", "statistics", "gradient")
@@ -237,7 +236,7 @@ def outline_to_data(stage: StageProgram) -> dict[str, Any]:
     data |= {name: list(getattr(stage, name)) for name in NAMES}
     data |= {key: {name: spec_to_data(spec) for name, spec in getattr(stage, key).items()} for key in BOUNDARIES}
     data["flops"] = dict(stage.flops)
-    data["deferred"] = dict(stage.deferred)
+    data["deferred"] = {name: list(dimensions) for name, dimensions in stage.deferred.items()}
     data["crossing"] = asdict(stage.crossing)
     data["improvements"] = [asdict(each) for each in stage.improvements]
     data["recomputed"] = asdict(stage.recomputed) if stage.recomputed else None
@@ -255,7 +254,7 @@ def outline_from_data(data: dict[str, Any], device: str) -> StageProgram:
         crossing=from_plain(Crossing, data["crossing"]),
         improvements=tuple(from_plain(Improvement, each) for each in data["improvements"]),
         flops=_counts(data["flops"]),
-        deferred=data["deferred"],
+        deferred={name: _texts(dimensions) for name, dimensions in data["deferred"].items()},
         recomputed=from_plain(Recomputation, data["recomputed"]) if data["recomputed"] else None,
     )
 

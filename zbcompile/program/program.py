@@ -27,7 +27,6 @@ from zbcompile.program.output import FORWARDS, Output
 from zbcompile.schedules.ir.schedule import Schedule
 from zbcompile.version import __version__
 
-ANSWERS = "answers-"  # and a number: a program for other answers, in the directory of the first
 OF_A_PLACE = ("graphs", "types", "cuts")  # of a manifest: tensor-parallel ranks may hold parts of different sizes
 
 
@@ -47,8 +46,8 @@ class Program:
     * `ends`: with `exact=True`, the graph by stage that adds the gradients of several stages for one microbatch, at the
       end of a step.
     * What was decided: `plan` says how `schedule="auto"` chose (None for a schedule that was given).
-    * Its directory: `also` are the other programs there (forwards, by what they compute, and steps for other answers),
-      `writer` is the function that saves it.
+    * Its directory: `also` are the other programs there (forwards, by what they compute), `writer` is the function that
+      saves it.
     """
 
     model: ModelFacts
@@ -124,11 +123,6 @@ class Program:
     def complete_with(self, stage: int) -> tuple[str, ...]:
         """The trained parameters whose gradients are complete once the last W of `stage` has run."""
         return tuple(name for name in self.stages[stage].trained if name not in self.late)
-
-    @property
-    def answers(self) -> tuple["Program", ...]:
-        """The programs for other answers to what forward asks."""
-        return tuple(each for name, each in self.also.items() if name.startswith(ANSWERS))
 
     def placement(self, name: str) -> dict[str, str]:
         """What a parameter or buffer is along each dimension of the mesh."""

@@ -2,29 +2,55 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from safetensors.torch import load, save
 
 from zbcompile.json_text import to_text
 from zbcompile.model.model_info import Member, has_values
-from zbcompile.passes.serialization.graph_modules import (
-    GraphReading,
-    foreign_operators,
-    piece_from_data,
-    piece_to_data,
-    require_name,
-    tensors_in,
-)
-from zbcompile.passes.serialization.guard_data import guards_piece
+from zbcompile.passes.errors import CompileError
+from zbcompile.passes.exported.operators import is_foreign
+from zbcompile.passes.exported.serialize import graph_from_data, graph_to_data, operators_in
+from zbcompile.passes.graph.fx import output_values
+from zbcompile.passes.graph.roles import Kind, Slot
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.program.program import Program
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"
 RANK, TENSORS = "rank.json", "constants.safetensors"
 VOCABULARY = "vocabulary"
+Data = dict[str, Any]
 Pieces = dict[str, Piece]
+
+
+def piece_to_data(piece: Piece) -> Data:
+    """Returns a piece as JSON values. Raises CompileError for an operation or argument that has no such form."""
+    slots = {"inputs": piece.inputs, "outputs": piece.outputs}
+    return {"slots": {key: list(map(list, each)) for key, each in slots.items()}, **graph_to_data(piece.module)}
+
+
+def piece_from_data(name: str, data: Data, device: torch.device, operators: Collection[str]) -> Piece:
+    """Returns the piece that `piece_to_data` wrote. Raises as `graph_from_data`."""
+    if not (name.isascii() and name.isalpha()):
+        raise CompileError(f"{name!r} is not the name of a pass.")
+    inputs, outputs = (tuple(map(_slot, data["slots"][key])) for key in ("inputs", "outputs"))
+    module = graph_from_data(data, device, operators, name)
+    placeholders, results = module.graph.find_nodes(op="placeholder"), output_values(module.graph)
+    if (len(placeholders), len(results)) != (len(inputs), len(outputs)):
+        raise CompileError(f"{name} does not name each of its inputs and outputs.")
+    if len(set(inputs)) < len(inputs) or len(set(outputs)) < len(outputs):
+        raise CompileError(f"two inputs or outputs of {name} have one name.")
+    for slot, node in zip(inputs, placeholders, strict=True):
+        node.meta["slot"] = slot
+    return Piece(name, module, inputs, outputs)
+
+
+def _slot(data: Any) -> Slot:
+    kind, name = data
+    if kind not in get_args(Kind) or not isinstance(name, str):
+        raise CompileError(f"{data!r:.80} is not an input or output of a graph; expected a kind and a name.")
+    return Slot(kind, name)
 
 
 def rank_file(rank: int, name: str) -> str:
@@ -49,7 +75,8 @@ def files_of(program: Program, rank: int) -> dict[str, bytes]:
     graphs: dict[str, Mapping[str, Piece]] = {_stem(stage): program.stages[stage].pieces for stage in own}
     if program.vocabulary is not None:
         graphs[VOCABULARY] = program.vocabulary.pieces[rank]
-    tensors = dict(sorted(_tensors(program, members, graphs).items()))
+    pieces = [piece for group in graphs.values() for piece in group.values()]
+    tensors = dict(sorted(_tensors(program, members, pieces).items()))
     dense = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     index = {
         "rank": rank,
@@ -70,30 +97,20 @@ def operators_of(program: Program) -> list[str]:
     """The operators that the graphs call, as `library::operator`, if the library is not torch's own."""
     groups = [stage.pieces for stage in program.stages] + list(program.vocabulary.pieces if program.vocabulary else ())
     pieces = [piece for group in groups for piece in group.values()]
-    pieces += [guards_piece(program.guards)] if program.guards else []
-    return sorted(set().union(*(foreign_operators(piece_to_data(piece)) for piece in pieces)))
+    names = set[str]().union(*(operators_in(graph_to_data(piece.module)) for piece in pieces))
+    return sorted({"::".join(name.split(".")[:2]) for name in names if is_foreign(name)})
 
 
-def _tensors(
-    program: Program, members: Collection[Member], graphs: Mapping[str, Mapping[str, Piece]]
-) -> dict[str, torch.Tensor]:
-    """The values that no state dict holds: constants, buffers, and tensors inside the graphs."""
-    pieces = [(stem, piece) for stem, group in graphs.items() for piece in group.values()]
-    constants = {slot.name for _, piece in pieces for slot in piece.inputs if slot.kind == "constant"}
+def _tensors(program: Program, members: Collection[Member], pieces: Collection[Piece]) -> dict[str, torch.Tensor]:
+    """The values that no state dict holds: constants and buffers."""
+    constants = {slot.name for piece in pieces for slot in piece.inputs if slot.kind == "constant"}
     buffers = {name: program.model.unsaved[name] for name in _unsaved(program, members)}
     found = {f"constant {name}": program.model.constants[name] for name in constants}
-    found |= {f"buffer {name}": tensor for name, tensor in buffers.items() if has_values(tensor)}
-    for stem, piece in pieces:
-        found |= tensors_in(piece.module, _prefix(stem, piece.name))
-    return found
+    return found | {f"buffer {name}": tensor for name, tensor in buffers.items() if has_values(tensor)}
 
 
 def _unsaved(program: Program, members: Collection[Member]) -> set[str]:
     return {member.name for member in members} & set(program.model.unsaved)
-
-
-def _prefix(stem: str, piece: str) -> str:
-    return f"graph {stem}.{piece}."
 
 
 @dataclass(frozen=True)
@@ -115,14 +132,9 @@ def tensors_from_file(index: dict[str, Any], content: bytes, device: torch.devic
     return {name: _laid_out(tensor.to(device), index["strides"][name]) for name, tensor in load(content).items()}
 
 
-def pieces_from_data(stem: str, number: int, data: dict[str, Any], reading: GraphReading) -> Pieces:
-    """The graphs that `files_of` wrote to the file of this stem; `number` is that of `graph_files`."""
-    for name in data["pieces"]:
-        require_name(name)
-    return {
-        name: piece_from_data(name, piece, reading, _prefix(stem, name), f"{name}{number}")
-        for name, piece in data["pieces"].items()
-    }
+def pieces_from_data(data: Data, device: torch.device, operators: Collection[str]) -> Pieces:
+    """The graphs that `files_of` wrote to a file."""
+    return {name: piece_from_data(name, piece, device, operators) for name, piece in data["pieces"].items()}
 
 
 def part_from_data(index: dict[str, Any], pieces: dict[str, Pieces], tensors: dict[str, torch.Tensor]) -> RankPart:

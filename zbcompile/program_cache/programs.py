@@ -53,7 +53,7 @@ from zbcompile.passes.module_state import ModuleState
 from zbcompile.passes.torch_private import hooks_of
 from zbcompile.prediction.memory_limit import compile_within_memory
 from zbcompile.program.directories import save_program
-from zbcompile.program.program import ANSWERS, Program, call_of, listed
+from zbcompile.program.program import Program, call_of, listed
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.cache import (
     Entry,
@@ -354,12 +354,6 @@ class Programs:
         return replace(program, writer=self._save)
 
     def _save(self, program: Program, directory: Path) -> None:
-        """Write a program; with the first one, those of its shape for the other answers that were met."""
-        first, *others = self.cache.steps
-        if first.graphs[0].program is program:
-            found = [replace(each.graphs[0].program, guards=each.guards) for each in others if each.key == first.key]
-            others_answers = {f"{ANSWERS}{number}": each for number, each in enumerate(found, 1)}
-            program = replace(program, also={**program.also, **others_answers})
         save_program(program, directory, self.ranks)
 
     def make(

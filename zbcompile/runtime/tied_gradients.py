@@ -68,13 +68,7 @@ class TiedSums:
 
         The graphs in `ends` do it, for one microbatch after the other."""
         program, added = self.program, set[str]()
-        makers = {
-            slot.name: stage.stage
-            for stage in program.stages
-            for piece in stage.pieces.values()
-            for slot in piece.outputs
-            if slot.kind == "part"
-        }
+        makers = {name: stage.stage for stage in program.stages for name in stage.parts}
         for stage, piece in sorted(program.ends.items()):
             names = [slot.name for slot in piece.outputs]
             added.update(names)

@@ -23,8 +23,12 @@ Bounds = tuple[tuple[int, int], ...]
 
 @dataclass(frozen=True)
 class InputLayer:
-    """An embedding by `weight` that is sharded as the output layer is. `activation` is the name of the looked up rows
-    in the first stage, `rows` describes them."""
+    """An embedding that is sharded like the output layer.
+
+    Attributes:
+        weight: Name of the parameter.
+        activation: Name of the looked up rows in the first stage, and `rows` their form.
+    """
 
     weight: str
     activation: str
@@ -33,12 +37,14 @@ class InputLayer:
 
 @dataclass(frozen=True)
 class VocabularyProgram:
-    """How the output layer is sharded: `bounds[rank]` are the words of a rank, `pieces[rank]` its graphs.
+    """The passes of a sharded output layer.
 
-    `hidden` is what the last stage broadcasts to all shards, `activation` its name in that stage; `lookup` is the input
-    layer if that is sharded too. Without a backward `barriers` is 0, and STATS makes the outputs in place of
-    the loss. `flops[rank]` is per pass
-    and microbatch.
+    Attributes:
+        bounds: First and last word, plus one, of every rank; `pieces` has the passes of every rank
+            and `flops` their FLOPs for one microbatch.
+        barriers: Between F and B of the last stage. 0: a forward alone, STATS makes the outputs.
+        activation: Name in the last stage of what it sends to all shards, and `hidden` its form.
+        lookup: The embedding, if that is sharded too.
     """
 
     text: str
@@ -57,21 +63,30 @@ class VocabularyProgram:
 
     @property
     def parameters(self) -> tuple[str, ...]:
-        """What is sharded by rows, each once."""
+        """Returns the parameters that are sharded by rows, each once."""
         table = None if self.lookup is None else self.lookup.weight
-        return tuple(name for name in dict.fromkeys((self.weight, self.bias, table)) if name is not None)
+        return tuple(
+            name for name in dict.fromkeys((self.weight, self.bias, table)) if name is not None
+        )
 
     @property
     def resident(self) -> tuple[str, ...]:
-        """The parameters and buffers that every rank reads."""
-        slots = [slot for pieces in self.pieces for piece in pieces.values() for slot in piece.inputs]
-        return (*self.parameters, *dict.fromkeys(slot.name for slot in slots if slot.kind == "buffer"))
+        """Returns the parameters and buffers that every rank reads."""
+        slots = [
+            slot for pieces in self.pieces for piece in pieces.values() for slot in piece.inputs
+        ]
+        return (
+            *self.parameters,
+            *dict.fromkeys(slot.name for slot in slots if slot.kind == "buffer"),
+        )
 
     def stages_of(self, rank: int) -> list[StageProgram]:
-        """A rank's shard as a stage: S runs forward and sends statistics, STATS gets those of all shards, T follows.
-        Behind it, with a lookup, that of the input layer, with LOOKUP and SPREAD. Both have the number -1."""
+        """Returns a rank's shard as a stage with S, STATS and T, and with a sharded embedding one
+        with LOOKUP and SPREAD. Both have the number -1."""
         one = self.statistics
-        gathered = one._replace(shape=(len(self.bounds), *one.shape), stride=(math.prod(one.shape), *one.stride))
+        gathered = one._replace(
+            shape=(len(self.bounds), *one.shape), stride=(math.prod(one.shape), *one.stride)
+        )
         found = [
             StageProgram(
                 **self._common(rank, "S", "STATS", "T"),
@@ -84,18 +99,29 @@ class VocabularyProgram:
         if self.lookup is not None:
             rows = {LOOKED_UP.name: self.lookup.rows}
             found.append(
-                StageProgram(**self._common(rank, "LOOKUP", "SPREAD"), receives={}, sends=rows, gradients_in=rows)
+                StageProgram(
+                    **self._common(rank, "LOOKUP", "SPREAD"),
+                    receives={},
+                    sends=rows,
+                    gradients_in=rows,
+                )
             )
         return found
 
     def _common(self, rank: int, *passes: str) -> dict[str, Any]:
-        """The fields of both stages."""
+        """Returns the fields of both stages."""
         pieces = {name: piece for name, piece in self.pieces[rank].items() if name in passes}
-        fields = {"stage": -1, "original": -1, "pieces": pieces, "flops": self.flops[rank], "random": False}
+        fields = {
+            "stage": -1,
+            "original": -1,
+            "pieces": pieces,
+            "flops": self.flops[rank],
+            "random": False,
+        }
         return {**fields, "parameters": self.parameters, "buffers": ()}
 
     def state_bytes(self, rank: int) -> int:
-        """What a shard holds of a microbatch between S and T."""
+        """Returns the bytes that a shard keeps of a microbatch between S and T."""
         low, high = self.bounds[rank]
         tokens, width = self.hidden.shape
         item = dtype_named(self.hidden.dtype).itemsize
@@ -103,7 +129,7 @@ class VocabularyProgram:
 
 
 def even_bounds(size: int, shards: int) -> Bounds:
-    """Words in equal parts of the size that `torch.chunk` takes; the last shards may be smaller or empty.
+    """Returns equal parts of the size that `torch.chunk` takes; the last may be smaller or empty.
 
     >>> even_bounds(10, 4)
     ((0, 3), (3, 6), (6, 9), (9, 10))

@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from gpt import GPT, next_byte_loss
 from tests.passes.exported.test_bits import text
 from tests.support.zoo import ZOO
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.exported.compile_step import CompiledStep, compile_step
-from zbcompile.passes.exported.serialize import pass_from_data, pass_to_data
+from zbcompile.passes.exported.operators import HIGHER_ORDER, name_of_operator, operator_named
+from zbcompile.passes.exported.serialize import graph_from_data, graph_to_data
 from zbcompile.passes.exported.stage.accumulate import accumulate
-from zbcompile.passes.exported.stage.pass_graph import SAVED, PassGraph
+from zbcompile.passes.exported.stage.pass_graph import PassGraph, graph_text
 from zbcompile.passes.exported.step_graph import Label, tensors_of
 
 CPU = torch.device("cpu")
@@ -38,27 +40,19 @@ def compiled_gpt() -> tuple[CompiledStep, nn.Module]:
     return compile_step(model, *text(), next_byte_loss, ranks_of=[0, 1], exact=True), model
 
 
-def specs(graph: PassGraph) -> list[Any]:
+def specs(module: GraphModule) -> list[Any]:
     return [
         [(t.dtype, tuple(t.shape), t.stride()) for t in tensors_of(node)]
-        for node in graph.module.graph.nodes
+        for node in module.graph.nodes
     ]
 
 
 def assert_round_trip(graph: PassGraph) -> None:
-    written = json.dumps(pass_to_data(graph))
-    read = pass_from_data(json.loads(written), CPU)
-    assert read.fingerprint == graph.fingerprint
-    assert specs(read) == specs(graph)
-    assert (read.name, read.inputs, read.outputs) == (graph.name, graph.inputs, graph.outputs)
-    assert {k: v for k, v in read.readers.items() if v} == {
-        slot: kinds for slot, kinds in graph.readers.items() if kinds and slot in graph.outputs
-    }
-    assert json.dumps(pass_to_data(read)) == written
-    for role in (SAVED,):
-        assert read.input_bytes(role) == graph.input_bytes(role)
-        assert read.output_bytes(role) == graph.output_bytes(role)
-    assert read.flops == graph.flops
+    written = json.dumps(graph_to_data(graph.module))
+    read = graph_from_data(json.loads(written), CPU)
+    assert graph_text(read.graph) == graph.fingerprint
+    assert specs(read) == specs(graph.module)
+    assert json.dumps(graph_to_data(read)) == written
 
 
 @pytest.mark.parametrize(
@@ -82,10 +76,10 @@ def test_graphs_come_back(make: Callable[[], tuple[CompiledStep, nn.Module]]) ->
 def test_a_graph_that_was_read_computes_the_same() -> None:
     compiled, _ = compiled_gpt()
     graph = compiled.passes[Label(1, "B")]
-    read = pass_from_data(json.loads(json.dumps(pass_to_data(graph))), CPU)
+    read = graph_from_data(json.loads(json.dumps(graph_to_data(graph.module))), CPU)
     inputs = [like(node.meta["val"]) for node in graph.placeholders]
     with torch.no_grad():
-        assert all(map(torch.equal, read.module(*inputs), graph.module(*inputs)))
+        assert all(map(torch.equal, read(*inputs), graph.module(*inputs)))
 
 
 def like(value: Tensor) -> Tensor:
@@ -116,12 +110,14 @@ class Custom(nn.Module):
 def test_operators_of_other_libraries_are_named_by_the_user() -> None:
     batch = (torch.randn(2, 4),), {}, torch.randn(2, 4)
     compiled = compile_step(Custom(), *batch, nn.functional.mse_loss, ranks_of=[0, 1])
-    data = [json.loads(json.dumps(pass_to_data(graph))) for graph in compiled.passes.values()]
+    data = [
+        json.loads(json.dumps(graph_to_data(graph.module))) for graph in compiled.passes.values()
+    ]
     calling = next(one for one in data if "exported_serialize" in json.dumps(one))
     with pytest.raises(CompileError, match=r'pass operators=\["exported_serialize::twice"\]'):
-        pass_from_data(calling, CPU)
+        graph_from_data(calling, CPU)
     for one in data:
-        assert pass_from_data(one, CPU, operators=["exported_serialize::twice"]).calls
+        assert graph_from_data(one, CPU, operators=["exported_serialize::twice"]).graph.nodes
 
 
 def first(data: Any, name: str) -> Any:
@@ -138,13 +134,13 @@ def edits() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     def argument(value: Any, position: int = 0) -> Callable[[Any], Any]:
         return lambda d: d["nodes"][-1]["args"].__setitem__(position, value)
 
-    def entry(part: str, key: str, value: Any) -> Callable[[Any], Any]:
-        return lambda d: d[part][0].update({key: value})
+    def entry(position: int, value: Any) -> Callable[[Any], Any]:
+        return lambda d: d["inputs"][0].__setitem__(position, value)
 
     for name in (
         *("os.system", "builtins.eval.default", "aten.mm.default\n", "torch.load.default"),
         *("aten.from_file.default", "aten.set_.source_Tensor", "aten.resize_.default"),
-        *("aten.copy_.default", "aten.item.default", "aten.__class__.default", "aten.mm.nothing"),
+        *("aten.item.default", "higher_order.wrap", "aten.__class__.default", "aten.mm.nothing"),
         *("c10d.send.default", "c10d.allreduce_.default", "prim.Print.default", "profiler._x.y"),
         *(None, 7, ["aten.mm.default"]),
     ):
@@ -161,18 +157,16 @@ def edits() -> Iterator[tuple[str, Callable[[Any], Any]]]:
     yield "an unknown keyword", lambda d: d["nodes"][-1].update(kwargs={"out": {"node": 0}})
     yield "keywords that are code", lambda d: d["nodes"][-1].update(kwargs={"x=1); f(": 0})
     yield "a shape of other arguments", lambda d: first(d, "view")["args"].__setitem__(1, [3, 3, 3])
-    yield "an input of another shape", entry("inputs", "shape", [5])
-    yield "a negative size", entry("inputs", "shape", [-1])
-    yield "a stride beyond the storage", entry("inputs", "stride", [10**9, 1])
-    yield "an offset beyond the storage", entry("inputs", "offset", 10**9)
-    yield "a storage that is not there", entry("inputs", "storage", 10**6)
-    yield "an input of an unknown role", entry("inputs", "slot", ["file", "/etc/passwd"])
-    yield "an input without a name", entry("inputs", "slot", ["parameter"])
-    yield "two equal inputs", lambda d: d["inputs"][1].update(slot=d["inputs"][0]["slot"])
-    yield "an unknown pass", lambda d: d.update(kind="X")
-    yield "a stage that is no number", lambda d: d.update(stage="0")
-    yield "an output that is not there", entry("outputs", "node", 10**6)
-    yield "an output read by an unknown pass", entry("outputs", "readers", ["X"])
+    yield "an input of another shape", entry(2, [5])
+    yield "a negative size", entry(2, [-1])
+    yield "a stride beyond the storage", entry(3, [10**9, 1])
+    yield "an offset beyond the storage", entry(5, 10**9)
+    yield "a storage that is not there", entry(4, 10**6)
+    yield "an input of an unknown dtype", entry(1, "save")
+    yield "an input on an unknown device", entry(0, "disk")
+    yield "an output that is not there", lambda d: d["outputs"].__setitem__(0, 10**6)
+    yield "a graph that is not there", argument({"graph": 3})
+    yield "a branch that is not one", lambda d: d["graphs"].append({"nodes": []})
     yield "no nodes", lambda d: d.pop("nodes")
     yield "nodes that are text", lambda d: d.update(nodes="import os")
     yield (
@@ -198,10 +192,58 @@ def test_edited_files_are_refused(title: str) -> None:
     EDITS[title](data)
     assert data != written_forward()
     with pytest.raises(CompileError):
-        pass_from_data(data, CPU)
+        graph_from_data(data, CPU)
     assert compiled
 
 
 @cache
 def written_forward() -> Any:
-    return json.loads(json.dumps(pass_to_data(compiled_gpt()[0].passes[Label(0, "F")])))
+    return json.loads(json.dumps(graph_to_data(compiled_gpt()[0].passes[Label(0, "F")].module)))
+
+
+class Branching(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        return self.layers[1](torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)))
+
+
+def test_branches_are_graphs_of_their_own() -> None:
+    batch = (torch.randn(2, 4),), {}, torch.randn(2, 4)
+    compiled = compile_step(Branching(), *batch, nn.functional.mse_loss, ranks_of=[0, 1])
+    branches = 0
+    for graph in compiled.passes.values():
+        data = json.loads(json.dumps(graph_to_data(graph.module)))
+        branches += len(data["graphs"])
+        read = graph_from_data(data, CPU)
+        assert specs(read) == specs(graph.module)
+        inputs = [like(node.meta["val"]) for node in graph.placeholders]
+        with torch.no_grad():
+            assert all(map(torch.equal, read(*inputs), graph.module(*inputs)))
+    assert branches >= 2
+
+
+PACKETS = ("aten._assert_async", "aten.relu", "exported_serialize.twice")
+
+
+@pytest.mark.parametrize("packet", PACKETS)
+def test_of_a_packet_only_its_overloads_are_found(packet: str) -> None:
+    """No method or attribute of what `torch.ops` holds is reached."""
+    library, _, function = packet.partition(".")
+    found = getattr(getattr(torch.ops, library), function)
+    inner = ["__globals__", "__getattr__", "__builtins__", "__wrapped__", "op", "_op"]
+    for attribute in {*dir(found), *dir(type(found)), *dir(found.op), *inner, *found.overloads()}:
+        name = f"{packet}.{attribute}"
+        try:
+            target = operator_named(name, {"exported_serialize::twice"})
+        except CompileError:
+            continue
+        assert attribute in found.overloads()
+        assert name_of_operator(target) == name
+
+
+def test_higher_order_operators_are_a_closed_list() -> None:
+    assert [name_of_operator(operator_named(name)) for name in HIGHER_ORDER] == list(HIGHER_ORDER)
