@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 import zbcompile
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_exported import compile_program, export_step
+from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
 from zbcompile.passes.exported.partition.cut_points import forward_line

@@ -20,7 +20,7 @@ from tqdm import tqdm
 import zbcompile
 from zbcompile.amounts import format_bytes
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_exported import export_step
+from zbcompile.compiler.compile_model import export_step
 from zbcompile.passes.exported.partition.balance_stages import balanced_cuts, node_loads
 from zbcompile.passes.exported.partition.cut_points import forward_line
 from zbcompile.passes.exported.step_graph import StepGraph

@@ -18,7 +18,7 @@ from tests.support.ports import free_port
 from tests.support.training import Case, Trained, join, problem_of, reference
 from zbcompile.batches.example import Example
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_exported import compile_program, export_step
+from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.passes.compile_options import Choices
 from zbcompile.program.program import StepOptions
 from zbcompile.schedules import build

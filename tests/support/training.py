@@ -17,7 +17,7 @@ from tests.support.oracle import PROBLEMS, Gradients, Problem, eager_step, optim
 from tests.support.pool import Pool
 from tests.support.shared_parameters import SHARED_PARAMETERS
 from tests.support.zoo import ZOO
-from zbcompile.compiler.compile_exported import ExportedModel, compile_program, export_step
+from zbcompile.compiler.compile_model import ExportedModel, compile_program, export_step
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.program.program import Program
 from zbcompile.schedules import build

@@ -10,13 +10,10 @@ import torch
 
 from zbcompile.batches.batch import Microbatch, whole_batch
 from zbcompile.batches.example import Example
-from zbcompile.compiler import inference
-from zbcompile.compiler.compile_exported import compile_program, export_step
 from zbcompile.compiler.compile_forward import ForwardOptions, compile_forward
-from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step
+from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.exported.capture.training_step import loss_in
 from zbcompile.passes.exported.compile_step import Observer, no_observer
 from zbcompile.program.directories import read_manifest, read_program
 from zbcompile.program.program import Program
@@ -52,28 +49,16 @@ def compile_example(
     """
     microbatch, loss, dropped = one_microbatch(example), example.loss, tuple[str, ...]()
     with recorded_warnings() as seen:
-        sharded = None if choices.vocab == "off" else _sharded_step(example, schedule, choices)
-        if sharded is None:
-            device = next((t.device for t in microbatch.tensors.values()), None)
-            exported = export_step(example.model, microbatch, loss, device=device, observe=observe)
-            dropped = exported.step.unused_outputs
+        device = next((t.device for t in microbatch.tensors.values()), None)
+        options = {"device": device, "choices": choices, "schedule": schedule, "observe": observe}
+        exported = export_step(example.model, microbatch, loss, **options)
+        dropped = exported.step.unused_outputs
 
         def compile_(schedule: Schedule, choices: Choices) -> Program:
-            if sharded is not None:
-                return compile_laid_out(example.model, microbatch, sharded, schedule, choices)
             return compile_program(example.model, microbatch, exported, schedule, choices, observe=observe)
 
         program = compile_(schedule, choices) if choose is None else choose(compile_)
     return CompiledExample(example, program, dropped, tuple(seen))
-
-
-def _sharded_step(example: Example, schedule: Schedule, choices: Choices) -> LaidOut | None:
-    """Returns the captured step if `vocab=` shards the output layer, else None."""
-    if choices.vocab == "auto" and choices.exact:
-        return None
-    loss = example.loss or (lambda output, target: loss_in(output))
-    laid_out = lay_out_step(example.model, one_microbatch(example), loss, choices, schedule)
-    return None if laid_out.sharding is None else laid_out
 
 
 def compile_example_forward(
@@ -87,10 +72,6 @@ def compile_example_forward(
         labels = example.target if example.target is not None else kwargs.pop("labels", None)
     with recorded_warnings():
         microbatch = whole_batch(example.args, kwargs, labels).whole
-        if like.vocabulary is not None if like is not None else choices.vocab in (1, 2):
-            return inference.compile_forward(
-                example.model, microbatch, computes, inference.Frame(schedule, like, choices, {})
-            )
         return compile_forward(example.model, microbatch, computes, ForwardOptions(schedule, like, choices, {}))
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from zbcompile.batches.batch import Batch, Microbatch
-from zbcompile.compiler.compile_exported import (
+from zbcompile.compiler.compile_model import (
     choose_cuts,
     describe_cuts,
     groups_of,

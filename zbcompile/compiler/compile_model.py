@@ -1,274 +1,300 @@
-"""The compiler: from a model to the programs of all stages, by the passes listed in
-`zbcompile.passes.pass_list.passes_in_order`."""
+"""The compiler: from a model and one microbatch to the programs of all stages."""
 
-import functools
 import hashlib
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import nn
-from torch.fx import Node
 
 from zbcompile.batches.batch import Microbatch
-from zbcompile.compiler.compile_stage import compile_stage, labels_of, make_manager
-from zbcompile.compiler.cut_planning import plan_cuts
+from zbcompile.compiler.dump_passes import with_dumps
+from zbcompile.compiler.overweight import explain_overweight
 from zbcompile.compiler.paired_schedule import lower_for
 from zbcompile.compiler.torch_logs import without_torchs_logs
-from zbcompile.compiler.vocabulary_sharding import VocabularySharding, choose_sharding, shard
+from zbcompile.compiler.vocabulary_sharding import choose_sharding, shard
 from zbcompile.model.model_info import facts_of
-from zbcompile.passes.capture.canonical import Canonical
-from zbcompile.passes.capture.differentiability import backward_failure, loss_problems, mixed_dtypes
-from zbcompile.passes.capture.export import Captured
-from zbcompile.passes.capture.questions import ForeignAnswers
-from zbcompile.passes.capture.torch_private import release_caches
-from zbcompile.passes.capture.training_step import Kept, LossFunction
-from zbcompile.passes.capture.unsupported import raise_first
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.errors import CaptureError, CompileError
-from zbcompile.passes.exported.capture.structures import OutputStructure, Position
-from zbcompile.passes.graph.fx import call_text, node_numbers, output_values
-from zbcompile.passes.partition.liveness import Line, lay_out_line
-from zbcompile.passes.partition.node_costs import device_of
-from zbcompile.passes.partition.shared_parameters import refuse_mutation_of_copies, refuse_shared_mutation
-from zbcompile.passes.partition.stage_graphs import Assignment, Stage, assign_by_cuts, assign_by_parameters
-from zbcompile.passes.pass_list.passes_in_order import (
-    CAPTURE,
-    CUT,
-    DEDUPLICATE,
-    SEPARATE_USES,
-    canonicalise,
-)
-from zbcompile.passes.pass_list.run_passes import Observer, PassManager
-from zbcompile.passes.stage.deduplicate import Renaming, StageCompiler, compile_distinct
+from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.exported.compile_step import CompiledStep, Observer, compile_graph, no_observer
+from zbcompile.passes.exported.partition.assign_stages import cuts_of_owners
+from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
+from zbcompile.passes.exported.partition.cut_points import ForwardLine
+from zbcompile.passes.exported.stage.pass_graph import graph_text
+from zbcompile.passes.exported.stage_programs import end_pieces, stage_programs
+from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
+from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
+from zbcompile.passes.partition.balance import LoadRow
+from zbcompile.passes.partition.named_cuts import edges_named
+from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
-from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import Output
 from zbcompile.program.program import Program, call_of
-from zbcompile.schedules import Schedule
-from zbcompile.torch_private import pytree
+from zbcompile.schedules import Placement, Schedule
 
 
 @dataclass(frozen=True)
-class LaidOut:
-    """A captured training step, as the line of operations that is cut into stages.
+class ExportedModel:
+    """An exported training step. `text` is a hash of its graph: equal graphs need one program.
 
-    If the output layer is sharded over all ranks, `sharding` has it and the loss, and the line ends before them.
+    `keep` is what the step returns besides its loss: "", "outputs" or "metrics". `sharded` is the
+    step without its output layer, if that is sharded over all ranks.
     """
 
-    captured: Captured
-    canonical: Canonical
-    line: Line
-    sharding: VocabularySharding | None
+    step: StepGraph
+    text: str
+    keep: str = ""
+    sharded: ShardedStep | None = None
 
 
 @without_torchs_logs()
-def lay_out_step(
+def export_step(
     model: nn.Module,
     microbatch: Microbatch,
-    loss: LossFunction | None,
+    loss: Any,
+    *,
+    device: torch.device | None = None,
+    process_groups: Mapping[str, str] | None = None,
+    static_inputs: Sequence[str] = (),
+    keep: str = "",
     choices: Choices | None = None,
     schedule: Schedule | None = None,
-    observe: Observer | None = None,
-    dimensions: Mapping[str, str] | None = None,
-    given: ForeignAnswers | None = None,
-    keep: Kept = "",
-) -> LaidOut:
-    """Capture the training step of `model` for one microbatch's shapes. `vocab="auto"` decides for `schedule`;
-    without one it shards what can be sharded.
+    observe: Observer = no_observer,
+) -> ExportedModel:
+    """Returns the training step of `model` for microbatches like this one.
 
-    `observe` sees each pass over the model; `dimensions` are those of `Captured`, `given` and `keep` those of
-    `capture`.
+    Args:
+        choices: Its `vocab` says whether the output layer is sharded; "auto" decides for `schedule`.
+        device: The device of parameters that are on the meta device.
+        process_groups: The mesh dimension of each process group, by the group's name.
+        observe: Called after the export.
+
+    Raises:
+        CaptureError: The model cannot be exported.
     """
-    manager = make_manager(observe)
     args, kwargs, target = microbatch.example
-    captured = on_mesh(manager.run(CAPTURE, model, args, kwargs, target, loss, given, keep), dimensions or {})
-    with without_autocast(microbatch):
-        canonical = canonicalise(captured, manager)
-        raise_first([*mixed_dtypes(canonical), *loss_problems(canonical)])
-        return _laid_out(captured, canonical, schedule, choices or Choices(), manager)
-
-
-def on_mesh(captured: Captured, dimensions: Mapping[str, str]) -> Captured:
-    """`captured`, for the process groups of a mesh: each with its dimension, by this process's name of it."""
-    return replace(captured, dimensions=dimensions) if dimensions else captured
-
-
-def _laid_out(
-    captured: Captured, whole: Canonical, schedule: Schedule | None, choices: Choices, manager: PassManager
-) -> LaidOut:
-    sharding = choose_sharding(whole, schedule, choices, manager)
-    canonical = whole if sharding is None else sharding.trunk
-    return LaidOut(captured, canonical, lay_out_line(canonical), sharding)
-
-
-def without_autocast(microbatch: Microbatch) -> torch.autocast:
-    """Capture has put the casts into the graph; the passes, which trace it again, must not autocast again."""
-    kinds = {tensor.device.type for tensor in microbatch.tensors.values()} - {"cpu"}  # a number may be there
-    return torch.autocast(next(iter(kinds), "cpu"), enabled=False)
+    options = ExportOptions(
+        static_inputs=static_inputs,
+        returns=keep,
+        device=device,
+        process_groups=process_groups or {},
+    )
+    step = export_training_step(model, args, kwargs, target, loss, options)
+    with_dumps(observe)("export", step)
+    sharded = choose_sharding(step, schedule, choices or Choices())
+    text = hashlib.sha256(graph_text(step.graph).encode()).hexdigest()
+    return ExportedModel(step, text, keep, sharded)
 
 
 @without_torchs_logs()
-def compile_laid_out(
+def compile_program(
     model: nn.Module,
     microbatch: Microbatch,
-    laid_out: LaidOut,
+    exported: ExportedModel,
     schedule: Schedule,
     choices: Choices,
     like: Program | None = None,
-    observe: Observer | None = None,
+    observe: Observer = no_observer,
 ) -> Program:
-    """Cut the captured step and compile its stages.
+    """Returns the program of an exported step for a schedule.
 
-    `like` is a program of the same model for other shapes: every parameter then stays on the stage where it is.
-    `observe` sees each pass that is left to do.
+    `like` is a program of the same model: every parameter stays on the stages where it has it.
+    `observe` is called after each pass.
     """
-    manager = make_manager(observe)
-    captured, canonical, line, sharding = laid_out.captured, laid_out.canonical, laid_out.line, laid_out.sharding
+    observe = with_dumps(observe)
     choices.require_stages(schedule.stages)
-    behind = sharding.gradient if sharding else None
-    with without_autocast(microbatch):
-        if like is None:
-            cuts = plan_cuts(line, schedule, choices)
-            assigned: Assignment = assign_by_cuts(line, cuts)
-        elif targets_of(line) == like.canonical_targets:  # the same operations on other shapes: the same cuts
-            cuts, assigned = like.cuts, assign_by_cuts(line, like.cuts)
-        else:
-            cuts, assigned = like.cuts, assign_by_parameters(canonical, line, like.homes, schedule.stages)
-        stages = manager.run(CUT, canonical, line, assigned, schedule.stages, choices.exact)
-        refuse_shared_mutation(stages)
-        if schedule.placement.copies > 1:
-            refuse_mutation_of_copies(stages)
-        if choices.exact:
-            stages = manager.run(SEPARATE_USES, stages, captured.trainable)
-        programs = _compile_stages(canonical, stages, choices, behind, manager)
-        vocabulary = None
-        if sharding is not None:
-            bounds = like.vocabulary.bounds if like is not None and like.vocabulary is not None else None
-            vocabulary, schedule = shard(sharding, schedule, choices, programs, bounds, manager)
-    release_caches()
+    ranks_of = placement_ranks(schedule.placement)
+    sharded = exported.sharded
+    step = exported.step.copy() if sharded is None else sharded.trunk.copy()
+    observe("copy", step)
+    compiled = compile_graph(
+        step,
+        ranks_of=ranks_of,
+        exact=choices.exact,
+        recompute=choices.recompute,
+        choose_cuts=lambda step, line: choose_cuts(step, line, choices, ranks_of, like),
+        observe=observe,
+    )
+    programs = stage_programs(compiled, choices, observe)
+    if schedule.placement.kind == "dual":
+        _refuse_buffer_updates(programs)
+    if like is not None:
+        require_homes(programs, like)
+    vocabulary = None
+    if sharded is not None:
+        bounds = like.vocabulary.bounds if like is not None and like.vocabulary else None
+        vocabulary, schedule = shard(sharded, schedule, choices, programs, bounds)
     return Program(
-        model=facts_of(model, captured.constants),
-        cuts=cuts,
+        model=facts_of(model, compiled.step.constant_values),
+        cuts=describe_cuts(compiled, choices),
         stages=programs,
-        lowered=lower_for(programs, schedule, choices, device_of(line)),
-        homes=like.homes if like else place(model, captured, stages, vocabulary),
+        lowered=lower_for(programs, schedule, choices, device_of(compiled.step)),
+        homes=like.homes if like else parameter_homes(model, programs, vocabulary),
         choices=choices,
-        loss_dtype=vocabulary.loss_dtype if vocabulary else _loss_dtype(stages[-1]),
+        loss_dtype=_loss_dtype(exported.step),
         inputs={path: (tuple(t.shape), str(t.dtype)) for path, t in microbatch.tensors.items()},
-        canonical_targets=targets_of(line) if like is None else like.canonical_targets,  # the line that `cuts` are of
-        operations=_operations(laid_out),
-        guards=captured.guards,
-        changed_state=captured.changed_state,
         vocabulary=vocabulary,
+        canonical_targets=operators_of(compiled.line),
+        operations=exported.text,
         call=call_of(microbatch),
-        groups=groups_of(canonical, programs),
-        output=output_of("outputs", captured, canonical, stages) if captured.structure is not None else None,
+        groups=groups_of(compiled.step, programs),
+        output=output_of("outputs", exported.step, programs) if exported.keep else None,
+        changed_state=frozenset(compiled.step.changed_state),
+        ends=end_pieces(compiled),
         writer=save_here,
     )
 
 
-def _compile_stages(
-    canonical: Canonical,
-    stages: tuple[Stage, ...],
+def choose_cuts(
+    step: StepGraph,
+    line: ForwardLine,
     choices: Choices,
-    behind: Mapping[str, torch.Tensor] | None,
-    manager: PassManager,
-) -> tuple[StageProgram, ...]:
-    trainable = canonical.captured.trainable
-
-    def rename(program: StageProgram, to: Renaming) -> StageProgram:
-        return manager.run(DEDUPLICATE, program, to, stage=to.stage)  # type: ignore[no-any-return]
-
-    labels = labels_of(canonical)
-    held = Counter(name for stage in stages for name in stage.named("parameter"))
-    several = frozenset(name for name, count in held.items() if count > 1)
-    make: StageCompiler = functools.partial(
-        compile_stage, trainable, choices, manager=manager, labels=labels, several=several, segments={}
-    )
-    try:
-        apart = several if set(labels.values()) - {"pp", "dp"} else frozenset()  # they defer no sums over ranks
-        return compile_distinct(
-            stages, trainable, make, behind, rename, apart, lambda stage: choices.recompute_of(stage.index)
-        )
-    except CompileError:
-        raise
-    except Exception as error:  # torch's own words name neither the operation nor its line
-        raise CaptureError(backward_failure(canonical, error)) from error
+    ranks_of: Sequence[int],
+    like: Program | None = None,
+) -> Sequence[int]:
+    """Returns the cuts: where another program of the model has them, by names, or balanced."""
+    if like is not None and operators_of(line) == like.canonical_targets:
+        return [node + 1 for node in like.cuts.after]
+    if like is not None:
+        owners = {name: like.homes[name] for name in step.parameters if name in like.homes}
+        return cuts_of_owners(step, line, owners, len(ranks_of))
+    if isinstance(choices.balance, str):
+        return balanced_cuts(step, line, ranks_of)
+    return edges_named(line, choices.balance, len(ranks_of))
 
 
-def groups_of(canonical: Canonical, programs: Sequence[StageProgram]) -> dict[str, str]:
-    """This process's names of the groups in the graphs of the stages."""
-    names = {label: name for name, label in labels_of(canonical).items()}
-    used = {each.dimension for program in programs for each in collectives_of(program)}
-    return {label: name for label, name in names.items() if label in used}
-
-
-def is_laid_out_as(program: Program, laid_out: LaidOut) -> bool:
-    """Whether `laid_out` is the graph that `program` was compiled from: then the answers that differ decide nothing."""
-    constants, new = program.model.constants, laid_out.captured.constants
-    same = constants.keys() == new.keys() and all(torch.equal(constants[name], new[name]) for name in new)
-    return same and program.operations == _operations(laid_out)
-
-
-def _operations(laid_out: LaidOut) -> str:
-    graph = (laid_out.sharding.whole if laid_out.sharding else laid_out.canonical).module.graph
-    numbers = node_numbers(graph)
-    text = "\n".join(call_text(node, numbers) for node in graph.nodes)
-    for call in laid_out.captured.functions:  # numbered anew by every capture
-        text = text.replace(repr(call.name), call.text or call.name)
-    text += "with outputs" * (laid_out.captured.structure is not None)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def targets_of(line: Line) -> tuple[str, ...]:
-    """The operations of a line: lines with the same ones can be cut at the same places."""
+def operators_of(line: ForwardLine) -> tuple[str, ...]:
+    """Returns the operators of a line: lines with equal ones can be cut at the same places."""
     return tuple(str(node.target) for node in line.nodes)
 
 
-def _loss_dtype(stage: Stage) -> str:
-    results = zip(stage.outputs, output_values(stage.module.graph), strict=True)
-    return next(tensor_spec(node.meta["val"]).dtype for slot, node in results if slot.kind == "loss")
+def require_homes(programs: Sequence[StageProgram], like: Program) -> None:
+    """Raises PartitionError if a stage reads a parameter that another program has elsewhere."""
+    for program in programs:
+        for name in (*program.parameters, *program.buffers):
+            if program.stage not in like.homes.get(name, ()):
+                raise PartitionError(
+                    f"stage {program.stage} would read {name}, which is on stage "
+                    f"{', '.join(map(str, like.homes.get(name, ())))}: the model reads its "
+                    "parameters in another order than when it was placed. Call "
+                    "`pipe.recompile()` on a new pipeline, or keep the order."
+                )
 
 
-def output_of(computes: str, captured: Captured, canonical: Canonical, stages: Sequence[Stage]) -> Output:
-    """What of its forward a program returns; shards return it as the last stage would."""
-    found = {slot.name: len(stages) - 1 for slot, node in canonical.outputs if slot.kind == "output"}
-    found |= {slot.name: stage.index for stage in stages for slot in stage.outputs if slot.kind == "output"}
-    results = [(slot.name, node) for slot, node in canonical.outputs if slot.name in found and isinstance(node, Node)]
-    made = {name: (found[name], tensor_spec(node.meta["val"])) for name, node in results}
-    names = [slot.name for slot in captured.outputs if slot.kind == "output"]
-    positions = {name: Position(index) for index, name in enumerate(made)}
-    leaves = [positions.get(name, captured.constant_leaves.get(name)) for name in names]
-    return Output(computes, OutputStructure(pytree.tree_unflatten(leaves, captured.structure)), made)
+def _refuse_buffer_updates(programs: Sequence[StageProgram]) -> None:
+    """Raises PartitionError for a buffer that forward changes: two copies would differ."""
+    for program in programs:
+        for name in program.changed:
+            raise PartitionError(
+                f"buffer {name} is changed by the forward of stage {program.stage}. This schedule "
+                "keeps two copies of the model, each of which would change its own buffer from half "
+                "of the microbatches. Use dualpipe-v, which has the same overlap with one copy."
+            )
 
 
-def place(
-    model: nn.Module, captured: Captured, stages: tuple[Stage, ...], vocabulary: VocabularyProgram | None
+def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:
+    """Returns the cuts with the FLOPs of stages and ranks, for reports."""
+    line, cuts = compiled.line, compiled.cuts
+    totals = [0.0, *accumulate(compiled.loads)]
+    row = LoadRow(totals, compiled.ranks_of)
+    return Cuts(
+        after=tuple(cut - 1 for cut in cuts),
+        names=tuple(line.nodes[cut - 1].name for cut in cuts),
+        basis="flops" if isinstance(choices.balance, str) else "names",
+        unit="FLOP",
+        loads=row.stage_loads(list(cuts)),
+        rank_loads=row.rank_loads(list(cuts)),
+        boundary=tuple(line.crossing_bytes[cut] for cut in cuts),
+        overweight=explain_overweight(line, compiled.loads, row, cuts),
+    )
+
+
+def device_of(step: StepGraph) -> str:
+    """Returns the kind of device that a step computes on."""
+    tensors = (node.meta["val"] for node in step.parameters.values())
+    return next((tensor.device.type for tensor in tensors), "cpu")
+
+
+def is_program_of(program: Program, exported: ExportedModel) -> bool:
+    """Returns True if a program was compiled from an equal graph, with equal constants."""
+    constants, others = program.model.constants, exported.step.constant_values
+    same = constants.keys() == others.keys() and all(torch.equal(constants[name], others[name]) for name in others)
+    return same and program.operations == exported.text
+
+
+def groups_of(step: StepGraph, programs: Sequence[StageProgram]) -> dict[str, str]:
+    """Returns the names in this process of the process groups in the graphs of the stages."""
+    used = {each.dimension for program in programs for each in collectives_of(program)}
+    return {label: name for label, name in step.process_groups.items() if label in used}
+
+
+def _loss_dtype(step: StepGraph) -> str:
+    if step.loss is None:
+        return "float32"
+    return str(step.loss.meta["val"].dtype).removeprefix("torch.")
+
+
+def output_of(computes: str, step: StepGraph, programs: Sequence[StageProgram]) -> Output:
+    """Returns which stage makes each tensor of the model's output, and how to rebuild the output.
+
+    What the shards of an output layer make counts as made by the last stage.
+    """
+    makers = {
+        slot.name: program.stage
+        for program in programs
+        for slot in program.pieces["F"].outputs
+        if slot.kind == "output"
+    }
+    made = {
+        str(index): (makers.get(str(index), len(programs) - 1), tensor_spec(node.meta["val"]))
+        for index, node in enumerate(step.outputs)
+        if node is not None
+    }
+    assert step.output_structure is not None
+    return Output(computes, step.output_structure, made)
+
+
+def parameter_homes(
+    model: nn.Module,
+    programs: Sequence[StageProgram],
+    vocabulary: VocabularyProgram | None = None,
 ) -> dict[str, tuple[int, ...]]:
-    """The stages that hold each parameter and buffer, by first name; all of them what is sharded over all ranks.
+    """Returns the stages that hold each parameter and buffer, by its first name.
 
-    What the training graph does not use lives with its nearest relative in the module tree, else on the last stage.
+    All stages hold what is sharded over all ranks.
+
+    What no graph reads is held with its nearest relative in the module tree, else by the last
+    stage.
     """
     homes: dict[str, tuple[int, ...]] = {}
-    for stage in stages:
-        for name in (*stage.named("parameter"), *stage.named("buffer")):
-            homes[name] = (*homes.get(name, ()), stage.index)
-    homes |= dict.fromkeys(vocabulary.resident if vocabulary else (), tuple(range(len(stages))))
-    for name in dict.fromkeys(captured.names.values()):
-        if name not in homes:
-            homes[name] = _relative(name, homes, len(stages) - 1)
+    for program in programs:
+        for name in (*program.parameters, *program.buffers):
+            homes[name] = (*homes.get(name, ()), program.stage)
+    resident = vocabulary.resident if vocabulary is not None else ()
+    homes |= dict.fromkeys(resident, tuple(range(len(programs))))
+    for named in (model.named_parameters, model.named_buffers):
+        for name, _ in named():
+            if name not in homes:
+                homes[name] = _relative(name, homes, len(programs) - 1)
     return homes
 
 
 def _relative(name: str, homes: Mapping[str, tuple[int, ...]], last: int) -> tuple[int, ...]:
-    """The last stage of the nearest relatives: a head that only evaluation uses comes after what it works on."""
+    """Returns the last stage of the tensors that share the longest prefix with a name."""
     prefix = name
     while "." in prefix:
         prefix = prefix.rpartition(".")[0]
-        near = [max(stages) for other, stages in homes.items() if other.startswith(prefix + ".")]
+        near = [max(held) for other, held in homes.items() if other.startswith(f"{prefix}.")]
         if near:
             return (max(near),)
     return (last,)
+
+
+def placement_ranks(placement: Placement) -> list[int]:
+    """Returns the rank of each stage, for one microbatch."""
+    return [placement.rank(stage) for stage in range(placement.stages)]

@@ -64,10 +64,10 @@ class BatchLayout:
         compiled, options, what = self._compiled, self._options, "choosing the schedule"
         usual = compiled.schedule
         with compiled.ranks.watch.position.turn_to(what), Progress(f"zbcompile: {what}", first=LONG):
-            laid_out = compiled.laid_out(microbatch, leads=True)
-            make = partial(compiled.make, microbatch, laid_out)
+            exported = compiled.export(microbatch)
+            make = partial(compiled.make, microbatch, exported)
             program = compile_auto(make, options.choices, usual.ranks, usual.microbatches, options.chunks)
-        compiled.searched = laid_out, program
+        compiled.searched = exported, program
         compiled.schedule, compiled.decided = program.schedule, program.choices
 
 

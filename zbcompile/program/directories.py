@@ -124,11 +124,6 @@ def program_in(directory: Path) -> list[Path]:
 
 
 def _refuse(program: Program) -> None:
-    if program.guards is not None:
-        raise PipelineError(
-            f"forward decides by the values of its inputs ({program.guards.lines[0]}); a saved program cannot. Use "
-            "torch.where or torch.cond."
-        )
     foreign = [label for label in program.groups if label not in DIMENSIONS]
     if foreign:
         raise PipelineError(

@@ -16,8 +16,8 @@ from zbcompile.json_text import from_plain, to_text
 from zbcompile.model.model_info import Member, ModelFacts
 from zbcompile.options import PipelineOptions, StepOptions
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.exported.vocabulary.shard_program import InputLayer, VocabularyProgram
 from zbcompile.passes.exported.serialize import DEVICES
+from zbcompile.passes.exported.vocabulary.shard_program import InputLayer, VocabularyProgram
 from zbcompile.passes.machine.hardware import Hardware
 from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.split.joint_graph import Recomputation

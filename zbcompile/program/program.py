@@ -14,7 +14,6 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import ModelFacts
 from zbcompile.model.placements import PARTIAL, placement_of
 from zbcompile.options import StepOptions
-from zbcompile.passes.capture.guards import Guards
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.gpu import kind_of
@@ -40,8 +39,8 @@ class Program:
     * The order: `lowered.orders[rank]` are the actions of a rank with their communication.
     * The model: `model` describes it, `homes` are the stages that use each parameter and buffer (tied ones under their
       first name).
-    * What it is right for: `call` is the form of a microbatch (see `call_of`), `guards` what forward asks about its
-      inputs with the answers that the program was compiled for, `changed_state` the module state that forward changes.
+    * What it is right for: `call` is the form of a microbatch (see `call_of`), `changed_state` the module
+      state that forward changes.
     * What it returns: `output` says what of its forward, by a step besides the loss; None: nothing.
     * `ends`: with `exact=True`, the graph by stage that adds the gradients of several stages for one microbatch, at the
       end of a step.
@@ -61,7 +60,6 @@ class Program:
     vocabulary: VocabularyProgram | None
     canonical_targets: tuple[str, ...] = field(repr=False)
     operations: str = field(default="", repr=False)
-    guards: Guards | None = None
     call: tuple[str, ...] = ()
     step: StepOptions = field(default_factory=StepOptions)
     groups: Mapping[str, str] = field(default_factory=dict, compare=False)
@@ -205,7 +203,6 @@ class Program:
                 for stage in self.stages
             ],
             "graphs": [_digest(module.code) for module in self._modules],
-            "guards": [] if self.guards is None else [_digest(self.guards.text), repr(self.guards.given.answers)],
             "types": [_digest(_types(module)) for module in self._modules],
         }
 

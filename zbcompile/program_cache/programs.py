@@ -23,20 +23,18 @@ from zbcompile.batches.batch import (
     hinting,
     refuse_meta_inputs,
 )
-from zbcompile.compiler import compile_forward as exported_forward
-from zbcompile.compiler.compile_exported import (
-    ExportedModel,
-    compile_program,
-    export_step,
-    is_program_of,
-)
-from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, is_laid_out_as, lay_out_step
-from zbcompile.compiler.inference import (
-    Frame,
+from zbcompile.compiler.compile_forward import (
+    ForwardOptions,
     compile_forwards,
     forward_order,
     microbatches_like,
     require_words,
+)
+from zbcompile.compiler.compile_model import (
+    ExportedModel,
+    compile_program,
+    export_step,
+    is_program_of,
 )
 from zbcompile.distributed.agreement import gathered, together
 from zbcompile.errors import PipelineError
@@ -44,8 +42,6 @@ from zbcompile.model.held_elsewhere import readable
 from zbcompile.model.placements import SHARD, along, placement_of
 from zbcompile.model.resident_tensors import resident_tensors
 from zbcompile.options import PipelineOptions, is_searched
-from zbcompile.passes.capture.guards import Guards
-from zbcompile.passes.capture.questions import ForeignAnswers
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import PartitionError
 from zbcompile.passes.graph.roles import Slot
@@ -57,11 +53,9 @@ from zbcompile.program.program import Program, call_of, listed
 from zbcompile.program_cache.bound_programs import BoundPrograms
 from zbcompile.program_cache.cache import (
     Entry,
-    Lookup,
     ProgramCache,
     batches_apart,
     key_of,
-    refuse_answers,
     torch_modes,
     what_is_new,
 )
@@ -78,10 +72,8 @@ Graphs = tuple[BoundGraphs, ...]
 
 
 class CompiledGraphs(NamedTuple):
-    """The graphs of a step, or those of each microbatch of an evaluation, with what they are right for: the answers
-    `guards` to what forward asks, and the module state `standing`."""
+    """The graphs of a step, or those of each microbatch of an evaluation, and the module state that they are for."""
 
-    guards: Guards | None
     standing: list[ModuleState]
     graphs: Graphs
 
@@ -102,7 +94,7 @@ class Programs:
         self._model, self._options, self.bound, self.ranks = model, options, bound, bound.ranks
         self.schedule, self.saved = schedule, saved
         self.decided: Choices | None = None  # by a search
-        self.searched: tuple[LaidOut, Program] | None = None  # the first step, from a search
+        self.searched: tuple[ExportedModel, Program] | None = None  # the first step, from a search
         self.cache = ProgramCache(bound.ranks, options.max_shapes)
         self.outputs: bool | str = False  # what the present step returns besides its loss, of KINDS
         self.agreement = StepAgreement(bound.ranks)
@@ -114,7 +106,7 @@ class Programs:
             for each in (saved, *saved.also.values()):
                 graphs = bound.prepare_step(each) if each.trains else bound.prepare(each)
                 key: Any = each.call if each.trains else each.returns.computes
-                self.cache.add(key, each.guards, (), (graphs,), each.exchanges, evaluates=not each.trains)
+                self.cache.add(key, (), (graphs,), each.exchanges, evaluates=not each.trains)
                 bound.trained |= each.trained
 
     def __iter__(self) -> Iterator[BoundGraphs]:
@@ -128,14 +120,13 @@ class Programs:
         return found
 
     def get(self, step: Microbatches) -> Executable:
-        """The executable of a step, compiled if need be: found by the number and shapes of its
-        microbatches, and by their answers to what forward asks. Raises PipelineError or CaptureError if the model is no
-        longer the one that was compiled."""
+        """Returns the executable of a step, compiled if need be. Raises PipelineError or CaptureError if the model is
+        no longer the one that was compiled."""
         first = self._last_state is None  # a lazy parameter has no state yet
         same = step.alike and not first and self._state(step.each[0]) == self._last_state
         known = same and all(each.holds() for each in self._last)
         self._begin_agreement(step, known)
-        if known and self._last[0].guards is None:
+        if known:
             graphs = self._last[0].graphs * len(step.each)
             return self.cache.plan(graphs, graphs[:1], step_order)
         if self.saved is None:
@@ -145,11 +136,11 @@ class Programs:
         kinds: dict[Any, list[int]] = {}
         for place, each in enumerate(step.each):
             kinds.setdefault(each.signature, []).append(place)
-        own, everywhere = dict[int, BoundGraphs](), dict[int, BoundGraphs]()
+        own, distinct = dict[int, BoundGraphs](), dict[int, BoundGraphs]()
         for places in kinds.values():
-            found = self._find_step([step.each[place] for place in places])
-            own |= {place: graphs for place, (graphs,) in zip(places, found.graphs, strict=True)}
-            everywhere |= {each.number: each for entry in found.everywhere for each in entry.graphs}
+            (graphs,) = self._find_step([step.each[place] for place in places]).graphs
+            own |= dict.fromkeys(places, graphs)
+            distinct[graphs.number] = graphs
         if not known:
             self.bound.require_same_model()
         if step.alike:
@@ -157,11 +148,10 @@ class Programs:
         else:
             self._last, self._last_state = [], None
         ordered = [own[place] for place in range(len(own))]
-        needed_anywhere = [each for _, each in sorted(everywhere.items())]
-        return self.cache.plan(ordered, needed_anywhere, step_order)
+        return self.cache.plan(ordered, [each for _, each in sorted(distinct.items())], step_order)
 
-    def _find_step(self, microbatches: Sequence[Microbatch]) -> Lookup:
-        """The graphs of microbatches of one shape."""
+    def _find_step(self, microbatches: Sequence[Microbatch]) -> Entry:
+        """Returns the graphs of microbatches of one shape."""
         first = microbatches[0]
         key = partial(self._key, first)
         if self.saved is not None and not self.cache.right(key()):
@@ -170,31 +160,27 @@ class Programs:
                 f"{listed(call_of(first))}. Pass such batches, or compile and save a program for these."
             )
         what, make = f"microbatches of {first.summary()}", partial(self._make_step, microbatches)
-        return self._find(key, [each.tensors for each in microbatches], what, make)
+        return self._find(key, what, make)
 
     def _find(
-        self,
-        key: Callable[[], Any],
-        microbatches: Sequence[Mapping[str, torch.Tensor]],
-        what: str,
-        make: Callable[[Lookup, str], CompiledGraphs],
-        evaluates: bool = False,
-    ) -> Lookup:
-        """The graphs of microbatches of one `key`, which is asked again after compiling: forward may install hooks when
-        it first runs. As long as a microbatch of any rank has none, all ranks compile `what` (in words) together:
-        `make` is given what was found and what has changed since the last entry, in words."""
+        self, key: Callable[[], Any], what: str, make: Callable[[str], CompiledGraphs], evaluates: bool = False
+    ) -> Entry:
+        """Returns the graphs for a key, which is computed again after compiling: forward may install hooks when it
+        first runs. If there are none, all ranks compile `what`, in words; `make` is given what has changed since the
+        last entry, in words."""
         for _ in range(self._options.max_shapes + 1):
-            found = self.cache.look_up(key(), microbatches)
-            if found.complete:
+            found = self.cache.find(key())
+            if found is not None:
                 return found
-            if self.saved is not None:
-                refuse_answers(found, microbatches)
             change = self._noted(self.cache.change(key()))
             title = f"compiling {what}" + f" (on this rank, of {change})" * bool(change)
             with self.ranks.watch.position.turn_to(title), Progress(f"zbcompile: {title}", first=LONG):
-                made = make(found, change)
+                made = make(change)
             self._add(key(), made, evaluates)
-        raise self.cache.never_complete(found)
+        raise PipelineError(
+            "no program that was compiled for this step fits it: the state of its modules was different in every "
+            "capture. Keep it the same from step to step, or pass it as an argument of step."
+        )
 
     def _noted(self, change: str) -> str:
         """Returns the change of module state for a notice; for a value that changes often with a remedy."""
@@ -214,7 +200,7 @@ class Programs:
 
     def _add(self, key: Any, made: CompiledGraphs, evaluates: bool) -> None:
         exchanges = frozenset[str]().union(*(each.program.exchanges for each in made.graphs))
-        self.cache.add(key, made.guards, made.standing, made.graphs, exchanges, evaluates)
+        self.cache.add(key, made.standing, made.graphs, exchanges, evaluates)
         if self.cache.trim() and not evaluates:
             self._last, self._last_state = [], None
             if self.ranks.is_first:
@@ -245,11 +231,10 @@ class Programs:
         keys = [] if known else list(map(self._key, step.distinct))
         new = not all(map(self.cache.right, keys))
         change = next(filter(None, map(self.cache.change, keys)), "") if new else ""
-        asks = new or any(each.guards is not None for each in self.cache.steps)
         exchanges = frozenset[str]().union(*(each.exchanges for each in self.cache.steps))
         passed = len(step.each), step.shapes(), keyword(self.outputs), change
-        self.agreement.begin(passed, asks, batches_apart(exchanges))
-        if asks or not self.bound.compared or exchanges:
+        self.agreement.begin(passed, new, batches_apart(exchanges))
+        if new or not self.bound.compared or exchanges:
             self.agreement.require()
 
     def _state(self, microbatch: Microbatch) -> tuple[Any, ...]:
@@ -271,35 +256,30 @@ class Programs:
             self.cache.forget_plans()
             raise
 
-    def _make_step(self, microbatches: Sequence[Microbatch], found: Lookup, change: str) -> CompiledGraphs:
-        microbatch, leads = microbatches[found.missing or 0], found.missing is not None
+    def _make_step(self, microbatches: Sequence[Microbatch], change: str) -> CompiledGraphs:
+        microbatch = microbatches[0]
         require_same_batch(
             self.ranks, {path: [each.tensors[path] for each in microbatches] for path in microbatch.tensors}
         )
-        laid_out = self.searched[0] if self.searched else self.laid_out(microbatch, leads)
-        exported = isinstance(laid_out, ExportedModel)
-        guards = None if exported else laid_out.captured.guards
-        changed = laid_out.step.changed_state if exported else laid_out.captured.changed_state
-        standing = ModuleState(self._model, self._options.loss, frozenset(changed))
-        asked = [each.guards for each in found.known if each.guards]
-        reason = (guards.unlike(asked) if guards is not None and asked else "") or change
-        is_same = is_program_of if exported else is_laid_out_as
-        same = (each.graphs for each in found.known if is_same(each.graphs[0].program, laid_out))
-        graphs = next(same, None) or (self._compile(microbatch, laid_out, reason),)
-        return CompiledGraphs(guards, [standing], graphs)
+        exported = self.searched[0] if self.searched else self.export(microbatch)
+        standing = ModuleState(self._model, self._options.loss, frozenset(exported.step.changed_state))
+        key = self._key(microbatch)
+        known = (each.graphs for each in self.cache.steps if each.key == key)
+        same = (graphs for graphs in known if is_program_of(graphs[0].program, exported))
+        return CompiledGraphs([standing], next(same, None) or (self._compile(microbatch, exported, change),))
 
     def _key(self, microbatch: Microbatch) -> Any:
         if self.saved is not None:
             return call_of(microbatch)
         return key_of(self._model, microbatch, self.ranks.device, kept_for(self.outputs))
 
-    def _compile(self, microbatch: Microbatch, laid_out: LaidOut, reason: str) -> BoundGraphs:
+    def _compile(self, microbatch: Microbatch, exported: ExportedModel, reason: str) -> BoundGraphs:
         if self.bound.trains and self.ranks.is_first:
             key, known = self._key(microbatch), [each.key for each in self.cache.steps]
             reason = reason or what_is_new(self._model, microbatch, key, known)
             number = f"program {len(self.bound.compilations) + 1}; max_shapes={self._options.max_shapes} are kept"
             print(f"zbcompile: compiling again for {reason} ({number}).")
-        program = self._make_program(microbatch, laid_out)
+        program = self._make_program(microbatch, exported)
         asked = {"what a step returns": keyword(self.outputs), "max_shapes": self._options.max_shapes}
         self.bound.agree_on(program, asked | vars(self._options.step))
         if self.bound.program is None:
@@ -313,40 +293,35 @@ class Programs:
         self.bound.trained |= program.trained
         return self.bound.prepare_step(program)
 
-    def laid_out(self, microbatch: Microbatch, leads: bool) -> LaidOut:
-        """The captured step; all ranks capture it with the same answers."""
+    def export(self, microbatch: Microbatch) -> ExportedModel:
+        """Returns the training step for microbatches like this one; all ranks export it together."""
 
-        exported = self._choices().vocab == "off"
-
-        def capture_(given: ForeignAnswers | None) -> Any:
-            step = self._model, microbatch, self._options.loss, self._choices(), self.schedule
+        def export_() -> ExportedModel:
             device = partial(hint_at_device, microbatch, self.ranks.device)
             target = partial(hint_at_target, self._model, microbatch, self._options.loss)
             refuse_meta_inputs(microbatch, self.ranks.device)
             with readable(self._model), hinting(device, target):
-                if exported:
-                    return export_step(
-                        self._model,
-                        microbatch,
-                        self._options.loss,
-                        device=self.ranks.device,
-                        process_groups=self.ranks.mesh.labels,
-                        static_inputs=microbatch.static,
-                        keep=kept_for(self.outputs),
-                    )
-                return lay_out_step(*step, dimensions=self.ranks.mesh.labels, given=given, keep=kept_for(self.outputs))
+                return export_step(
+                    self._model,
+                    microbatch,
+                    self._options.loss,
+                    device=self.ranks.device,
+                    process_groups=self.ranks.mesh.labels,
+                    static_inputs=microbatch.static,
+                    keep=kept_for(self.outputs),
+                    choices=self._choices(),
+                    schedule=self.schedule,
+                )
 
-        if exported:
-            return together(self.ranks, "capturing", lambda: capture_(None))
-        return self.cache.capture("capturing", capture_, lambda laid_out: laid_out.captured.guards, leads)
+        return together(self.ranks, "capturing", export_)
 
-    def _make_program(self, microbatch: Microbatch, laid_out: LaidOut) -> Program:
+    def _make_program(self, microbatch: Microbatch, exported: ExportedModel) -> Program:
         searched, self.searched = self.searched, None
         if searched is not None:
             _, program = searched
             notice = program.plan
         else:
-            make = partial(self.make, microbatch, laid_out, self.schedule)
+            make = partial(self.make, microbatch, exported, self.schedule)
             program = compile_within_memory(make, self.decided or self._options.choices)
             notice = program.cuts.overweight if self.bound.program is None else ""
         if self.ranks.is_first and notice:
@@ -359,26 +334,23 @@ class Programs:
     def make(
         self,
         microbatch: Microbatch,
-        laid_out: LaidOut,
+        exported: ExportedModel,
         schedule: Schedule,
         choices: Choices,
     ) -> Program:
-        """The captured step compiled for a schedule, with the parameters where they are."""
-        task = self._model, microbatch, laid_out, schedule, choices
-
-        compile_step = compile_program if isinstance(laid_out, ExportedModel) else compile_laid_out
+        """Returns the exported step compiled for a schedule, with the parameters where they are."""
+        task = self._model, microbatch, exported, schedule, choices
 
         def compile_() -> Program:
             try:
-                return compile_step(*task, self._placed)
+                return compile_program(*task, self._placed)
             except PartitionError:
                 if self.bound.trains or self._placed is None:
                     raise
-                return compile_step(*task)  # what an evaluation has placed is in another order
+                return compile_program(*task)  # what an evaluation has placed is in another order
 
         program = together(self.ranks, "compiling", compile_)
-        if isinstance(laid_out, ExportedModel):
-            program = self._placed_alike(program, lambda like: compile_program(*task, like))
+        program = self._placed_alike(program, lambda like: compile_program(*task, like))
         return replace(program, step=self._options.step)
 
     def _placed_alike(self, program: Program, compile_like: Callable[[Program], Program]) -> Program:
@@ -421,8 +393,8 @@ class Programs:
     # Evaluations
 
     def forwards(self, batch: Batch, computes: str, count: int | None) -> Graphs:
-        """The graphs of the batch's microbatches, at most `count` of them (None: as many as a step has), for its
-        answers to what forward asks; compiled if need be."""
+        """Returns the graphs of the batch's microbatches, at most `count` of them (None: as many as a step has),
+        compiled if need be."""
         if self.saved is not None:
             return self._saved_forwards(batch, computes)
         if self.bound.program is not None:
@@ -430,13 +402,13 @@ class Programs:
         task = batch, computes, count or self.schedule.microbatches
         key, make = partial(self._forward_key, *task), partial(self._make_forwards, *task)
         what = f"{computes} for {batch.whole.summary()}"
-        (graphs,) = self._find(key, [batch.whole.tensors], what, make, evaluates=True).graphs
+        graphs = self._find(key, what, make, evaluates=True).graphs
         self.bound.require_same_model()
         require_words(batch, graphs[0].program)
         return graphs
 
     def _saved_forwards(self, batch: Batch, computes: str) -> Graphs:
-        """As `forwards`, from a saved program, which answers for each microbatch by itself."""
+        """Returns the graphs of the batch's microbatches from a saved program."""
         held = {each.key: each.graphs[0].program for each in self.cache.evaluations}
         if computes not in held:
             raise PipelineError(
@@ -445,43 +417,22 @@ class Programs:
             )
         program = held[computes]
         require_words(batch, program)
-        parts = batch.into(microbatches_like(program, batch)).tensors
-        found = self.cache.look_up(computes, parts)
-        if not found.complete:
-            refuse_answers(found, parts)
-        return tuple(graphs for (graphs,) in found.graphs)
+        (graphs,) = next(each.graphs for each in self.cache.evaluations if each.key == computes)
+        return (graphs,) * microbatches_like(program, batch)
 
-    def _make_forwards(self, batch: Batch, computes: str, count: int, found: Lookup, change: str) -> CompiledGraphs:
+    def _make_forwards(self, batch: Batch, computes: str, count: int, change: str) -> CompiledGraphs:
         if change and self.ranks.is_first:
             print(f"zbcompile: compiling {computes} again for {change}.")
-        frame = self._frame
-        if frame.choices.vocab == "off" and (frame.like is None or frame.like.vocabulary is None):
-            return self._export_forwards(batch, computes, count, frame)
-
-        def compile_(given: ForeignAnswers | None) -> tuple[Program, ...]:
-            with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
-                return compile_forwards(self._model, batch, count, computes, self._frame, given)
-
-        leads = found.missing is not None
-        made = self.cache.capture("compiling a forward", compile_, lambda each: each[0].guards, leads)
-        graphs = {id(each): self._bind_forward(each) for each in {id(each): each for each in made}.values()}
-        standing = [ModuleState(self._model, without=frozenset().union(*(each.changed_state for each in made)))]
-        return CompiledGraphs(made[0].guards, standing, tuple(graphs[id(each)] for each in made))
-
-    def _export_forwards(self, batch: Batch, computes: str, count: int, frame: Frame) -> CompiledGraphs:
-        options = exported_forward.ForwardOptions(
-            frame.schedule, frame.like, frame.choices, frame.dimensions, frame.sharded, self.ranks.device
-        )
 
         def compile_() -> tuple[Program, ...]:
             refuse_meta_inputs(batch.whole, self.ranks.device)
             with readable(self._model), hinting(partial(hint_at_device, batch.whole, self.ranks.device)):
-                return exported_forward.compile_forwards(self._model, batch, count, computes, options)
+                return compile_forwards(self._model, batch, count, computes, self._forward_options)
 
         made = together(self.ranks, "compiling a forward", compile_)
         graphs = {id(each): self._bind_forward(each) for each in {id(each): each for each in made}.values()}
         standing = [ModuleState(self._model, without=frozenset().union(*(each.changed_state for each in made)))]
-        return CompiledGraphs(None, standing, tuple(graphs[id(each)] for each in made))
+        return CompiledGraphs(standing, tuple(graphs[id(each)] for each in made))
 
     def _bind_forward(self, program: Program) -> BoundGraphs:
         program = replace(program, step=self._options.step)
@@ -496,13 +447,14 @@ class Programs:
         return computes, count, modules, trains, batch.whole.signature, torch_modes(self.ranks.device), self.bound.moves
 
     @property
-    def _frame(self) -> Frame:
+    def _forward_options(self) -> ForwardOptions:
         rules, choices = self._options.placements or {}, self._options.choices
         names = (name for name, _ in self._model.named_parameters())
         sharded = frozenset(name for name in names if along(placement_of(name, rules), SHARD))
         if self.bound.program is None and any(parameter.requires_grad for parameter in self._model.parameters()):
             choices = replace(choices, vocab="off")  # the step decides, and moves the parameters if need be
-        return Frame(self.schedule, self.bound.program, choices, self.ranks.mesh.labels, sharded)
+        like, labels = self.bound.program, self.ranks.mesh.labels
+        return ForwardOptions(self.schedule, like, choices, labels, sharded, self.ranks.device)
 
     def evaluation(self, own: Sequence[BoundGraphs]) -> Executable:
         """The executable of microbatches that run the graphs `own`, on the tensors that the model has now."""

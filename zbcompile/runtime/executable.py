@@ -150,8 +150,7 @@ def plan_step(
 def _difference(programs: Sequence[Program]) -> str:
     """How programs that meet in one step differ."""
     shapes = {tuple(sorted(each.inputs.items())) for each in programs}
-    lines = [each.guards.lines[0] for each in programs if each.guards is not None]
-    return "shapes" if len(shapes) > 1 or not lines else f"answers to {lines[0]}"
+    return "shapes" if len(shapes) > 1 else "graphs"
 
 
 def _problem(programs: Sequence[Program], several: bool) -> str:

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zbcompile.backends.types import Run
-from zbcompile.compiler.compile_stage import make_manager
+
 from zbcompile.distributed.packing import Buffer
 from zbcompile.passes.graph.roles import TensorSpec
-from zbcompile.passes.pass_list.passes_in_order import OVERLAP
+from zbcompile.passes.stage.overlap import merge
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.program.receive_buffers import assign_buffers, completed_sends
@@ -166,6 +166,6 @@ def _run_of(pair: Pair, one: CompiledStage, other: CompiledStage) -> Run | None:
 
 def _make_run(op: str, other_op: str, one: CompiledStage, other: CompiledStage) -> Run | None:
     if one.mergeable and other.mergeable:
-        merged = make_manager().run(OVERLAP, (one.program.pieces[op], other.program.pieces[other_op]))
+        merged = merge(one.program.pieces[op], other.program.pieces[other_op])
         return boxed(merged.module).forward  # type: ignore[no-any-return]
     return None

@@ -50,11 +50,6 @@ def generated_stages(
             f'the mesh has several ranks along "{beside[0]}", and torch\'s schedules do not sum gradients over '
             "them. Use pipe.step."
         )
-    if program.guards is not None:
-        raise PipelineError(
-            f"forward decides by the values of its inputs ({program.guards.lines[0]}), and torch's schedules would run "
-            "one answer for all batches. Use pipe.step."
-        )
     early = [stage for stage, _ in program.output.made.values()] if program.output else []
     if any(stage < program.schedule.stages - 1 for stage in early):
         raise PipelineError(

@@ -19,7 +19,7 @@ from tests.support.functions import WAYS, WIDTH, Passed, Saving, Ways
 from tests.support.oracle import Batch, eager_step
 from tests.support.training import assert_same_tensors, gradients_of
 from zbcompile.batches.batch import flatten_batch
-from zbcompile.compiler.compile_exported import ExportedModel, export_step
+from zbcompile.compiler.compile_model import ExportedModel, export_step
 from zbcompile.passes.errors import CaptureError
 
 ROWS, MICROBATCHES = 16, 8

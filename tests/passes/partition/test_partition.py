@@ -15,7 +15,7 @@ import zbcompile
 from gpt import GPT, next_byte_loss
 from targets import llama, unet
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_exported import choose_cuts, export_step
+from zbcompile.compiler.compile_model import choose_cuts, export_step
 from zbcompile.compiler.overweight import explain_overweight
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.partition.balance_stages import THINNER, node_loads
