@@ -24,7 +24,7 @@ from tqdm import tqdm
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.storage import storage_bytes, tensors_of
 from zbcompile.passes.machine.flops import count_flops
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.torch_private import FakeTensorMode, storage_key
 
 sys.path.insert(0, str(Path(__file__).parents[1]))

@@ -18,10 +18,8 @@ from zbcompile.passes.exported.step_graph import END, Label, StepGraph, Vocabula
 from zbcompile.passes.exported.torch_private import FakeTensorMode, LazyGraphModule, storage_key
 from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec
 from zbcompile.passes.graph.strides import boundary_like
-from zbcompile.passes.split.joint_graph import Recomputation
-from zbcompile.passes.split.saved_bytes import Crossing
-from zbcompile.passes.split.subgraphs import Piece
-from zbcompile.passes.stage.stage_program import StageProgram, tensor_spec
+from zbcompile.passes.stage.piece import Piece
+from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram, tensor_spec
 
 _INPUT_KINDS: Mapping[str, Kind] = {
     roles.PARAMETER: "parameter",

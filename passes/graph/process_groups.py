@@ -8,9 +8,7 @@ from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.capture_refusals import Refusal
 from zbcompile.passes.graph.fx import copied, with_graph
-from zbcompile.passes.graph.source_location import source_line
 from zbcompile.passes.graph.storage import tensors_of
 from zbcompile.passes.torch_private import FUNCTIONAL_COLLECTIVES, OpOverload, arguments_of
 
@@ -35,37 +33,6 @@ def is_under_way(node: Node) -> bool:
 
 def _is_functional(node: Node) -> bool:
     return isinstance(node.target, OpOverload) and node.target.namespace in FUNCTIONAL_COLLECTIVES
-
-
-def name_groups(module: GraphModule, dimensions: Mapping[str, str]) -> dict[str, str]:
-    """Rename the process groups in the graph, in place: those in `dimensions` to their dimension of the mesh. Return
-    the former name of every new one.
-
-    Raises CaptureError for a collective inside a branch (torch.cond), which not all ranks of its group need take.
-    """
-    _refuse_in_branches(module)
-    labels: dict[str, str] = {}
-    for node in module.graph.nodes:
-        group = group_of(node)
-        if group is not None:
-            _require_name(node, group)
-            if dimensions.get(str(group)) == "pp":
-                raise Refusal.PIPELINE_GROUP.error(line=source_line(node))
-            unknown = f"group{sum(name not in dimensions for name in labels)}"
-            _rename(node, labels.setdefault(str(group), dimensions.get(str(group), unknown)))
-    return {label: name for name, label in labels.items()}
-
-
-def rename_groups(module: GraphModule, labels: Mapping[str, str]) -> None:
-    """Rename, in place, the process groups that an autograd.Function brought into a stage's graph: `labels` has what
-    the model's graph calls each. Raises CaptureError for a group that it does not know."""
-    for node in filter(_has_group, module.graph.nodes):
-        group = group_of(node)
-        _require_name(node, group)
-        if group in labels:
-            _rename(node, labels[group])
-        elif group not in labels.values():
-            raise Refusal.UNKNOWN_GROUP.error(operation=node.target)
 
 
 def with_groups(module: GraphModule, names: Mapping[str, str]) -> GraphModule:
@@ -115,15 +82,3 @@ def _rename(node: Node, name: str) -> None:
         node.update_arg(_position(node), name)
     else:
         node.update_kwarg(GROUP, name)
-
-
-def _require_name(node: Node, group: object) -> None:
-    if not isinstance(group, str):
-        raise Refusal.UNNAMED_GROUP.error(operation=node.target, kind=type(group).__name__)
-
-
-def _refuse_in_branches(module: GraphModule) -> None:
-    inner = [child for child in module.modules() if isinstance(child, GraphModule) and child is not module]
-    for node in (node for child in inner for node in child.graph.nodes):
-        if is_collective(node):
-            raise Refusal.COLLECTIVE_IN_BRANCH.error(operation=node.target)

@@ -13,8 +13,6 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.capture_refusals import Refusal, explanation
-from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.torch_private import module_stack, stack_trace
 
 
@@ -93,12 +91,6 @@ def source_line(node: Node) -> str:
     """The line of the user's model, or the compiler pass, that made `node`."""
     origin = origin_of(node)
     return origin.text if origin else f"made by {node.meta.get('pass', 'zbcompile')}"
-
-
-def not_inferred(node: Node, error: BaseException) -> CaptureError:
-    """Why the result of an operation of a captured graph cannot be inferred beforehand."""
-    names = {"operation": node.target, "line": origin_of(node) or node.name}
-    return Refusal.NOT_INFERRED.error(**names, why=explanation(error))
 
 
 def is_own(file: str) -> bool:

@@ -4,13 +4,13 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from zbcompile.passes.errors import PartitionError
+from zbcompile.passes.exported.partition.cut_points import ForwardLine
 from zbcompile.passes.graph.storage import is_view
 from zbcompile.passes.layout_strings import MARK
-from zbcompile.passes.partition.liveness import Line
 from zbcompile.passes.torch_private import module_paths
 
 
-def edges_named(line: Line, names: Sequence[str], stages: int) -> list[int]:
+def edges_named(line: ForwardLine, names: Sequence[str], stages: int) -> list[int]:
     """The cuts of the line that `names` stand for, as numbers of nodes before each cut, ascending.
 
     Raises PartitionError if names are not in the model, if the line cannot be cut at them, or if their number is wrong.
@@ -32,7 +32,7 @@ def edges_named(line: Line, names: Sequence[str], stages: int) -> list[int]:
     return sorted([*chosen, *layout])  # in a layout two equal cuts make an empty stage, which hands on what it gets
 
 
-def _edge(line: Line, name: str) -> int:
+def _edge(line: ForwardLine, name: str) -> int:
     for i, node in enumerate(line.nodes):
         if node.name == name:
             return _allowed(line, i + 1, name)
@@ -46,7 +46,7 @@ def _edge(line: Line, name: str) -> int:
     )
 
 
-def _allowed(line: Line, edge: int, name: str) -> int:
+def _allowed(line: ForwardLine, edge: int, name: str) -> int:
     """The nearest place at `edge`, before it, or after it, where the line can be cut, if only views lie between."""
     place = ahead = edge - 1
     while place > 0 and not line.allowed[place] and is_view(line.nodes[place]):
@@ -64,7 +64,7 @@ def _allowed(line: Line, edge: int, name: str) -> int:
     )
 
 
-def _place_in_layout(line: Line, name: str) -> tuple[int, str]:
+def _place_in_layout(line: ForwardLine, name: str) -> tuple[int, str]:
     """The number of nodes of the line before a cut that `cuts_of_layout` named, and what stands there. Raises
     PartitionError if the model has another number of layers."""
     match = MARK.fullmatch(name)

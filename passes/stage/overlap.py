@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from zbcompile.passes.graph.fx import operations_behind, output_values, with_graph
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.storage import bytes_moved
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.torch_private import LazyGraphModule, OpOverload
 
 

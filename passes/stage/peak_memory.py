@@ -7,10 +7,11 @@ from torch.fx import Node
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.graph.storage import alive_bytes, storages_behind
-from zbcompile.passes.split.saved_bytes import LOSS, RESIDENT, is_resident
-from zbcompile.passes.split.subgraphs import LATER, Piece
+from zbcompile.passes.stage.piece import LATER, Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 
+RESIDENT = ("parameter", "buffer", "constant", "input")
+LOSS = Slot("tangent", "loss")  # the same factor for every microbatch
 ARRIVING = ("activation", "tangent")  # from other stages
 ALIVE = (*RESIDENT, "accumulator")  # before and after, whatever runs
 
@@ -64,3 +65,10 @@ def _resident(stage: StageProgram) -> set[int]:
     changed = {slot.name for piece in pieces for slot in piece.outputs if slot.kind == "mutation"}
     holders = (holder for piece in pieces for holder in _holders(piece))
     return storages_behind(node for slot, node in holders if is_resident(slot, changed))
+
+
+def is_resident(slot: Slot, changed: Set[str]) -> bool:
+    """Returns True for an input that outlives a step; `changed` are the buffers that F changes."""
+    if slot.kind == "buffer":
+        return slot.name not in changed
+    return slot.kind in RESIDENT or slot == LOSS

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from torch.fx import Node
 
 from zbcompile.passes.graph.process_groups import is_wait
-from zbcompile.passes.split.split import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import collectives_of
 from zbcompile.program.program import Program
 

@@ -8,7 +8,7 @@ import torch
 from torch.fx import Node
 
 from zbcompile.passes.recompute.budget import Values
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 
 
 def every_choice(values: Values) -> Iterator[tuple[int, int]]:

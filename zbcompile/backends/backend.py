@@ -19,8 +19,8 @@ from zbcompile.errors import PipelineError
 from zbcompile.options import backend_name
 from zbcompile.passes import gpu
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.anonymous_graph import BareGraph, bare
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.actions import flatten

@@ -16,7 +16,7 @@ from zbcompile.backends.types import Run
 from zbcompile.errors import PipelineError
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.strides import copy_with_strides
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 
 STAYING = ("parameter", "buffer", "constant", "accumulator")
 WARM_UP = 3  # runs before a recording, which make what a recording cannot make: handles, work space, tuned kernels

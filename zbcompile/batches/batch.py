@@ -11,7 +11,6 @@ from torch import nn
 
 from zbcompile.batches.batch_split import Cut, Split, choose_cuts
 from zbcompile.errors import PipelineError
-from zbcompile.passes.capture.export import flatten_inputs
 from zbcompile.passes.errors import CaptureError
 from zbcompile.torch_private import pytree
 
@@ -158,6 +157,14 @@ def amount(inputs: Any) -> tuple[int, str]:
     if tokens is not None:
         return tokens.numel(), "tokens"
     return next((t.shape[0] for t in tensors if t.dim()), 0), "samples"
+
+
+def flatten_inputs(example: Any) -> tuple[tuple[str, ...], tuple[Any, ...], Any]:
+    """Returns the leaves of `(args, kwargs, target)`: their paths such as args[0], the leaves, their structure."""
+    pairs, structure = pytree.tree_flatten_with_path(example)
+    top = ("args", "kwargs", "target")
+    paths = tuple(top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in pairs)
+    return paths, tuple(leaf for _, leaf in pairs), structure
 
 
 def flatten_batch(

@@ -28,10 +28,10 @@ from zbcompile.passes.exported.capture.forward_only import export_forward
 from zbcompile.passes.exported.compile_step import compile_graph
 from zbcompile.passes.exported.stage_programs import stage_programs
 from zbcompile.passes.exported.step_graph import StepGraph, is_random
+from zbcompile.passes.exported.vocabulary.log_probs import IGNORED
 from zbcompile.passes.exported.vocabulary.output_layer import NotShardableError
 from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.passes.exported.vocabulary.trunk import ShardedStep, cut_output_layer
-from zbcompile.passes.vocabulary.log_probs import IGNORED
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of, listed

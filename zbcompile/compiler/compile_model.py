@@ -29,8 +29,8 @@ from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
 from zbcompile.passes.partition.balance import LoadRow
+from zbcompile.passes.partition.cuts import Cuts
 from zbcompile.passes.partition.named_cuts import edges_named
-from zbcompile.passes.partition.search import Cuts
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import Output

@@ -7,8 +7,8 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.machine.hardware import Hardware, hardware_for
 from zbcompile.passes.machine.roofline import kernel_seconds, seconds_of
-from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.peak_memory import transient_bytes
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import Collective, StageProgram, collectives_of
 from zbcompile.schedules import Costs
 

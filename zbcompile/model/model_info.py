@@ -9,7 +9,6 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from zbcompile.passes.capture.export import first_names
 from zbcompile.passes.torch_names import dtype_named
 from zbcompile.passes.torch_private import FakeTensor
 
@@ -42,6 +41,13 @@ class ModelFacts:
     def names(self) -> dict[str, str]:
         """Every parameter's and buffer's name -> the first name of the same tensor."""
         return {member.name: member.first for member in self.members}
+
+
+def first_names(model: nn.Module) -> dict[str, str]:
+    """Returns the first name of every parameter's and buffer's tensor: eager's name for it."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(tensor), name) for name, tensor in named}
 
 
 def has_values(tensor: torch.Tensor) -> bool:

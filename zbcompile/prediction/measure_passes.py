@@ -11,7 +11,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.passes import gpu
 from zbcompile.passes.graph.process_groups import is_collective
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program
 from zbcompile.schedules.ir.costs import Costs

@@ -20,7 +20,7 @@ from zbcompile.passes.partition.memory_estimate import (
     gradient_bytes,
     state_bytes,
 )
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import storage_key
 from zbcompile.prediction.predict import prices_of

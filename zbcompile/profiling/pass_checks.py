@@ -13,7 +13,7 @@ from torch.fx.node import map_arg
 from zbcompile.backends.types import Run
 from zbcompile.passes.graph.process_groups import is_under_way, is_wait
 from zbcompile.passes.graph.source_location import origin_of
-from zbcompile.passes.split.split import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.runtime.stage_plan import CompiledStage, Tensors
 
 

@@ -10,7 +10,7 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.model_info import module_of
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Slot, TensorSpec
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program

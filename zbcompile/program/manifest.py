@@ -19,11 +19,8 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.serialize import DEVICES
 from zbcompile.passes.exported.vocabulary.shard_program import InputLayer, VocabularyProgram
 from zbcompile.passes.machine.hardware import Hardware
-from zbcompile.passes.partition.search import Cuts
-from zbcompile.passes.split.joint_graph import Recomputation
-from zbcompile.passes.split.saved_bytes import Crossing
-from zbcompile.passes.split.split import Improvement
-from zbcompile.passes.stage.stage_program import StageProgram
+from zbcompile.passes.partition.cuts import Cuts
+from zbcompile.passes.stage.stage_program import Crossing, Recomputation, StageProgram
 from zbcompile.program.output import output_from_data, output_to_data, sizes_from_data, spec_from_data, spec_to_data
 from zbcompile.program.program import Program
 from zbcompile.program.rank_files import piece_from_data, piece_to_data
@@ -238,7 +235,6 @@ def outline_to_data(stage: StageProgram) -> dict[str, Any]:
     data["flops"] = dict(stage.flops)
     data["deferred"] = {name: list(dimensions) for name, dimensions in stage.deferred.items()}
     data["crossing"] = asdict(stage.crossing)
-    data["improvements"] = [asdict(each) for each in stage.improvements]
     data["recomputed"] = asdict(stage.recomputed) if stage.recomputed else None
     return data
 
@@ -252,7 +248,6 @@ def outline_from_data(data: dict[str, Any], device: str) -> StageProgram:
         **fields,
         pieces={},
         crossing=from_plain(Crossing, data["crossing"]),
-        improvements=tuple(from_plain(Improvement, each) for each in data["improvements"]),
         flops=_counts(data["flops"]),
         deferred={name: _texts(dimensions) for name, dimensions in data["deferred"].items()},
         recomputed=from_plain(Recomputation, data["recomputed"]) if data["recomputed"] else None,

@@ -1,18 +1,17 @@
 """What a program returns of its forward."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.errors import PipelineError
-from zbcompile.passes.capture.training_step import Read
 from zbcompile.passes.exported.capture.structures import OutputStructure, Position, vars_of
+from zbcompile.passes.exported.vocabulary.log_probs import log_probs
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.torch_names import dtype_named
-from zbcompile.passes.vocabulary.log_probs import log_probs
 
 # What a forward can compute: the model's output, or what is read of it.
-FORWARDS: Mapping[str, Read | None] = {"eval": None, "log_probs": log_probs}
+FORWARDS: Mapping[str, Callable[[Any, Any], Any] | None] = {"eval": None, "log_probs": log_probs}
 
 
 @dataclass(frozen=True)

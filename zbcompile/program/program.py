@@ -18,8 +18,8 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.gpu import kind_of
 from zbcompile.passes.graph.fx import on_any_device
-from zbcompile.passes.partition.search import Cuts
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.partition.cuts import Cuts
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of
 from zbcompile.passes.torch_names import type_text
 from zbcompile.program.output import FORWARDS, Output

@@ -14,7 +14,7 @@ from zbcompile.passes.exported.operators import is_foreign
 from zbcompile.passes.exported.serialize import graph_from_data, graph_to_data, operators_in
 from zbcompile.passes.graph.fx import output_values
 from zbcompile.passes.graph.roles import Kind, Slot
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.program.program import Program
 
 MANIFEST, SCHEDULE = "manifest.json", "schedule.json"

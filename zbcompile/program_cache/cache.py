@@ -16,9 +16,8 @@ from torch import nn
 from zbcompile.batches.batch import Microbatch
 from zbcompile.distributed.mesh import BATCHES, DIMENSIONS
 from zbcompile.distributed.ranks import Ranks
-from zbcompile.passes.capture.attention_kernels import attention_kernels
 from zbcompile.passes.module_state import ModuleState
-from zbcompile.passes.torch_private import hooks_of
+from zbcompile.passes.torch_private import attention_priority, hooks_of
 from zbcompile.program.program import Program
 from zbcompile.runtime.executable import BoundGraphs, Executable, plan_step
 from zbcompile.schedules import Schedule
@@ -43,6 +42,18 @@ def key_of(model: nn.Module, microbatch: Microbatch, device: torch.device, kept:
     modules = tuple((module.training, hooks_of(module)) for module in model.modules())
     trains = tuple(parameter.requires_grad for parameter in model.parameters())
     return ProgramKey(microbatch.signature, modules, trains, torch_modes(device), kept)
+
+
+def attention_kernels() -> tuple[frozenset[str], tuple[int, ...]]:
+    """Returns the kernels that attention may take at present, and the order in which they are tried."""
+    cuda = torch.backends.cuda
+    enabled = {
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+    }
+    return frozenset(name for name, on in enabled.items() if on), attention_priority()
 
 
 def torch_modes(device: torch.device) -> tuple[Any, ...]:

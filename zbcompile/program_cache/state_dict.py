@@ -8,7 +8,7 @@ from torch import nn
 
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.model.held_elsewhere import state_in_process
-from zbcompile.passes.capture.export import first_names
+from zbcompile.model.model_info import first_names
 from zbcompile.runtime.vocabulary_parameters import VocabularyShards
 
 Owner = Callable[[str], tuple[int, ...]]

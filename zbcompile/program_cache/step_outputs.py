@@ -6,7 +6,6 @@ import torch
 
 from zbcompile.batches.losses import total_loss
 from zbcompile.errors import PipelineError
-from zbcompile.passes.capture.training_step import Kept
 from zbcompile.program.output import Output
 from zbcompile.runtime.executable import Executable, Made
 
@@ -29,7 +28,7 @@ def kind_of(return_outputs: Any, return_metrics: Any) -> bool | str:
     return METRICS if return_metrics else return_outputs
 
 
-def kept_for(kind: bool | str) -> Kept:
+def kept_for(kind: bool | str) -> str:
     """What a captured step keeps of its forward for one of KINDS."""
     return METRICS if kind == METRICS else "outputs" if kind else ""
 

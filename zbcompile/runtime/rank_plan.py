@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from zbcompile.backends.types import Run
-
 from zbcompile.distributed.packing import Buffer
 from zbcompile.passes.graph.roles import TensorSpec
 from zbcompile.passes.stage.overlap import merge

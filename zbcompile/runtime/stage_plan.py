@@ -13,7 +13,7 @@ import torch
 from zbcompile.backends.types import Run
 from zbcompile.model.seeds import Relay
 from zbcompile.passes.graph.roles import Slot, TensorSpec
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.receive_buffers import AFTER

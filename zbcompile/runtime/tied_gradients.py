@@ -14,7 +14,7 @@ import torch.distributed as dist
 from zbcompile.distributed.packing import laid_out
 from zbcompile.distributed.ranks import Ranks
 from zbcompile.passes.graph.fx import output_values
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import tensor_spec
 from zbcompile.passes.torch_private import boxed
 from zbcompile.program.program import Program

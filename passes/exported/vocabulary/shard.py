@@ -50,7 +50,7 @@ from zbcompile.passes.exported.vocabulary.shard_program import (
 )
 from zbcompile.passes.exported.vocabulary.trunk import Lookups, ShardedStep
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import tensor_spec
 
 SlotValues = Mapping[Slot, Tensor]

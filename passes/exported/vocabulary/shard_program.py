@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from zbcompile.passes.graph.roles import Slot, TensorSpec
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_names import dtype_named
 

@@ -19,7 +19,7 @@ from zbcompile.passes.exported.step_graph import StepGraph
 from zbcompile.passes.exported.vocabulary.output_layer import NotShardableError
 from zbcompile.passes.exported.vocabulary.shard import shard_passes
 from zbcompile.passes.exported.vocabulary.trunk import cut_output_layer
-from zbcompile.passes.vocabulary.log_probs import log_probs
+from zbcompile.passes.exported.vocabulary.log_probs import log_probs
 from zbcompile.passes.exported.vocabulary.shard_program import even_bounds
 
 WORDS, WIDTH = 13, 8

@@ -15,7 +15,7 @@ from tests.support.training import ROWS, Case, pipeline_of, problem_of
 from zbcompile.passes.graph.fx import like
 from zbcompile.passes.machine import flops
 from zbcompile.passes.machine.flops import count_flops
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.torch_private import FakeTensorMode, make_fx
 
 MODELS = ("gpt-tied", "mixtral", "unet")

@@ -8,7 +8,7 @@ from torch import nn
 
 import zbcompile
 from zbcompile.passes.split import split
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage import stage_program
 
 Rows = dict[tuple[str, str], tuple[set[str], set[str]]]  # by stage and piece: the kinds that it takes and makes

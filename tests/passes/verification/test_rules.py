@@ -23,7 +23,7 @@ from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.pass_list.passes_in_order import OVERLAP, PASSES
 from zbcompile.passes.pass_list.run_passes import PassRun
 from zbcompile.passes.split.simplify import copy_joint
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.stage_program import finish_stage
 from zbcompile.passes.torch_private import ASSERTIONS, LazyGraphModule
 from zbcompile.passes.verification.graph_rules import collectives_waited

@@ -8,7 +8,7 @@ from torch.distributed._functional_collectives import all_gather_tensor
 
 from tests.support.pool import Pool
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.split.subgraphs import Piece
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.torch_private import make_fx
 from zbcompile.profiling.pass_checks import checked
 

@@ -1,0 +1,26 @@
+"""Where a model is cut, for reports."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Cuts:
+    """`after[i]` is the index in the line of the last node of stage i (the last stage ends the line), `names[i]` the
+    name of that node. `loads[stage]` is what a stage weighs, `rank_loads[rank]` the sum over the rank's stages, both in
+    `unit`; `boundary[i]` the bytes that cross the cut behind stage i in one microbatch. `overweight` says in words what
+    keeps the loads from being even; empty if they are.
+    """
+
+    after: tuple[int, ...]
+    names: tuple[str, ...]
+    basis: str
+    unit: str
+    loads: tuple[float, ...]
+    rank_loads: tuple[float, ...]
+    boundary: tuple[int, ...]
+    overweight: str = ""
+
+    def stage_of(self, index: int) -> int:
+        """The stage of the line's node at `index`."""
+        return bisect_left(self.after, index)

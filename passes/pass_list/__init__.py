@@ -1,1 +1,0 @@
-"""The list of passes, and the manager that runs them."""

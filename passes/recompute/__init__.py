@@ -1,1 +1,0 @@
-"""Which values B recomputes instead of keeping."""

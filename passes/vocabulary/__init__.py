@@ -1,1 +1,0 @@
-"""Embedding and output layer sharded over the ranks: S and T passes."""
