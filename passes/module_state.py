@@ -82,20 +82,17 @@ class ModuleState:
 
 
 class AttributeSnapshot:
-    """The attributes and submodules of all modules, the items of the containers that these or functions hold, hooks."""
+    """The attributes of all modules, the items of the containers that these or functions hold, and hooks."""
 
     def __init__(self, model: nn.Module, loss: Any = None) -> None:
         self._attributes: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         self._hooks: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
-        self._children: list[tuple[str, dict[Any, Any], dict[Any, Any]]] = []
         self.values = {path: read(key) for path, read, key in _values(model, loss)}
         for path, module in _modules(model, loss):
             own = vars(module)
             before = {name: own[name] for name in (*_names(module), "training") if name in own}
             self._attributes.append((path, own, before))
             self._hooks += [(f"the hooks of {path}", table, dict(table)) for table in forward_hook_tables(module)]
-            children: dict[Any, Any] = own["_modules"]
-            self._children.append((f"the submodules of {path}", children, dict(children)))
             self.values |= {f"{path}.{name}": value for name, value in before.items()}
         found = {id(value): (path, value) for path, value in self.values.items() if type(value) in (list, dict, set)}
         self._containers = [(path, value, value.copy()) for path, value in found.values()]
@@ -138,11 +135,6 @@ class AttributeSnapshot:
                 changed.append((path, True))
                 table.clear()
                 table.update(hooks)
-        for path, table, children in self._children:
-            if [*map(id, _items(table))] != [*map(id, _items(children))]:
-                changed.append((path, False))
-                table.clear()
-                table.update(children)
         return changed
 
 

@@ -21,7 +21,7 @@ from zbcompile.passes.exported.capture.source_lines import is_users_frame, users
 from zbcompile.passes.exported.capture.unsupported import (
     CARRIES_A_TENSOR,
     CATCHES_A_QUESTION,
-    CHANGES_MODULES,
+    CHANGES_HOOKS,
     DRAWS_OUTSIDE_TORCH,
     REPLACES_A_MODULE,
     SETS_A_SEED,
@@ -90,10 +90,10 @@ class PythonEffects:
 
     def _note_changes(self, changes: list[tuple[str, bool]]) -> None:
         for path, carries in changes:
-            if path.startswith("the submodules"):
-                raise CaptureError(CHANGES_MODULES.format(path=path))
+            if path.startswith("the hooks"):
+                raise CaptureError(CHANGES_HOOKS.format(path=path))
             name = path.rpartition(".")[2]
-            if carries and (path.startswith("the hooks") or name in self._names_read()):
+            if carries and name in self._names_read():
                 raise CaptureError(CARRIES_A_TENSOR.format(path=path))
             sentence = (
                 f"forward changes {path}. A compiled step runs no Python, so it never does, and it "

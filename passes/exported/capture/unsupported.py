@@ -171,9 +171,9 @@ SETS_REQUIRES_GRAD = (
     "forward changes requires_grad of a parameter ({line}). Which parameters train must be settled "
     "before the step."
 )
-CHANGES_MODULES = (
-    "forward changes {path}, so its first call is unlike the next. Call the model once before "
-    "compiling, or make the modules in __init__."
+CHANGES_HOOKS = (
+    "forward changes {path}: in eager mode every microbatch would run with others. Register hooks "
+    "outside of forward, or at its first call alone."
 )
 REPLACES_A_BUFFER = (
     "forward replaces the buffer {name} ({before}) by {now}, and a graph needs its shape and dtype "
@@ -198,7 +198,7 @@ WRITES_A_BUFFER_IN_BACKWARD = (
     "it in forward."
 )
 REPLACES_A_MODULE = (
-    "forward replaces a submodule of {path} by another one, so its first call is unlike the next. "
+    "forward replaces or adds a submodule of {path}, so its first call is unlike the next. "
     "Call the model once before compiling."
 )
 CARRIES_A_TENSOR = (

@@ -336,7 +336,7 @@ def test_modules_that_forward_replaces() -> None:
 
     model = Model(replace)
     last = model.last
-    with pytest.raises(CaptureError, match=r"submodules of model, .*Call the model once"):
+    with pytest.raises(CaptureError, match=r"submodule of model, .*Call the model once"):
         export_training_step(model, (rows(),), {}, rows(), F.mse_loss)
     assert model.last is last
     model(rows())

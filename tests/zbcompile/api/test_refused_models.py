@@ -350,7 +350,7 @@ REFUSED = (
     Refused(changes_a_parameter, CAPTURE, r"forward writes a parameter \(.*after the optimizer's step"),
     Refused(keeps_state, CAPTURE, r"changes model\.state and reads it.*register_buffer"),
     Refused(grows_a_buffer, CAPTURE, r"replaces the buffer kept \(float32\[1, 32\]\) by float32\[3, 32\]"),
-    Refused(replaces_a_module, CAPTURE, r"changes the submodules of model\.layers.*Call the model once"),
+    Refused(replaces_a_module, CAPTURE, r"replaces or adds a submodule of model\.layers.*Call the model once"),
     Refused(
         operation_without_a_derivative, CAPTURE, r"no_way_back\.default but no autograd formula.*register_autograd"
     ),
