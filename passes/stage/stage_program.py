@@ -150,5 +150,3 @@ def collectives_of(program: StageProgram) -> list[Collective]:
             kind = node.target.overloadpacket.__name__
             found.append(Collective(name, kind, group, exchanged_bytes(node), node.name, is_under_way(node)))
     return found
-
-

@@ -35,9 +35,7 @@ WORTH = 0.95  # share of the step without sharding: the gain must pay for the co
 INFINITE = float("inf")
 
 
-def choose_sharding(
-    step: StepGraph, schedule: Schedule | None, choices: Choices
-) -> ShardedStep | None:
+def choose_sharding(step: StepGraph, schedule: Schedule | None, choices: Choices) -> ShardedStep | None:
     """Returns the step with its output layer cut off if `vocab=` asks for it, else None.
 
     "auto" shards if there is an output layer and the predicted step is 5 % shorter; without a
@@ -160,9 +158,7 @@ def _most_bytes(
     return max(held)
 
 
-def insert(
-    schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[StageProgram]
-) -> Schedule:
+def insert(schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[StageProgram]) -> Schedule:
     """Returns the schedule with the vocabulary passes placed by the FLOPs of the graphs."""
     lookups = vocabulary.lookup is not None
     if schedule.shards:
@@ -176,9 +172,7 @@ def insert(
     return replace(with_vocabulary(schedule, vocabulary.barriers, costs), lookups=lookups)
 
 
-def flop_costs(
-    schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[StageProgram]
-) -> Costs:
+def flop_costs(schedule: Schedule, vocabulary: VocabularyProgram, stages: Sequence[StageProgram]) -> Costs:
     """Returns the costs of all passes in FLOPs; a pass without any counts as one."""
     passes = {op: tuple(stage.flops[op] or 1 for stage in stages) for op in ("F", "B", "W")}
     costs = Costs(passes["F"], passes["B"], passes["W"])
@@ -197,6 +191,4 @@ def with_shard_times(
         stage = schedule.placement.stages_of(rank)[0]
         scan[stage], update[stage] = found["S"], found["T"]
         state[stage] = vocabulary.state_bytes(rank)
-    return replace(
-        costs, vocab_s=tuple(scan), vocab_t=tuple(update), vocab_state=tuple(state)
-    )
+    return replace(costs, vocab_s=tuple(scan), vocab_t=tuple(update), vocab_state=tuple(state))

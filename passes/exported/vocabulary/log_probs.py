@@ -44,7 +44,9 @@ def logits_in(output: Any) -> torch.Tensor:
     """The logits in a model's output: the output itself, or its `logits` entry or attribute. Raises CaptureError."""
     found = output
     if not isinstance(output, torch.Tensor):
-        found = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        found = (
+            output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
+        )
     if not isinstance(found, torch.Tensor):
         raise CaptureError(NO_LOGITS.format(kind=type(output).__name__))
     if found.ndim < 2 or not found.is_floating_point():
