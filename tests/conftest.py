@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from tests.support.pool import Pool
 
 GOLDEN = Path(__file__).parent / "golden"
-CAPTURES = "ZBCOMPILE_TEST_CAPTURES"  # see `tests/support/stored_captures.py`
 
 # Graphs, and what imports make, are many small objects, most of which live on: collections are made rarer.
 gc.set_threshold(50_000, 20, 20)
@@ -45,10 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(times.CpuTimes(Path(config.getoption("--cpu-times")).absolute()))
     if config.pluginmanager.hasplugin("xdist"):
         config.option.loadscopereorder = False  # xdist would begin with the groups of most tests, however short
-    if CAPTURES not in os.environ:  # not a worker of xdist
+    if "PYTEST_XDIST_WORKER" not in os.environ:
         folder = tempfile.TemporaryDirectory()
-        os.environ[CAPTURES] = folder.name
-        os.environ["ZBCOMPILE_CACHE"] = str(Path(folder.name, "cache"))  # not the user's, which other runs have filled
+        os.environ["ZBCOMPILE_CACHE"] = folder.name  # not the user's, which other runs have filled
         config.add_cleanup(folder.cleanup)
 
 
@@ -127,16 +125,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _shared_captures() -> Iterator[None]:
-    """See `tests/support/shared_captures.py`. Tests that do without torch go on doing so."""
-    if "torch" not in sys.modules:
-        yield
-        return
-    with importlib.import_module("tests.support.shared_captures").shared_captures():
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -4,10 +4,6 @@ Starting a process and importing torch takes seconds; a process group takes mill
 imports what there is to import, and workers are forked from it when first needed. Each task runs on the first 1, 2 or
 4 of them, with a process group of exactly that size as WORLD, as under torchrun. A task is a function of a module,
 found by its import path, with arguments that pickle.
-
-What one rank has compiled the others read (`tests/support/stored_captures.py`): ranks that do the same work need not
-all do it. That processes compile the same program each on its own is what torchrun's tests and
-`tests/zbcompile/compiler/test_hash_seeds.py` show.
 """
 
 import contextlib
@@ -320,13 +316,12 @@ def _rehearsed(task: Task) -> Outcome:
 
 @contextlib.contextmanager
 def prepared() -> Iterator[None]:
-    """What every worker imports, and captures that are shared."""
+    """Context in which every worker has imported what it needs."""
     gc.set_threshold(50_000, 20, 20)  # see `tests/conftest.py`
     torch = importlib.import_module("torch")
     torch.set_num_threads(1)  # sums and norms change their bits with the number of threads
     importlib.import_module("zbcompile").pipeline  # noqa: B018  imports the runtime
-    with importlib.import_module("tests.support.shared_captures").shared_captures():
-        yield
+    yield
 
 
 def _start_worker(order: Start, orders: Connection, pipes: socket.socket) -> int:

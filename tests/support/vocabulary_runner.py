@@ -14,10 +14,10 @@ from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.exported.capture.training_step import leaves_with_paths
 from zbcompile.passes.exported.compile_step import CompiledStep
 from zbcompile.passes.exported.stage.pass_graph import ACTIVATION, GRADIENT, PassGraph, Slot as PassSlot
+from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
-from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.stage_plan import SHARD, prepare_stage
 from zbcompile.runtime.stage_run import StageRun

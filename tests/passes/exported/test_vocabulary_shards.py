@@ -16,11 +16,11 @@ from zbcompile.passes.exported.capture.export import ExportOptions, export_train
 from zbcompile.passes.exported.capture.forward_only import export_forward
 from zbcompile.passes.exported.compile_step import compile_graph
 from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.passes.exported.vocabulary.log_probs import log_probs
 from zbcompile.passes.exported.vocabulary.output_layer import NotShardableError
 from zbcompile.passes.exported.vocabulary.shard import shard_passes
-from zbcompile.passes.exported.vocabulary.trunk import cut_output_layer
-from zbcompile.passes.exported.vocabulary.log_probs import log_probs
 from zbcompile.passes.exported.vocabulary.shard_program import even_bounds
+from zbcompile.passes.exported.vocabulary.trunk import cut_output_layer
 
 WORDS, WIDTH = 13, 8
 Loss = Callable[..., Any]

@@ -8,8 +8,8 @@ from torch.fx import Graph, GraphModule, Node
 from tests.support.plain_versions import one_after_the_other
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.stage.overlap import interleave, merge
+from zbcompile.passes.stage.piece import Piece
 from zbcompile.passes.torch_private import OpOverload, is_in_place
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional

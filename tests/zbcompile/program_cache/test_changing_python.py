@@ -15,18 +15,11 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import zbcompile
-from tests.support import shared_captures
 from tests.support.changing import REPLACED, STEPS, Net, batch, eager, saved, scaled
 from tests.support.generated import examples
 from tests.support.meshes import mesh_of
 from tests.support.pool import Pool
 from zbcompile.passes.torch_private import forward_hook_tables
-
-
-@pytest.fixture(autouse=True)
-def _captured_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whether two models are captured alike is the question here."""
-    monkeypatch.setattr(shared_captures, "sketch", lambda *given: None)
 
 
 def pipeline_of(net: nn.Module, loss: Any = F.mse_loss) -> zbcompile.Pipeline:

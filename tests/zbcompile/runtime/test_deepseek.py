@@ -1,6 +1,5 @@
 """A model after DeepSeek-V3, with losses on several stages and a router that is balanced without gradients."""
 
-from collections.abc import Iterator
 from typing import Literal
 
 import pytest
@@ -9,16 +8,9 @@ import torch
 import zbcompile
 from tests.support.deepseek import model_and_tokens
 from tests.support.oracle import Batch, eager_step
-from tests.support.shared_captures import shared_captures
 from tests.support.training import gradients_of
 
 MICROBATCHES = 4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def captured_once() -> Iterator[None]:
-    with shared_captures():
-        yield
 
 
 @pytest.fixture(scope="module")
