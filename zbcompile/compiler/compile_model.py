@@ -161,7 +161,9 @@ def choose_cuts(
     if like is not None and operators_of(line) == like.canonical_targets:
         return [node + 1 for node in like.cuts.after]
     if like is not None:
-        owners = {name: like.homes[name] for name in step.parameters if name in like.homes}
+        divided = like.vocabulary.parameters if like.vocabulary is not None else ()
+        names = [name for name in step.parameters if name in like.homes and name not in divided]
+        owners = {name: like.homes[name] for name in names}
         return cuts_of_owners(step, line, owners, len(ranks_of))
     if isinstance(choices.balance, str):
         return balanced_cuts(step, line, ranks_of)
