@@ -20,16 +20,17 @@ LOGITS_SHAPE = (
     "score for every word. Return the output layer's result."
 )
 LABELS = (
-    "labels= is {found} and the logits are {logits}; expected the number of a word for every token, "
-    "integers {shape} ({ignored} where there is none)."
+    "labels= is {found} and the logits are {logits}; expected the number of a word for every "
+    "token, integers {shape} ({ignored} where there is none)."
 )
 
 
 def log_probs(output: Any, labels: Any) -> tuple[torch.Tensor, int]:
-    """log p(labels[b, t] | logits[b, t]) of every token, 0 for ignored labels, and the number of words.
+    """Returns log p(labels[b, t] | logits[b, t]) of every token, 0 for ignored labels, and the
+    number of words.
 
-    Logits of less than fp32 are normalised in fp32. Raises CaptureError for an output without logits, and for labels of
-    another shape.
+    Logits of less than fp32 are normalised in fp32. Raises CaptureError for an output without
+    logits, and for labels of another shape.
     """
     logits = logits_in(output)
     _require_labels(logits, labels)
@@ -41,7 +42,10 @@ def log_probs(output: Any, labels: Any) -> tuple[torch.Tensor, int]:
 
 
 def logits_in(output: Any) -> torch.Tensor:
-    """The logits in a model's output: the output itself, or its `logits` entry or attribute. Raises CaptureError."""
+    """Returns the logits in a model's output: the output itself, or its entry or attribute `logits`.
+
+    Raises CaptureError for an output without logits.
+    """
     found = output
     if not isinstance(output, torch.Tensor):
         found = (
