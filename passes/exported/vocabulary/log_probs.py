@@ -42,7 +42,7 @@ def log_probs(output: Any, labels: Any) -> tuple[torch.Tensor, int]:
 
 
 def logits_in(output: Any) -> torch.Tensor:
-    """Returns the logits in a model's output: the output itself, or its entry or attribute `logits`.
+    """Returns the logits in a model's output: the output, or its entry or attribute `logits`.
 
     Raises CaptureError for an output without logits.
     """
