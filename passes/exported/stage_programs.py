@@ -213,7 +213,10 @@ def _piece(graph: PassGraph) -> Piece:
     for node in graph.calls:
         if node.meta.get(RECOMPUTED):
             node.meta["pass"] = "recompute"
-    return Piece(graph.kind, graph.module, inputs, outputs)
+    module = LazyGraphModule(
+        graph.module, graph.module.graph, class_name=f"{graph.kind}{graph.stage}"
+    )
+    return Piece(graph.kind, module, inputs, outputs)
 
 
 def _crossing(graphs: Mapping[str, PassGraph]) -> Crossing:

@@ -10,7 +10,7 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import Parts
 from zbcompile.model.tensor_shard import Chunk, chunk_of
-from zbcompile.optimizer.division import TrainedParameters
+from zbcompile.optimizer.division import TrainedParameters, sum_in_single_precision
 from zbcompile.optimizer.optimizer_request import OptimizerRequest
 from zbcompile.optimizer.pipeline_optimizer import PipelineOptimizer
 from zbcompile.program_cache.bound_programs import BoundPrograms
@@ -33,6 +33,10 @@ class Optimizers:
         if self.bound.trains:
             with self.ranks.watch.region("making the optimizer"):
                 self._bind(found)
+        else:  # the step will be compiled for the dtype of these gradients
+            takes = request.params or (lambda name, parameter: True)
+            chosen = [each for name, each in self.model.named_parameters() if each.requires_grad and takes(name, each)]
+            sum_in_single_precision(*chosen)
         return found
 
     def bind(self) -> None:

@@ -32,6 +32,7 @@ from zbcompile.passes.exported.vocabulary.log_probs import IGNORED
 from zbcompile.passes.exported.vocabulary.output_layer import NotShardableError
 from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram, even_bounds
 from zbcompile.passes.exported.vocabulary.trunk import ShardedStep, cut_output_layer
+from zbcompile.passes.exported.vocabulary.whole_logits import require_whole_logits
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import FORWARDS
 from zbcompile.program.program import Program, call_of, listed
@@ -70,6 +71,8 @@ def compile_forward(model: nn.Module, microbatch: Microbatch, computes: str, opt
         static_inputs=microbatch.static, process_groups=options.process_groups, device=options.device
     )
     step = export_forward(model, args, kwargs, target, FORWARDS[computes], exported)
+    if computes == "log_probs":
+        require_whole_logits(step, options.sharded)
     _warn_of_random_numbers(step)
     like, choices = options.like, options.choices
     sharded = _cut_output_layer(step, options)

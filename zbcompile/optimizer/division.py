@@ -87,7 +87,7 @@ def whole_slices(trained: TrainedParameters, names: Collection[str], plain: bool
     for name, own in trained.own.items():
         if name in names:
             given, stage = own if plain else trained.shown[name], trained.stage_of(name)
-            _sum_in_single_precision(own, trained.shown[name])
+            sum_in_single_precision(own, trained.shown[name])
             found.append(Slice(name, own, given, trained.shown[name], 0, own.numel(), stage, trained.counts(name)))
     slices = Slices(found, trained.ranks, False, frozenset(names), frozenset(names))
     slices.give_masters(lambda parameter: parameter.requires_grad)
@@ -116,7 +116,7 @@ def divided_slices(trained: TrainedParameters, names: Collection[str], elementwi
         here = dist.get_rank(group) if group is not None else 0
         for name, begin, end, owner in parts:
             own, shown, counts = trained.own[name], trained.shown[name], trained.counts(name, *summed)
-            _sum_in_single_precision(own, shown)
+            sum_in_single_precision(own, shown)
             place = (stage, counts, True, elementwise, group, owner, owner == here)
             found.append(Slice(name, own, own, shown, begin, end, *place))
     slices = Slices(found, trained.ranks, True, frozenset(names), everywhere)
@@ -166,8 +166,8 @@ def _dense(name: str, parameter: nn.Parameter) -> nn.Parameter:
     return parameter
 
 
-def _sum_in_single_precision(*parameters: torch.Tensor) -> None:
-    """Make `.grad` of parameters in half precision float32."""
+def sum_in_single_precision(*parameters: torch.Tensor) -> None:
+    """Makes `.grad` of parameters in half precision float32."""
     for parameter in parameters:
         if parameter.dtype in HALF:
             before, parameter.grad = parameter.grad, None

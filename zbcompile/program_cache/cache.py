@@ -20,6 +20,7 @@ from zbcompile.passes.module_state import ModuleState
 from zbcompile.passes.torch_private import attention_priority, hooks_of
 from zbcompile.program.program import Program
 from zbcompile.runtime.executable import BoundGraphs, Executable, plan_step
+from zbcompile.runtime.gradient_sums import grad_dtype
 from zbcompile.schedules import Schedule
 
 NUMBER = attrgetter("number")
@@ -32,7 +33,7 @@ class ProgramKey(NamedTuple):
 
     signature: tuple[Any, ...]
     modules: tuple[tuple[bool, tuple[int, ...]], ...]
-    trains: tuple[bool, ...]
+    trains: tuple[torch.dtype | None, ...]
     modes: tuple[Any, ...]
     kept: str
 
@@ -40,7 +41,7 @@ class ProgramKey(NamedTuple):
 def key_of(model: nn.Module, microbatch: Microbatch, device: torch.device, kept: str) -> ProgramKey:
     """The key of a step of `model` at present."""
     modules = tuple((module.training, hooks_of(module)) for module in model.modules())
-    trains = tuple(parameter.requires_grad for parameter in model.parameters())
+    trains = tuple(grad_dtype(each) if each.requires_grad else None for each in model.parameters())
     return ProgramKey(microbatch.signature, modules, trains, torch_modes(device), kept)
 
 
@@ -54,6 +55,10 @@ def attention_kernels() -> tuple[frozenset[str], tuple[int, ...]]:
         "math": cuda.math_sdp_enabled(),
     }
     return frozenset(name for name, on in enabled.items() if on), attention_priority()
+
+
+def _training(dtype: torch.dtype | None) -> str:
+    return "frozen" if dtype is None else f"train with gradients in {str(dtype).removeprefix('torch.')}"
 
 
 def torch_modes(device: torch.device) -> tuple[Any, ...]:
@@ -202,7 +207,7 @@ def what_is_new(model: nn.Module, microbatch: Microbatch, key: ProgramKey, known
     if key.trains != near.trains:
         names = [name for name, _ in model.named_parameters()]
         other = [i for i, (now, before) in enumerate(zip(key.trains, near.trains, strict=False)) if now != before]
-        found += [f"{names[i]}{_more(len(other))} {'train' if key.trains[i] else 'frozen'}" for i in other[:1]]
+        found += [f"{names[i]}{_more(len(other))} {_training(key.trains[i])}" for i in other[:1]]
     if key.modes != near.modes:
         on, dtype, kernels, default, asked = key.modes
         was_on, was_dtype, was_kernels, was_default, before = near.modes

@@ -1,7 +1,8 @@
 """Exports a microbatch's training step and describes the inputs and outputs of the graph."""
 
+import contextlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -159,7 +160,7 @@ def export_step(
 
 
 def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
-    with local_tensors(step), functional_collectives():
+    with local_tensors(step), functional_collectives(), _without_gradients(step):
         try:
             program = _export_with_hooks(step, example, device)
         except Exception:
@@ -169,6 +170,19 @@ def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) 
             step.prediction.enabled = False
             program = export_below_autograd(step, example, device)
     return program
+
+
+@contextlib.contextmanager
+def _without_gradients(step: TrainingStep) -> Iterator[None]:
+    """Context in which parameters have no `.grad`, which a fake tensor may not take."""
+    gradients = [(parameter, parameter.grad) for parameter in step.parameters()]
+    for parameter, _ in gradients:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
 
 
 def _export_with_hooks(

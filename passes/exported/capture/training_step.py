@@ -173,7 +173,8 @@ class TrainingStep(nn.Module):
     def _gradients(self, loss: Tensor, tangent: Tensor) -> list[Tensor | None]:
         params = {name: self._tensor(name) for name in self.trained}
         if self.prediction.enabled and self.prediction.exists is None:
-            return self.prediction.empty_gradients(loss, list(params.values()))
+            dtypes = [gradient_dtype(self._originals[name]) for name in params]
+            return self.prediction.empty_gradients(loss, list(params.values()), dtypes)
         writes = GradWrites(params)
         buffers = {name: (buffer, version_of(buffer)) for name, buffer in self.named_buffers()}
         mark_backward_nodes(loss)
@@ -262,6 +263,10 @@ class TrainingStep(nn.Module):
             for name, sharding in self.shardings.items()
             if name not in self.tied
         }
+        for name in self.trained:
+            dtype = gradient_dtype(self._originals[name])
+            if name not in self.tied and dtype != self._tensor(name).dtype:
+                tensors[name] = _leaf(tensors.get(name, self._tensor(name)), dtype)
         for name, first in self.tied.items():
             tensors[name] = tensors[first] if first in tensors else self._tensor(first)
         return reparametrize_module(self, tensors)
@@ -283,17 +288,34 @@ class GradientPrediction:
         self.exists: list[bool] | None = None
         self.wrong = False
 
-    def empty_gradients(self, loss: Tensor, params: list[Tensor]) -> list[Tensor | None]:
+    def empty_gradients(
+        self, loss: Tensor, params: list[Tensor], dtypes: list[torch.dtype]
+    ) -> list[Tensor | None]:
         """Returns an empty gradient for each parameter that the loss depends on, else None."""
         edges = {edge for grad_fn in grad_fns_below(loss) for edge in grad_fn.next_functions}
         edge_of = torch.autograd.graph.get_gradient_edge
         self.exists = [tuple(edge_of(param)[:2]) in edges for param in params]
-        pairs = zip(params, self.exists, strict=True)
-        return [torch.empty_like(param) if exists else None for param, exists in pairs]
+        return [
+            torch.empty_like(param, dtype=dtype) if exists else None
+            for param, dtype, exists in zip(params, dtypes, self.exists, strict=True)
+        ]
 
     def compare(self, grads: Sequence[Tensor | None]) -> None:
         """Compares the gradients of the trace with those of the first run."""
         self.wrong = self.enabled and self.exists != [grad is not None for grad in grads]
+
+
+def _leaf(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a parameter whose gradients have another dtype: a trace loses `grad_dtype`, and sums
+    would be rounded elsewhere than in eager mode."""
+    leaf = parameter.detach().requires_grad_()
+    leaf.grad_dtype = dtype
+    return leaf
+
+
+def gradient_dtype(parameter: Tensor) -> torch.dtype:
+    """Returns the dtype of `.grad`: `grad_dtype` (torch 2.10), if it is set."""
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
 
 def public_name(name: str) -> str:

@@ -26,12 +26,11 @@ LABELS = (
 
 
 def log_probs(output: Any, labels: Any) -> tuple[torch.Tensor, int]:
-    """Returns log p(labels[b, t] | logits[b, t]) of every token, and the number of words.
+    """Returns log p(labels[b, t] | logits[b, t]) of every token, 0 for ignored labels, and the
+    number of words.
 
-    Ignored labels give 0. Logits of less than float32 are normalized in float32.
-
-    Raises:
-        CaptureError: The output has no logits, or the labels have another shape.
+    Logits of less than fp32 are normalised in fp32. Raises CaptureError for an output without
+    logits, and for labels of another shape.
     """
     logits = logits_in(output)
     _require_labels(logits, labels)
@@ -43,7 +42,10 @@ def log_probs(output: Any, labels: Any) -> tuple[torch.Tensor, int]:
 
 
 def logits_in(output: Any) -> torch.Tensor:
-    """Returns the output itself, or its `logits` entry or attribute."""
+    """Returns the logits in a model's output: the output, or its entry or attribute `logits`.
+
+    Raises CaptureError for an output without logits.
+    """
     found = output
     if not isinstance(output, torch.Tensor):
         found = (

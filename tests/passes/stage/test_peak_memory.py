@@ -20,12 +20,19 @@ from zbcompile.schedules import build
 TARGETS = Path(__file__).parents[3] / "examples" / "targets.py"
 
 
+def whole(value: torch.Tensor) -> torch.Tensor:
+    """Returns random numbers in a storage as large as that of a fake value: a stage on this rank passes views on."""
+    found = synthetic(value)
+    found.untyped_storage().resize_(int(value.untyped_storage().nbytes()))
+    return found
+
+
 def measured(stage: StageProgram, name: str, frame: dict[Slot, torch.Tensor]) -> int:
     """Run a pass as a step does, on the values in `frame`: the most bytes that it keeps alive."""
     piece = stage.pieces[name]
     for slot, node in zip(piece.inputs, piece.module.graph.find_nodes(op="placeholder"), strict=True):
         if slot not in frame:
-            frame[slot] = synthetic(node.meta["val"])
+            frame[slot] = whole(node.meta["val"])
     later = {slot for each in LATER[name] for slot in stage.pieces[each].inputs}
     stays = [slot for slot in piece.inputs if slot.kind in ALIVE or slot == LOSS]
     values = [frame[slot] for slot in piece.inputs]
