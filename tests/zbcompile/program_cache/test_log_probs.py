@@ -29,7 +29,8 @@ class Capped(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.table, self.body, self.head = nn.Embedding(37, 16), nn.Linear(16, 16), nn.Linear(16, 37)
+        self.table, self.head = nn.Embedding(37, 16), nn.Linear(16, 37)
+        self.body = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16))
 
     def forward(self, tokens: Tensor) -> dict[str, Tensor]:
         return {"logits": 4 * torch.tanh(self.head(torch.tanh(self.body(self.table(tokens)))) / 4) / 0.7}

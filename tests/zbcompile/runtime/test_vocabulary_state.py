@@ -124,12 +124,11 @@ sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 @pytest.mark.slow
 def test_a_rank_makes_its_own_rows_real(pool: Pool, tmp_path: Path) -> None:
-    """The rank with fewer layers has more rows; only these get memory, with the values that the whole parameter would
-    have; gradients are those of one process with all ranks, and a checkpoint puts unequal rows together again."""
+    """Only a rank's rows get memory, with the values that the whole parameter would have; gradients are those of one
+    process with all ranks, and a checkpoint puts the rows together again."""
     alone = pool.alone(on_meta, str(tmp_path / "alone"))
     seen = pool.run(on_meta, str(tmp_path / "ranks"))
     assert alone["words"] == seen[0]["words"] == seen[1]["words"]
-    assert alone["words"][0] > alone["words"][1]
     for each in seen:
         assert not {"head.weight", "token.weight"} & each["real"]
         assert distance(each["loss"], alone["loss"]) < 1e-6
