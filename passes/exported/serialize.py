@@ -30,6 +30,7 @@ from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
 from zbcompile.passes.exported.step_graph import tensors_of
 from zbcompile.passes.exported.torch_private import (
     ANNOTATIONS,
+    MODULES,
     FakeTensorMode,
     LazyGraphModule,
     OpOverload,
@@ -115,6 +116,9 @@ class _Writer:
         line = annotations_of(node).get(LINE)
         if line:
             data["line"] = os.path.basename(line)  # without the folders of this machine
+        modules = list((node.meta.get(MODULES) or {}).values())
+        if modules and modules[-1][0]:
+            data["module"] = str(modules[-1][0])
         if node.meta.get(RECOMPUTED):
             data["recomputed"] = True
         return data
@@ -211,6 +215,8 @@ class _Reader:
         node = self.graph.call_function(target, args, kwargs)
         self._append(node, self._run(node))
         node.meta[ANNOTATIONS] = {LINE: str(data["line"])} if "line" in data else {}
+        if "module" in data:
+            node.meta[MODULES] = {"": (str(data["module"]), "")}
         if data.get("recomputed"):
             node.meta |= {RECOMPUTED: True, "pass": "recompute"}
 
