@@ -91,9 +91,9 @@ def cuts_of_owners(
         indices = readers.get(step.parameters[name], [])
         if len(owner) == 1 and indices:
             reads += [(index, owner[0]) for index in indices]
-        elif owner and indices:
+        elif owner and len(set(indices)) > 1:  # a single read may be on any of the owners
             reads += [(indices[0], owner[0]), (indices[-1], owner[-1])]
-        elif owner and step.parameters[name] in home_readers:
+        elif owner and not indices and step.parameters[name] in home_readers:
             reads.append((home_readers[step.parameters[name]][0], owner[0]))
     cuts: list[int] = []
     for stage in range(stages - 1):
