@@ -84,6 +84,11 @@ def test_frozen_and_tied_weights() -> None:
     as_eager(model, torch.randn(ROWS, WIDTH), schedule="zb-v", ranks=2, balance=["steps.1", "steps.3", "norms.3"])
 
 
+def test_a_weight_that_a_function_and_a_layer_read_under_autocast() -> None:
+    """Eager adds both gradients in float32."""
+    as_eager(Ways("autocast"), torch.randn(ROWS, WIDTH), schedule="1f1b")
+
+
 def test_a_saved_program_has_none_of_it(tmp_path: Path) -> None:
     batch = torch.randn(ROWS, WIDTH)
     pipe = as_eager(Ways("saving", "nested", "random"), batch, schedule="zb-h1", ranks=2)
