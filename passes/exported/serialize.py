@@ -30,6 +30,7 @@ from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
 from zbcompile.passes.exported.step_graph import tensors_of
 from zbcompile.passes.exported.torch_private import (
     ANNOTATIONS,
+    MODULES,
     FakeTensorMode,
     LazyGraphModule,
     OpOverload,
@@ -70,10 +71,11 @@ def graph_from_data(
     Raises:
         CompileError: The graph is not one that this library writes.
     """
-    mode = FakeTensorMode(allow_fallback_kernels=False)
+    mode = FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True)
     try:
+        tensors = [_tensor_from_data(tensor).to(device) for tensor in data["tensors"]]
         with mode, torch.no_grad(), kernel_strides():
-            return _Reader(device, operators).read(data, name)
+            return _Reader(device, operators, tensors).read(data, name)
     except CompileError:
         raise
     except _MALFORMED as error:
@@ -94,6 +96,7 @@ class _Writer:
     module: GraphModule
     numbers: dict[Node, int] = field(default_factory=dict)
     graphs: list[Data] = field(default_factory=list)
+    tensors: list[list[Any]] = field(default_factory=list)
 
     def write(self) -> Data:
         nodes = []
@@ -105,7 +108,8 @@ class _Writer:
         results = self.module.graph.output_node().args[0]
         outputs = [self.numbers[node] for node in results]  # type: ignore[index, union-attr]
         inputs = _inputs_to_data(self.module.graph)
-        return {**inputs, "nodes": nodes, "outputs": outputs, "graphs": self.graphs}
+        attributes = {"graphs": self.graphs, "tensors": self.tensors}
+        return {**inputs, "nodes": nodes, "outputs": outputs, **attributes}
 
     def _node(self, node: Node) -> Data:
         data: Data = {"call": name_of_operator(node.target)}
@@ -115,13 +119,16 @@ class _Writer:
         line = annotations_of(node).get(LINE)
         if line:
             data["line"] = os.path.basename(line)  # without the folders of this machine
+        modules = list((node.meta.get(MODULES) or {}).values())
+        if modules and modules[-1][0]:
+            data["module"] = str(modules[-1][0])
         if node.meta.get(RECOMPUTED):
             data["recomputed"] = True
         return data
 
     def _argument(self, value: Any) -> Any:
         if isinstance(value, Node) and value.op == "get_attr":
-            return {"graph": self._graph(value)}
+            return self._attribute(value)
         if isinstance(value, Node):
             return {"node": self.numbers[value]}
         if isinstance(value, str):
@@ -143,12 +150,13 @@ class _Writer:
             raise CompileError(f"an argument of type {type(value).__name__} cannot be saved.")
         return dict([found])
 
-    def _graph(self, node: Node) -> int:
+    def _attribute(self, node: Node) -> Data:
         value = getattr(self.module, str(node.target))
-        if not isinstance(value, GraphModule):
-            raise CompileError(f"the graph refers to {node.target}, which is not a graph.")
-        self.graphs.append(graph_to_data(value))
-        return len(self.graphs) - 1
+        if isinstance(value, GraphModule):
+            self.graphs.append(graph_to_data(value))
+            return {"graph": len(self.graphs) - 1}
+        self.tensors.append(_tensor_to_data(value))
+        return {"tensor": len(self.tensors) - 1}
 
 
 @dataclass
@@ -157,15 +165,17 @@ class _Reader:
 
     device: torch.device
     operators: Collection[str]
+    tensors: list[Tensor]
     graph: Graph = field(default_factory=Graph)
     nodes: list[Node] = field(default_factory=list)
-    graphs: dict[str, GraphModule] = field(default_factory=dict)
+    attributes: dict[str, Any] = field(default_factory=dict)
     storage_bytes: dict[int, int] = field(default_factory=dict)
 
     def read(self, data: Data, name: str) -> GraphModule:
         self._read_inputs(data)
         for number, inner in enumerate(data["graphs"]):
-            self.graphs[f"graph_{number}"] = self._branch(inner)
+            self.attributes[f"graph_{number}"] = self._branch(inner)
+        self.attributes |= {f"tensor_{number}": t for number, t in enumerate(self.tensors)}
         for node in data["nodes"]:
             self._read_node(node)
         results = tuple(self._node(number) for number in data["outputs"])
@@ -173,10 +183,12 @@ class _Reader:
             raise CompileError("a graph returns something else than tensors.")
         self.graph.output(results)
         self.graph.lint()
-        return LazyGraphModule(self.graphs, self.graph, class_name=name)
+        return LazyGraphModule(self.attributes, self.graph, class_name=name)
 
     def _branch(self, data: Data) -> GraphModule:
-        branch = _Reader(self.device, self.operators).read(data, "Branch")
+        if data["tensors"]:
+            raise CompileError("a branch refers to tensors, which must be its operands.")
+        branch = _Reader(self.device, self.operators, []).read(data, "Branch")
         if any(map(is_collective, branch.graph.nodes)):
             raise CompileError("a branch communicates, and not all ranks need to take it.")
         return branch
@@ -211,6 +223,8 @@ class _Reader:
         node = self.graph.call_function(target, args, kwargs)
         self._append(node, self._run(node))
         node.meta[ANNOTATIONS] = {LINE: str(data["line"])} if "line" in data else {}
+        if "module" in data:
+            node.meta[MODULES] = {"": (str(data["module"]), "")}
         if data.get("recomputed"):
             node.meta |= {RECOMPUTED: True, "pass": "recompute"}
 
@@ -265,10 +279,12 @@ class _Reader:
         ((tag, value),) = data.items()
         if tag == "node":
             return self._node(value)
-        if tag == "graph":
-            branch = self.graphs[f"graph_{value}"]
-            node = self.graph.get_attr(f"graph_{value}")
-            node.meta["val"] = branch
+        if tag in ("graph", "tensor"):
+            attribute = self.attributes[f"{tag}_{value}"]
+            node = self.graph.get_attr(f"{tag}_{value}")
+            node.meta["val"] = attribute
+            if isinstance(attribute, Tensor):
+                node.meta["val"] = torch.empty_like(attribute)
             return node
         if tag == "complex" and all(type(v) in (int, float) and math.isfinite(v) for v in value):
             return complex(*value)
@@ -285,21 +301,46 @@ class _Reader:
 
 def _inputs_to_data(graph: Graph) -> Data:
     """Returns the bytes of the storages behind the inputs, and the description of each input: kind
-    of device, dtype, shape, strides, number of the storage, offset."""
-    numbers: dict[int, int] = {}
-    sizes: list[int] = []
+    of device, dtype, shape, strides, number of the storage, offset.
+
+    Storages begin and end with their inputs: a batch may be a part of a larger one.
+    """
+    values = [value for node in graph.find_nodes(op="placeholder") for value in tensors_of(node)]
+    ranges: dict[int, tuple[int, int]] = {}
+    for value in values:
+        key, (begin, end) = storage_key(value), _bytes_of(value)
+        low, high = ranges.get(key, (begin, end))
+        ranges[key] = min(low, begin), max(high, end)
+    numbers = {key: number for number, key in enumerate(ranges)}
     inputs = []
-    for node in graph.find_nodes(op="placeholder"):
-        (value,) = tensors_of(node)
-        key = storage_key(value)
-        if key not in numbers:
-            numbers[key] = len(sizes)
-            sizes.append(int(value.untyped_storage().nbytes()))
+    for value in values:
         dtype = str(value.dtype).removeprefix("torch.")
         shape, stride = list(map(int, value.shape)), list(map(int, value.stride()))
-        offset = int(value.storage_offset())
+        key = storage_key(value)
+        offset = (_bytes_of(value)[0] - ranges[key][0]) // value.itemsize
         inputs.append([value.device.type, dtype, shape, stride, numbers[key], offset])
-    return {"storages": sizes, "inputs": inputs}
+    return {"storages": [high - low for low, high in ranges.values()], "inputs": inputs}
+
+
+def _bytes_of(value: Tensor) -> tuple[int, int]:
+    """Returns the first byte of a tensor in its storage, and the one after the last."""
+    pairs = zip(value.shape, value.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in pairs) if value.numel() else -1
+    begin = int(value.storage_offset())
+    return begin * value.itemsize, (begin + int(last) + 1) * value.itemsize
+
+
+def _tensor_to_data(tensor: Tensor) -> list[Any]:
+    """Returns a small tensor that a graph refers to: dtype, shape and bytes."""
+    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return [dtype, list(tensor.shape), bytes(content.tolist()).hex()]
+
+
+def _tensor_from_data(data: list[Any]) -> Tensor:
+    dtype, shape, content = data
+    flat = torch.tensor(list(bytes.fromhex(content)), dtype=torch.uint8)
+    return flat.view(dtype_named(dtype)).reshape(list(map(_size, shape)))
 
 
 def _size(value: Any) -> int:

@@ -51,6 +51,8 @@ def export_below_autograd(
         eager_kernels(),
         kernel_strides(),
         meta_tensors_on(device),
+        # Checks of arguments decide by values.
+        replaced(torch.distributions.Distribution, "_validate_args", False),
         _no_garbage_collection(),
         _no_stack_traces(),
         _use_lazy_graph_module(True),  # code that nobody runs is not generated

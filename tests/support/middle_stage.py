@@ -1,31 +1,19 @@
 """A module under test as the middle one of three stages, run pass by pass against eager autograd."""
 
-import copy
-import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import zbcompile
-from zbcompile.compiler.compile_stage import compile_stage
-from zbcompile.passes.capture.export import Captured, capture
-from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.partition.liveness import Line, lay_out_line
-from zbcompile.passes.partition.stage_graphs import Stage, cut
-from zbcompile.passes.pass_list.passes_in_order import canonicalise
-from zbcompile.passes.split.joint_graph import Joint, tangents_of, trace_joint
-from zbcompile.passes.split.simplify import simplify
-from zbcompile.passes.stage.deduplicate import compile_distinct
-from zbcompile.passes.stage.stage_program import StageProgram
-from zbcompile.runtime.gradient_sums import Gradients
-from zbcompile.runtime.stage_plan import CompiledStage, prepare_stage
-from zbcompile.runtime.stage_run import StageRun
+from tests.support.exported_runner import Batch, Runner, differences, eager_step
+from zbcompile.passes.exported.capture.export import export_training_step
+from zbcompile.passes.exported.compile_step import CompiledStep, compile_graph
+from zbcompile.passes.exported.partition.cut_points import ForwardLine
+from zbcompile.passes.exported.step_graph import StepGraph
+from zbcompile.schedules.ir.actions import Action
 
-MICROBATCHES = 3
-SEEDS = [zbcompile.microbatch_seed(0, i) for i in range(MICROBATCHES)]
+MICROBATCHES, STAGES = 3, 3
 # B then W at once, W after all other microbatches, and both in one.
 ORDERS: Mapping[str, Sequence[tuple[str, int]]] = {
     "at once": [(op, i) for i in range(MICROBATCHES) for op in ("F", "B", "W")],
@@ -52,90 +40,26 @@ class Middle(nn.Module):
         return (y * torch.sin(y) * self.after[0]).sum()
 
 
-@dataclass(frozen=True)
-class Compiled:
-    """Three compiled stages and the model that they were compiled from."""
-
-    model: Middle
-    eager: Middle
-    inputs: list[Tensor]
-    programs: tuple[StageProgram, ...]
-    constants: Mapping[str, Tensor]
-
-    @property
-    def middle(self) -> StageProgram:
-        return self.programs[1]
-
-
-def compile_middle(inner: nn.Module, x: Tensor, choices: Choices | None = None) -> Compiled:
-    """Compile `inner` as stage 1 of 3; `x` is one microbatch of its input."""
+def compile_middle(inner: nn.Module, x: Tensor, **options: Any) -> tuple[CompiledStep, Middle]:
+    """Returns `inner` compiled as stage 1 of 3; `x` is one microbatch of its input."""
     model = Middle(inner, x)
-    eager = copy.deepcopy(model)
-    stages, captured = _stages(model, x)
-    make = functools.partial(compile_stage, captured.trainable, choices or Choices(exact=True))
-    inputs = [torch.randn_like(x) for _ in range(MICROBATCHES)]
-    return Compiled(model, eager, inputs, compile_distinct(stages, captured.trainable, make), captured.constants)
+    step = export_training_step(model, (x,), {})
+    return compile_graph(step, ranks_of=range(STAGES), exact=True, choose_cuts=_around_inner, **options), model
 
 
-def _assigned(line: Line) -> dict[torch.fx.Node, int]:
-    """Stage 0 is the first operation; stage 1 goes on as far as operations are from `inner`."""
-    inner = [i for i, node in enumerate(line.nodes) if "inner" in str(node.meta.get("nn_module_stack"))]
-    return {node: 0 if not i else 1 if i <= max(inner, default=1) else 2 for i, node in enumerate(line.nodes)}
+def _around_inner(step: StepGraph, line: ForwardLine) -> tuple[int, int]:
+    """Returns the cut before the first operation of `inner`, and the one after its last."""
+    stacks = [str(node.meta.get("nn_module_stack")) for node in line.nodes]
+    inner = [index for index, stack in enumerate(stacks) if "inner" in stack]
+    first = max((cut for cut in line.cuts if cut <= min(inner)), default=line.cuts[0])
+    after = [cut for cut in line.cuts if cut > max(first, *inner)]
+    return first, after[0]
 
 
-@torch.no_grad()
-def run_in_order(compiled: Compiled, order: Sequence[tuple[str, int]]) -> dict[str, Tensor | None]:
-    """The gradients after running the passes of all stages: an entry runs one pass of every stage."""
-    parameters = dict(compiled.model.named_parameters())
-    for parameter in parameters.values():
-        parameter.grad = None
-    runs = [
-        StageRun([s] * MICROBATCHES, Gradients(parameters, frozenset(), Choices(exact=True)), *_inputs(compiled))
-        for s in _prepared(compiled)
-    ]
-    for op, i in order:
-        if op == "F":
-            functools.reduce(lambda values, run: run.run("F", i, values), runs, list[Tensor]())
-        elif op == "W":
-            for run in runs:
-                run.run("W", i, [])
-        else:
-            functools.reduce(lambda values, run: run.run(op, i, values), reversed(runs), list[Tensor]())
-    for run in runs:
-        run.check_empty()
-    return {name: parameter.grad for name, parameter in parameters.items()}
-
-
-def _inputs(compiled: Compiled) -> tuple[list[dict[str, Tensor]], Tensor, list[int]]:
-    factor = torch.ones_like(compiled.eager(compiled.inputs[0]), requires_grad=False) / MICROBATCHES
-    return [{"args[0]": x} for x in compiled.inputs], factor, SEEDS
-
-
-def _prepared(compiled: Compiled) -> list[CompiledStage]:
-    resident = {Slot("constant", name): tensor for name, tensor in compiled.constants.items()}
-    resident |= {Slot("parameter", name): tensor for name, tensor in compiled.model.named_parameters()}
-    resident |= {Slot("buffer", name): tensor for name, tensor in compiled.model.named_buffers()}
-    return [prepare_stage(program, resident, torch.device("cpu"), -1) for program in compiled.programs]
-
-
-def eager_gradients(compiled: Compiled) -> dict[str, Tensor | None]:
-    """What eager gradient accumulation makes."""
-    for x, seed in zip(compiled.inputs, SEEDS, strict=True):
-        torch.manual_seed(seed)
-        (compiled.eager(x) / MICROBATCHES).backward()
-    return {name: parameter.grad for name, parameter in compiled.eager.named_parameters()}
-
-
-def joint_of_middle(inner: nn.Module, x: Tensor) -> Joint:
-    """The joint graph of `inner` as stage 1 of 3."""
-    stages, captured = _stages(Middle(inner, x), x)
-    last = trace_joint(stages[2], captured.trainable, tangents_of(stages[2], None), exact=True)
-    tangents = tangents_of(stages[1], last.gradient_of_input)
-    return simplify(trace_joint(stages[1], captured.trainable, tangents, exact=True))
-
-
-def _stages(model: Middle, x: Tensor) -> tuple[tuple[Stage, ...], Captured]:
-    captured = capture(model, (x,), {}, None, None)
-    canonical = canonicalise(captured)
-    line = lay_out_line(canonical)
-    return cut(canonical, line, _assigned(line), 3), captured
+def differences_of_order(
+    compiled: CompiledStep, model: Middle, batches: Sequence[Batch], order: Sequence[tuple[str, int]]
+) -> list[str]:
+    """Returns what differs from eager accumulation after every stage has run the passes in this order."""
+    orders = [[Action(op, stage, microbatch) for op, microbatch in order] for stage in range(STAGES)]
+    result = Runner(compiled, model, batches, seed=3).run(orders)
+    return differences(result, eager_step(model, batches, None, seed=3))

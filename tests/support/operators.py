@@ -1,4 +1,4 @@
-"""Operators of torch's own test list as a model of one stage, captured, split and run against eager autograd."""
+"""Operators of torch's own test list as a model of one stage, compiled and run against eager autograd."""
 
 import importlib
 from collections.abc import Sequence
@@ -8,17 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zbcompile.passes.capture.differentiability import backward_failure
-from zbcompile.passes.capture.export import capture
+from tests.support.exported_runner import Runner
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.partition.liveness import lay_out_line
-from zbcompile.passes.partition.stage_graphs import cut
-from zbcompile.passes.pass_list.passes_in_order import canonicalise
-from zbcompile.passes.split.joint_graph import tangents_of, trace_joint
-from zbcompile.passes.split.simplify import simplify
-from zbcompile.passes.split.split import Split, split
+from zbcompile.passes.exported.compile_step import compile_step
 from zbcompile.passes.torch_private import pytree, replaced
+from zbcompile.schedules.ir.actions import Action
 
 TORCHS_LIST = "torch.testing._internal.common_methods_invocations"  # takes seconds to import
 
@@ -86,7 +80,7 @@ class Operators(nn.Module):
 
 
 def _unseeded(operator: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of what seeds before each random operator: the seed is `eager_gradients`' and `run_split`'s."""
+    """In place of what seeds before each random operator: the functions below set the seed."""
     return operator(*args, **kwargs)
 
 
@@ -104,37 +98,13 @@ def eager_gradients(model: Operators) -> Gradients:
     return dict(zip(named, found, strict=True))
 
 
-def compile_operators(model: Operators) -> tuple[Split, dict[Slot, Tensor]]:
-    """The split of the model as one stage, and what is resident on it."""
-    captured = capture(model, (torch.ones(()),), {})
-    canonical = canonicalise(captured)
-    line = lay_out_line(canonical)
-    (stage,) = cut(canonical, line, dict.fromkeys(line.nodes, 0), 1)
-    try:
-        joint = trace_joint(stage, captured.trainable, tangents_of(stage, None), exact=True)
-    except CaptureError:
-        raise
-    except Exception as error:  # as the compiler says it
-        raise CaptureError(backward_failure(canonical, error)) from error
-    resident = {Slot("parameter", name): value.detach() for name, value in model.named_parameters()}
-    resident |= {Slot("constant", name): value for name, value in captured.constants.items()}
-    return split(simplify(joint)), resident
-
-
-@torch.no_grad()
-def run_split(pieces: Split, resident: dict[Slot, Tensor], model: Operators) -> Gradients:
-    values: dict[Slot, Any] = {
-        **resident,
-        Slot("input", "args[0]"): torch.ones(()),
-        Slot("tangent", "loss"): torch.ones(()),
-    }
-    torch.manual_seed(1)
-    for piece in (pieces.forward, pieces.backward, pieces.weight):
-        made = piece.module(*(values[slot] for slot in piece.inputs))
-        values |= zip(piece.outputs, made, strict=True)
-    wanted = {name: parameter.dtype for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = {name: values.get(Slot("gradient", name)) for name in wanted}
-    return {name: None if each is None else each.to(wanted[name]) for name, each in found.items()}  # as `.grad` gets it
+def split_gradients(model: Operators) -> Gradients:
+    """Returns the gradients of the model compiled as one stage: F, then B, then W."""
+    batch = ((torch.ones(()),), {}, None)
+    compiled = compile_step(model, *batch, ranks_of=[0], exact=True)
+    order = [Action(kind, 0, 0) for kind in ("F", "B", "W")]
+    found = Runner(compiled, model, [batch], seed=1).run([order]).gradients
+    return {name: found.get(name) for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 @dataclass(frozen=True)
@@ -189,7 +159,7 @@ def outcome_of(cases: Sequence[Case]) -> Outcome:
     """Run `cases`, which eager can, as one model both ways."""
     try:
         model = Operators(cases)
-        found = differences(run_split(*compile_operators(model), model), eager_gradients(model))
+        found = differences(split_gradients(model), eager_gradients(model))
     except CaptureError as error:
         return Outcome("refused" if error.__cause__ is None else "torch fails", _first_line(error))
     except Exception as error:

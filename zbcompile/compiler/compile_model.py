@@ -125,6 +125,8 @@ def compile_program(
         _refuse_buffer_updates(programs)
     if like is not None:
         require_homes(programs, like)
+        if like.trains:
+            _require_same_readers(programs, like)
     vocabulary = None
     if sharded is not None:
         bounds = like.vocabulary.bounds if like is not None and like.vocabulary else None
@@ -173,6 +175,25 @@ def choose_cuts(
 def operators_of(line: ForwardLine) -> tuple[str, ...]:
     """Returns the operators of a line: lines with equal ones can be cut at the same places."""
     return tuple(str(node.target) for node in line.nodes)
+
+
+def _require_same_readers(programs: Sequence[StageProgram], like: Program) -> None:
+    """Raises PartitionError if a parameter of several stages is read on others than in `like`.
+
+    Microbatches of one step may run both programs, and a gradient is summed over the same stages.
+    """
+    stages: dict[str, tuple[int, ...]] = {}
+    for program in programs:
+        for name in program.trained:
+            stages[name] = (*stages.get(name, ()), program.stage)
+    for name, here in stages.items():
+        there = tuple(stage.stage for stage in like.stages if name in stage.trained)
+        if there and here != there:
+            raise PartitionError(
+                f"{name} would be read on stage {', '.join(map(str, here))}, and is on stage "
+                f"{', '.join(map(str, there))} in another program: the model reads its parameters in "
+                "another order than when it was placed. Keep the order, or use two pipelines."
+            )
 
 
 def require_homes(programs: Sequence[StageProgram], like: Program) -> None:

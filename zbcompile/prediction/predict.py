@@ -83,7 +83,8 @@ def _local(stage: StageProgram, placement: Placement) -> set[Slot]:
     """What arrives for a stage from others on its rank."""
 
     def is_near(hops: int) -> bool:
-        return placement.rank(stage.stage + hops) == placement.rank(stage.stage)
+        other = stage.stage + hops  # behind the last stage are the shards of the output layer
+        return other < placement.stages and placement.rank(other) == placement.rank(stage.stage)
 
     activations = {Slot("activation", name) for name in stage.receives if is_near(-1)}
     return activations | {Slot("tangent", name) for name in stage.gradients_in if is_near(1)}

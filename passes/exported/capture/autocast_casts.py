@@ -33,7 +33,8 @@ _CASTS = frozenset({"to", "type", "type_as", "bfloat16", "half", "float", "doubl
 class AutocastRegions(TorchFunctionMode):
     """A function mode that annotates the nodes of functions inside of an autocast region.
 
-    Casts that the model itself calls are not annotated: eager mode does not cache them.
+    Casts that the model itself calls are not annotated: eager mode does not cache them. Nor are
+    those without gradients, as in the forward of a Function: its own backward has their gradients.
     """
 
     def __init__(self) -> None:
@@ -60,7 +61,8 @@ class AutocastRegions(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if is_any_autocast_enabled() and getattr(func, "__name__", "") not in _CASTS:
+        is_cached = is_any_autocast_enabled() and getattr(func, "__name__", "") not in _CASTS
+        if is_cached and torch.is_grad_enabled():
             set_node_annotation(AUTOCAST, self._region)
         else:
             remove_node_annotation(AUTOCAST)

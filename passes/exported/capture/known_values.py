@@ -136,6 +136,7 @@ class KnownValues(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags or any(
             self.value_of(tensor) is None for tensor in tensors
         ):
+            func, args = self._without_known_masks(func, args)
             result = func(*args, **kwargs)
             self._forget_written(func, args, kwargs)
             if torch.Tag.dynamic_output_shape in func.tags and has_dynamic_shape(result):
@@ -156,6 +157,36 @@ class KnownValues(TorchDispatchMode):
             self._forget_written(func, args, kwargs)
         return result
 
+    def _without_known_masks(
+        self, func: OpOverload, args: tuple[Any, ...]
+    ) -> tuple[OpOverload, tuple[Any, ...]]:
+        """Returns a call in which masks with known values are the places of their True entries."""
+        if func is aten.masked_select.default:
+            shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+            mask = self.value_of(args[1])
+            if mask is not None:
+                with real_mode():
+                    places = mask.expand(shape).nonzero().unbind(1)
+                expanded = aten.expand.default(args[0], shape)
+                return aten.index.Tensor, (expanded, [self._constant(each) for each in places])
+        if func is aten.index.Tensor:
+            places, dim = list[Tensor | None](), 0
+            for index in args[1]:
+                places += self._places(index, args[0].shape[dim:])
+                dim = len(places)
+            return func, (args[0], places)
+        return func, args
+
+    def _places(self, index: Tensor | None, shape: torch.Size) -> list[Tensor | None]:
+        """Returns the indices that a mask with known values stands for; others as they are."""
+        if index is None or not index.ndim or index.shape != shape[: index.ndim]:
+            return [index]
+        mask = self.value_of(index) if index.dtype == torch.bool else None
+        if mask is None:
+            return [index]
+        with real_mode():
+            return [self._constant(each) for each in mask.nonzero().unbind(1)]
+
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator on the known values of its operands, on the CPU."""
         with real_mode():
@@ -165,8 +196,14 @@ class KnownValues(TorchDispatchMode):
             return func(*args, **kwargs)
 
     def _constant(self, value: Tensor) -> Tensor:
-        """Returns a traced constant with this value."""
-        tensor: Tensor = aten.lift_fresh_copy.default(value)
+        """Returns a traced constant with this value and its strides."""
+        with real_mode():
+            order = _order_in_memory(value)
+            dense = value.permute(order)
+        copied = aten.lift_fresh_copy.default(dense)  # contiguous
+        tensor: Tensor = copied
+        if order != list(range(value.ndim)):
+            tensor = aten.permute.default(copied, [order.index(dim) for dim in range(value.ndim)])
         self._real[tensor] = value
         return tensor
 
@@ -184,9 +221,13 @@ class KnownValues(TorchDispatchMode):
                 self._overwritten.add(storage_key(value))
 
 
+def _order_in_memory(tensor: Tensor) -> list[int]:
+    """Returns the dimensions of a tensor, those of large strides first."""
+    strides = tensor.stride()
+    return sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
+
+
 def _in_memory_order(tensor: Tensor) -> Tensor:
     """Returns a view of a dense tensor whose dimensions are sorted by stride."""
-    strides = tensor.stride()
-    order = sorted(range(tensor.ndim), key=lambda dim: -strides[dim])
-    view = tensor.permute(order)
+    view = tensor.permute(_order_in_memory(tensor))
     return view if view.is_contiguous() and not tensor.is_contiguous() else tensor

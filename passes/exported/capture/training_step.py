@@ -175,7 +175,7 @@ class TrainingStep(nn.Module):
         if self.prediction.enabled and self.prediction.exists is None:
             dtypes = [gradient_dtype(self._originals[name]) for name in params]
             return self.prediction.empty_gradients(loss, list(params.values()), dtypes)
-        writes = GradWrites(params)
+        writes = GradWrites({public_name(name): tensor for name, tensor in params.items()})
         buffers = {name: (buffer, version_of(buffer)) for name, buffer in self.named_buffers()}
         mark_backward_nodes(loss)
         with (

@@ -337,6 +337,8 @@ _PLAIN_TENSOR = (
     "and change it in forward."
 )
 
+_FUNC = "Write the transform of torch.func out as ordinary operations."
+
 # Words in errors of torch, and what to do about them.
 _ADVICE = {
     "no fake impl": "Register one with torch.library.register_fake.",
@@ -349,7 +351,10 @@ _ADVICE = {
     "entirely functional graph": _PLAIN_TENSOR,
     "mutating a non-functional tensor": _PLAIN_TENSOR,
     "numpy() is not supported": "Compute with torch, or write a torch.library.custom_op.",
-    "functorch": "Write the transform of torch.func out as ordinary operations.",
+    "its data is not allocated yet": "torch.tensor reads the values of the tensors in a list: use "
+    "torch.stack.",
+    "functorch": _FUNC,
+    "sources must not be empty for symbol": _FUNC,  # of a forward derivative
     "FlexAttention does not support backward on CPU": "Train on a GPU, or call "
     "F.scaled_dot_product_attention with a mask.",
 }

@@ -87,14 +87,25 @@ def cuts_of_owners(
         for parameter in _parameters_read(node, both, parameters):
             home_readers.setdefault(parameter, []).append(index)
     reads: list[tuple[int, int]] = []
+    shared: list[tuple[int, int]] = []  # of parameters that several stages have
     for name, owner in owners.items():
         indices = readers.get(step.parameters[name], [])
         if len(owner) == 1 and indices:
             reads += [(index, owner[0]) for index in indices]
-        elif owner and indices:
-            reads += [(indices[0], owner[0]), (indices[-1], owner[-1])]
-        elif owner and step.parameters[name] in home_readers:
+        elif owner and len(set(indices)) > 1:  # a single read may be on any of the owners
+            shared += [(indices[0], owner[0]), (indices[-1], owner[-1])]
+        elif owner and not indices and step.parameters[name] in home_readers:
             reads.append((home_readers[step.parameters[name]][0], owner[0]))
+    try:
+        return _cuts_between(line, [*reads, *shared], stages)
+    except PartitionError:  # both reads of a shared parameter may be on one of its stages
+        return _cuts_between(line, reads, stages)
+
+
+def _cuts_between(
+    line: ForwardLine, reads: Sequence[tuple[int, int]], stages: int
+) -> tuple[int, ...]:
+    """Returns the cuts with the fewest bytes that have every read, `(position, stage)`, there."""
     cuts: list[int] = []
     for stage in range(stages - 1):
         low = max((index for index, place in reads if place <= stage), default=-1)

@@ -23,7 +23,7 @@ from zbcompile.compiler.compile_model import ExportedModel, export_step
 from zbcompile.passes.errors import CaptureError
 
 ROWS, MICROBATCHES = 16, 8
-NAMES = tuple(name for name in WAYS if name != "module")  # that one writes `.grad` itself
+NAMES = tuple(name for name in WAYS if name not in ("module", "adds_to_grad"))  # these write `.grad` themselves
 
 
 def as_eager(model: nn.Module, batch: Tensor, **options: Any) -> zbcompile.Pipeline:
@@ -77,11 +77,16 @@ def test_all_ways_on_one_stage(all_ways: tuple[Ways, ExportedModel]) -> None:
 @pytest.mark.slow
 def test_frozen_and_tied_weights() -> None:
     """Gradients follow what needs one in each call, and are added over stages."""
-    model = Ways("saving", "needs_input_grad", "nested", "save_for_backward", "with_setup", "saving")
+    model = Ways("saving", "needs_input_grad", "nested", "straight_through", "with_setup", "saving")
     for i in (0, 1, 3):
         model.steps[i].layer.weight.requires_grad_(False)
     model.steps[5].layer = model.steps[2].layer
     as_eager(model, torch.randn(ROWS, WIDTH), schedule="zb-v", ranks=2, balance=["steps.1", "steps.3", "norms.3"])
+
+
+def test_a_weight_that_a_function_and_a_layer_read_under_autocast() -> None:
+    """Eager adds both gradients in float32."""
+    as_eager(Ways("autocast"), torch.randn(ROWS, WIDTH), schedule="1f1b")
 
 
 def test_a_saved_program_has_none_of_it(tmp_path: Path) -> None:

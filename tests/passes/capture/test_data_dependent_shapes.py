@@ -1,4 +1,4 @@
-"""What has as many rows as the values of inputs say: the same bits as in eager, and guards that count."""
+"""What has as many rows as the values of inputs say: the same bits as in eager if the input is static, else refused."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from zbcompile.passes.capture.export import capture, capture_inference
-from zbcompile.passes.capture.guards import read_answers
+import zbcompile
+from tests.support.exported_runner import run_forward
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.pass_list.passes_in_order import canonicalise
+from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
+from zbcompile.passes.exported.compile_step import compile_forward
 
 Call = Callable[[Tensor, Tensor], Any]
 
@@ -47,8 +48,6 @@ CALLS: tuple[Call, ...] = (
     lambda x, mask: x.repeat_interleave(2, dim=0),
     lambda x, mask: torch.arange(mask.sum()),
     lambda x, mask: torch.arange(mask[0].sum(), mask.sum(), 2, dtype=torch.float32),
-    lambda x, mask: torch.tensor([x.max(), x[0].sum()]),
-    lambda x, mask: torch.tensor([mask.sum(), mask[0].sum()], dtype=torch.float64),
     _set,
 )
 
@@ -68,37 +67,56 @@ def batch(seed: int) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-def test_results_are_eagers_and_guards_count() -> None:
-    model = All(*CALLS)
-    captured = capture_inference(model, batch(0), {})
-    values = dict(model.named_parameters()) | {f"args[{i}]": each for i, each in enumerate(batch(0))}
-    found = captured.module(*(values.get(slot.name, captured.constants.get(slot.name)) for slot in captured.inputs))
-    for number, (ours, theirs) in enumerate(zip(found, model(*batch(0)), strict=True)):
-        assert torch.equal(ours, theirs), number
-    assert captured.guards is not None
-    mask = batch(1)[1]
-    answers = read_answers(captured.guards.begin({"args[0]": batch(1)[0], "args[1]": mask}))
-    assert answers[:3] == (mask.sum(), mask.any(1).sum(), mask[0].sum())
-    assert len(mask.unique_consecutive()) in answers
+def test_results_with_a_static_mask_are_eagers() -> None:
+    model, options = All(*CALLS).eval(), ExportOptions(static_inputs=("args[1]",))
+    for seed in range(2):
+        compiled = compile_forward(model, batch(seed), {}, ranks_of=(0,), options=options)
+        found = run_forward(compiled, model, (batch(seed), {}, None))
+        for number, (ours, theirs) in enumerate(zip(found, model(*batch(seed)), strict=True)):
+            assert torch.equal(ours, theirs), (number, seed)
 
 
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda x, mask: x[x > 0],
-        lambda x, mask: x[mask[:2]],
-        lambda x, mask: mask.sum(1).unique_consecutive(dim=0),
-        lambda x, mask: x.repeat_interleave(x.argmax(1), dim=0),
-        lambda x, mask: 2 * x.unsqueeze(2).repeat(1, 1, 5).tensor_split(x.flatten()[:2].argsort(), 1)[1],
-    ],
-    ids=["activation", "shape", "dimension", "repetitions", "place"],
-)
-def test_others_are_refused_by_line(call: Call) -> None:
-    class Total(All):
-        def forward(self, x: Tensor, mask: Tensor) -> Any:
-            return super().forward(x, mask)[0].sum() * 1.0
+class Total(All):
+    def forward(self, x: Tensor, mask: Tensor) -> Any:
+        return super().forward(x, mask)[0].sum() * 1.0
 
-    with pytest.raises(
-        CaptureError, match=r"(?s)dependent_shapes\.py:\d+.*(depends on the data|does not match|makes a Python number)"
-    ):
-        canonicalise(capture(Total(call), batch(0), {}))
+
+def _export(call: Call, *static_inputs: str) -> None:
+    export_training_step(Total(call), batch(0), {}, options=ExportOptions(static_inputs=static_inputs))
+
+
+DEPENDENT = {
+    "activation": lambda x, mask: x[x > 0],
+    "dimension": lambda x, mask: mask.sum(1).unique_consecutive(dim=0) * x.sum(),
+    "repetitions": lambda x, mask: x.repeat_interleave(x.argmax(1), dim=0),
+    "place": lambda x, mask: 2 * x.unsqueeze(2).repeat(1, 1, 5).tensor_split(x.flatten()[:2].argsort(), 1)[1],
+}
+
+
+@pytest.mark.parametrize("name", DEPENDENT)
+def test_activations_that_decide_are_refused_by_line(name: str) -> None:
+    with pytest.raises(CaptureError, match=r"(?s)depends? on .*dependent_shapes\.py:\d+"):
+        _export(DEPENDENT[name])
+
+
+@pytest.mark.parametrize("call", [CALLS[0], CALLS[6], CALLS[17]], ids=["index", "select", "repeat"])
+def test_an_input_that_decides_is_refused_by_line_unless_it_is_static(call: Call) -> None:
+    with pytest.raises(CaptureError, match=r"dependent_shapes\.py:\d+.*static_inputs="):
+        _export(call)
+    model, (x, mask) = Total(call), batch(0)
+    model(x, mask).backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    pipe = zbcompile.pipeline(model, ranks=1, microbatches=1, exact=True, static_inputs=["args[1]"])
+    model.zero_grad()
+    pipe.step(x, mask)
+    assert all(torch.equal(p.grad, other) for p, other in zip(model.parameters(), expected, strict=True))
+
+
+def test_a_list_of_tensors_that_becomes_a_tensor() -> None:
+    with pytest.raises(CaptureError, match=r"dependent_shapes\.py:\d+.*use torch\.stack"):
+        _export(lambda x, mask: torch.tensor([x.max(), x[0].sum()]))
+
+
+def test_a_mask_of_another_shape_is_named_by_line() -> None:
+    with pytest.raises(CaptureError, match=r"(?s)dependent_shapes\.py:\d+.*does not match"):
+        _export(lambda x, mask: x[mask[:2]], "args[1]")

@@ -3,19 +3,17 @@ has eager's loss, gradients and buffers, bit for bit, or is refused."""
 
 import copy
 import random
-from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.fx import Interpreter
 
+from tests.support.exported_runner import run_uncut
 from tests.support.training import assert_same_tensors
-from zbcompile.passes.capture.export import capture
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.pass_list.passes_in_order import canonicalise
+from zbcompile.passes.exported.capture.export import export_training_step
 
 COMPARED, LINES, MICROBATCHES = 4, 7, 2
 VIEWS = ("[:, :2]", "[1:3]", ".T", ".view(-1)", "[0]", "[None]", ".diagonal()", ".detach()", ".data", ".clone()")
@@ -67,7 +65,7 @@ class Generator:
             self.line("    ")
         read = {self.names[-1], *self.random.sample(self.names, 3)}
         terms = [f"({name} * torch.cos({name}.detach() + {i})).sum()" for i, name in enumerate(sorted(read))]
-        first = "    h, z, zeros = self.layer(x), x @ self.weight, torch.zeros(4, 4)"
+        first = "    x = x.clone()\n    h, z, zeros = self.layer(x), x @ self.weight, torch.zeros(4, 4)"
         returned = f"    return (self.layer.bias * x).sum() + {' + '.join(terms)}"
         return "\n".join(["def forward(self, x):", first, *self.lines, returned])
 
@@ -97,23 +95,16 @@ def in_eager(model: nn.Module, inputs: list[Tensor]) -> Results | None:
     return losses, {name: p.grad for name, p in model.named_parameters()}, model.buffer
 
 
-def captured(model: nn.Module, inputs: list[Tensor]) -> Results:
-    canonical = canonicalise(capture(model, (inputs[0].clone(),), {}))
-    held = {**canonical.captured.constants, **dict(model.named_parameters()), **dict(model.named_buffers())}
-    losses = []
+def exported(model: nn.Module, inputs: list[Tensor]) -> Results:
+    step = export_training_step(model, (inputs[0],), {})
+    losses, sums = [], dict.fromkeys((name for name, _ in model.named_parameters()))
     for x in inputs:
-        result = Interpreter(canonical.module).run(*_arguments(canonical.graph, {**held, "args[0]": x}))
-        for (slot, _), value in zip(canonical.outputs, result, strict=True):
-            if slot.kind == "loss":
-                losses.append(value)
-            else:
-                held[slot.name] = value.detach().clone()
-        losses[-1].backward()
-    return losses, {name: p.grad for name, p in model.named_parameters()}, held["buffer"]
-
-
-def _arguments(graph: torch.fx.Graph, held: Mapping[str, Tensor]) -> list[Tensor]:
-    return [held[node.meta["slot"].name] for node in graph.find_nodes(op="placeholder")]
+        result = run_uncut(step, model, ((x,), {}, None))
+        losses += result.losses
+        for name, gradient in result.gradients.items():
+            sums[name] = gradient if sums[name] is None else sums[name] + gradient
+        model.buffer.copy_(result.buffers["buffer"])
+    return losses, sums, model.buffer
 
 
 @pytest.mark.slow
@@ -127,7 +118,7 @@ def test_what_eager_runs_is_equal_or_refused() -> None:
         if expected is None:
             continue
         try:
-            found = captured(model, inputs)
+            found = exported(model, inputs)
         except CaptureError as error:
             refused.append(str(error))
             continue

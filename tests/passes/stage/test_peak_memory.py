@@ -11,8 +11,8 @@ from zbcompile.compiler.compile_example import compile_example
 from zbcompile.compiler.measure_nodes import synthetic
 from zbcompile.passes.compile_options import Choices, Recompute
 from zbcompile.passes.graph.roles import Slot
-from zbcompile.passes.split.subgraphs import LATER
 from zbcompile.passes.stage.peak_memory import ALIVE, LOSS, transient_bytes
+from zbcompile.passes.stage.piece import LATER
 from zbcompile.passes.stage.stage_program import StageProgram
 from zbcompile.passes.torch_private import boxed
 from zbcompile.schedules import build

@@ -72,7 +72,7 @@ def test_vocabulary_passes_go_through_the_backend() -> None:
         ("triton", 'backend=\'triton\'; expected "fx", "inductor", or a function'),
         (lambda graph, inputs: None, "returned a NoneType for F.; expected a function"),
         (lambda graph, inputs: 1 / 0, "failed on F.: ZeroDivisionError"),
-        (lambda graph, inputs: lambda *values: values[0], "returned a Tensor; the graph returns"),
+        (lambda graph, inputs: lambda *values: values[0], "returned a Parameter; the graph returns"),
     ],
     ids=["name", "no function", "fails", "one tensor"],
 )

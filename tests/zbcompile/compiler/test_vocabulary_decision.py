@@ -4,17 +4,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import zbcompile
 from gpt import GPT, next_byte_loss
-from tests.support.oracle import Batch, eager_step
-from tests.support.vocabulary_training import distance
+from tests.support.oracle import Batch
 from zbcompile.compiler.vocabulary_sharding import WORTH, choose_sharding, predict_steps
-from zbcompile.passes.capture.export import capture
 from zbcompile.passes.compile_options import Choices
 from zbcompile.passes.errors import CompileError
-from zbcompile.passes.pass_list.passes_in_order import canonicalise
+from zbcompile.passes.exported.capture.export import export_training_step
 from zbcompile.schedules import build
 
 MICROBATCHES, LENGTH = 4, 16
@@ -41,22 +39,6 @@ def compiled(**options: Any) -> zbcompile.Pipeline:
 
 
 @pytest.mark.slow
-def test_logits_wait_unless_memory_forbids_it() -> None:
-    """Rows with gradient and moments take 2 MiB, logits that wait as much again."""
-    pipe = compiled(memory=3 << 20)
-    assert pipe.program.vocabulary is not None
-    assert not pipe.program.vocabulary.tiling.keep
-    batch = batch_of(MANY, 4 * MICROBATCHES)
-    loss, model = pipe.step(*batch.args, target=batch.target), model_of(MANY)
-    assert distance(loss, eager_step(model, next_byte_loss, batch, MICROBATCHES, 0)) < 1e-6
-    for name, parameter in pipe.named_parameters():
-        expected: Tensor | None = model.get_parameter(name).grad
-        assert expected is not None
-        assert parameter.grad is not None
-        assert distance(parameter.grad, expected) < 2e-6, name
-
-
-@pytest.mark.slow
 def test_what_does_not_fit_is_an_error() -> None:
     with pytest.raises(CompileError, match=r"with its shard of the output layer a rank holds .* more than memory=1"):
         compiled(memory=1 << 20)
@@ -69,9 +51,9 @@ def test_auto_shards_where_that_makes_the_step_shorter(words: int, layers: int, 
     """An output layer of many layers' cost cannot be balanced by moving layers; of a small one too little is gained."""
     batch, schedule = batch_of(words, 4), build("1f1b", 2, 8)
     model = model_of(words, layers)
-    canonical = canonicalise(capture(model, batch.args, {}, batch.target, next_byte_loss))
-    asked = choose_sharding(canonical, schedule, Choices(vocab=1))
+    step = export_training_step(model, batch.args, {}, batch.target, next_byte_loss)
+    asked = choose_sharding(step.copy(), schedule, Choices(vocab=1))
     assert asked is not None
-    redistributed, sharded = predict_steps(asked, schedule, Choices())
+    redistributed, sharded = predict_steps(asked, schedule)
     assert (sharded < WORTH * redistributed) == shards
-    assert (choose_sharding(canonical, schedule, Choices(vocab="auto")) is not None) == shards
+    assert (choose_sharding(step, schedule, Choices(vocab="auto")) is not None) == shards

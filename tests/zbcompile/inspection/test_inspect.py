@@ -263,6 +263,13 @@ def test_json_agrees_with_itself(inspect: Callable[..., str]) -> None:
     assert data["prediction"]["messages"] == len(sends) == 8
 
 
+def test_a_sharded_output_layer_is_described(inspect: Callable[..., str]) -> None:
+    data = json.loads(inspect(f"{TARGETS}:gpt", "--vocab", 1, "--schedule", "zb-h1", "--json"))
+    assert data["vocabulary"]["words by rank"] == [128, 128]
+    assert data["vocabulary"]["S"] > 0
+    assert data["prediction"]["step"] > 0
+
+
 def columns(data: Any) -> set[str]:
     """The names of all figures and tables."""
     rows = (row for table in data.values() for row in (table if isinstance(table, list) else [table]))
