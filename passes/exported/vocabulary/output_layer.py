@@ -78,20 +78,22 @@ def find_output_layers(step: StepGraph) -> list[OutputLayer]:
     counts, because routers of experts have a softmax as well.
 
     Raises:
-        NotShardableError: The loss uses the logits in another way. The message has the user's line.
+        NotShardableError: There is none, or the loss uses the logits in another way. The message
+            has the user's line.
     """
     forward = step.forward_nodes()
     products = dict.fromkeys(product for node in forward for product in _products_below(node))
     words = max((shape_of(product)[-1] for product in products), default=0)
     layers = [_output_layer(product) for product in products if shape_of(product)[-1] == words]
+    if not layers:
+        _refuse_missing_layer(forward)
     for layer in layers:
         _follow_logits(layer, forward, set(step.result_nodes()))
     return layers
 
 
-def refuse_missing_layer(step: StepGraph) -> NoReturn:
-    """Raises NotShardableError with the reason why a step has no output layer that is found."""
-    for node in reversed(step.forward_nodes()):
+def _refuse_missing_layer(forward: list[Node]) -> NoReturn:
+    for node in reversed(forward):
         if operator_name(node) not in SOFTMAXES or not node.args:
             continue
         source = without(node.args[0], COPIES | VIEWS | CASTS)
@@ -229,9 +231,9 @@ def without(node: Any, operators: frozenset[str]) -> Any:
     return node
 
 
-def shape_of(node: Any) -> tuple[int, ...]:
+def shape_of(node: Any) -> torch.Size:
     """Returns the shape of a node's value."""
-    return tuple(node.meta["val"].shape)
+    return torch.Size(node.meta["val"].shape)
 
 
 def refuse(node: Node, reason: str, remedy: str = "") -> NoReturn:

@@ -102,6 +102,12 @@ class Scan(NamedTuple):
     label_rows: Tensor | None = None
     total_rows: Tensor | None = None
 
+    def saved(self) -> dict[str, Tensor]:
+        """Returns what STATS or T needs."""
+        values = self._asdict()
+        del values["statistics"]
+        return {name: value for name, value in values.items() if value is not None}
+
 
 def scan(shard: Shard, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Scan:
     """Pass S. Statistics are of this shard's words alone."""

@@ -441,7 +441,7 @@ def test_a_loss_that_multiplies_the_losses_is_not_sharded() -> None:
         return cross_entropy(output[0], target) * output[1]
 
     step = export_training_step(Model("router"), *batch_of(), loss)
-    with pytest.raises(NotShardableError, match="a loss that also reads mean, which depends on"):
+    with pytest.raises(NotShardableError, match=r"a loss that also reads \w+, which depends on"):
         cut_output_layer(step)
 
 
@@ -459,7 +459,7 @@ def test_an_output_of_both_losses_is_not_sharded() -> None:
         return total, {"twice": total * 2}
 
     step = export_training_step(Model("router"), *batch_of(), loss)
-    with pytest.raises(NotShardableError, match="an output that contains an auxiliary loss"):
+    with pytest.raises(NotShardableError, match="which depends on parameters"):
         cut_output_layer(step)
 
 
