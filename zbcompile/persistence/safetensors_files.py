@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 
 
@@ -60,8 +59,3 @@ def safetensors_dtype(dtype: torch.dtype) -> str | None:
     except KeyError:
         return None
     return str(json.loads(content[8:])["x"]["dtype"])
-
-
-def open_safetensors(path: Path) -> Any:
-    """A file, whose tensors are read as they are asked for. Raises OSError or SafetensorError."""
-    return safe_open(path, "pt")
