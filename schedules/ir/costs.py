@@ -37,7 +37,7 @@ class Costs:
     * `message`: size of what a stage sends onwards, and of the gradient that comes back for it.
     * `comm`: latency of a hop between two ranks, `bandwidth` its size term (`None`: none); `links` overrides both for
       single links.
-    * `time_unit`, `memory_unit`: what pictures write behind the numbers.
+    * `time_unit`, `memory_unit`: "s", "FLOP" and "B" are written with a suitable multiple; any other unit, or none.
 
     Raises `ScheduleError` for lengths that differ and for values that are negative or not finite.
 
@@ -200,6 +200,16 @@ class Costs:
                 sizes = [sum(column) if parts == 1 else sum(column) / parts for column in columns]
             values[name] = tuple(size for size in sizes for _ in range(parts))
         return replace(self, **values)
+
+    def scaled(self, factor: float, time_unit: str) -> "Costs":
+        """Returns the costs with all times multiplied, in another unit of time."""
+        times = set(PER_STAGE) - {"activation", "residue", "vocab_state", "message"}
+        values: dict[str, Any] = {name: tuple(factor * time for time in getattr(self, name)) for name in times}
+        hops = [Link(0, 0, self.comm, self.bandwidth), *self.links]
+        hops = [hop._replace(latency=factor * hop.latency, bandwidth=hop[3] and hop[3] / factor) for hop in hops]
+        _, _, comm, bandwidth = hops[0]
+        links = tuple(hops[1:])
+        return replace(self, **values, comm=comm, bandwidth=bandwidth, links=links, time_unit=time_unit)
 
     def to_json(self) -> str:
         """Returns one JSON object, as `from_json` reads it; fractions become floats."""
