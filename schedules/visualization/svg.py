@@ -211,6 +211,6 @@ class _StepPicture:
         power = 10.0 ** floor(log10(finish / 12)) if finish else 1.0
         step = next(factor * power for factor in (1, 2, 5, 10) if factor * power >= finish / 12)
         for tick in range(int(finish / step) + 1):
-            x, label = self.x(tick * step), format_amount(tick * step, self.timeline.costs.time_unit)
+            x, label = self.x(tick * step), format_amount(tick * step, self.timeline.costs.time_unit * bool(tick))
             yield _shape("line", "axis", x1=x, x2=x, y1=self.top - 4, y2=bottom)
             yield _shape("text", text=label, x=x, y=bottom + 13, text_anchor="middle" if tick else "start")
