@@ -160,12 +160,12 @@ def _show(options: argparse.Namespace) -> None:
     lowered = lower(schedule)
     report = check(lowered)
     timeline = simulate(schedule, costs)
-    shown = lowered if options.lowered else schedule
+    printed = lowered if options.lowered else schedule
     width = None if not sys.stdout.isatty() else os.get_terminal_size().columns
     if options.time:
         print(format_timeline(timeline, width))
     else:
-        print(format_schedule(shown, width=width))
+        print(format_schedule(printed, width=width))
         print(summary(timeline))
     print("\n" + grid(rank_table(timeline, receive_buffers=report.receive_buffers or ()).rows))
     if options.weight_order:
@@ -175,7 +175,7 @@ def _show(options: argparse.Namespace) -> None:
     for path in options.picture:
         print(f"wrote {write_picture(replace(timeline, memory_limits=limits), path)}")
     if options.save:
-        save(shown, options.save)
+        save(printed, options.save)
         print(f"wrote {options.save}")
 
 
@@ -207,8 +207,8 @@ def _compare(options: argparse.Namespace) -> None:
                 raise
             refused.append(str(error))
     key = {"makespan": lambda t: t.makespan, "cost": lambda t: t.cost, "memory": lambda t: max(t.peak_memory)}
-    shown = timelines if options.sort == "given" else sorted(timelines, key=key[options.sort])
-    print(grid(step_table(shown).rows))
+    printed = timelines if options.sort == "given" else sorted(timelines, key=key[options.sort])
+    print(grid(step_table(printed).rows))
     for reason in refused:
         print(f"left out: {reason}")
     if options.picture:
@@ -216,6 +216,6 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    with Progress("zbcompile schedules") as say:
-        status = main(None, say)
+    with Progress("zbcompile schedules") as report:
+        status = main(None, report)
     sys.exit(status)

@@ -96,8 +96,8 @@ def check(
     for rank, peak in enumerate(peaks if memory_limit is not None else ()):
         if peak > memory_limit * (1 + 1e-9):  # type: ignore[operator]  # sums of floats differ in their last bits
             owner = [index for index, step in enumerate(compute.orders[rank]) for _ in flatten((step,))]
-            held = zip(owner, accumulate(deltas(compute.orders[rank], costs)), strict=True)
-            index = next(index for index, amount in held if amount > memory_limit)  # type: ignore[operator]
+            memory = zip(owner, accumulate(deltas(compute.orders[rank], costs)), strict=True)
+            index = next(index for index, amount in memory if amount > memory_limit)  # type: ignore[operator]
             what = f"rank {rank} needs {peak} of memory; the limit is {memory_limit}, exceeded here"
             raise schedule_error_at(f"{schedule.name}: {what}", compute.orders, rank, index)
     return Report(peaks, tuple(_receive_buffers(schedule, r) for r in ranks) if schedule.is_lowered else None)
@@ -204,9 +204,9 @@ def _check_messages(schedule: Schedule) -> None:
             if len(actual) != len(expected[channel]) or {*actual} != {*expected[channel]}:
                 what = _difference(actual, expected[channel])
                 raise ScheduleError(f"{schedule.name}: channel {channel[0]} -> {channel[1]}: {what} among those {side}")
-        for place, (one, other) in enumerate(zip(sent[channel], received[channel], strict=True)):
-            if one != other:
-                what = f"message {place} is that for {one}, but that for {other} is posted for it"
+        for place, (send, receive) in enumerate(zip(sent[channel], received[channel], strict=True)):
+            if send != receive:
+                what = f"message {place} is that for {send}, but that for {receive} is posted for it"
                 raise ScheduleError(f"{schedule.name}: channel {channel[0]} -> {channel[1]}: {what}")
 
 

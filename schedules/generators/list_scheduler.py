@@ -53,12 +53,9 @@ class DispatchState:
         self._added = {op: self.costs.added(op) for op in (F, B, W, BW)}
         self._graph = graph = OrderGraph(sequential_order(task.placement, task.microbatches, barriers))
         self._rank = [rank for rank in range(task.ranks) for _ in graph.nodes(rank)]
-        self._missing, delays = [*map(len, graph.inputs)], graph.delays(self.costs)
-        self._arrival: list[float] = [0] * len(self._missing)
-        self._users: list[list[tuple[int, float]]] = [[] for _ in graph.inputs]
-        for user, inputs in enumerate(graph.inputs):
-            for made, link in inputs:
-                self._users[made].append((user, delays[link]))
+        inputs, self._users = graph.inputs_and_users(self.costs)
+        self._missing = [*map(len, inputs)]
+        self._arrival: list[float] = [0] * len(inputs)
 
     def is_ready(self, action: Action) -> bool:
         """Returns whether `action` could begin now."""
@@ -82,7 +79,7 @@ class DispatchState:
         """Returns what `action` adds to the memory of its rank (below 0: frees)."""
         return self._added[action.op][action.stage] if action.op in self._added else 0
 
-    def has_room(self, rank: int, forward: Action, limit: float) -> bool:
+    def fits_forward(self, rank: int, forward: Action, limit: float) -> bool:
         """Returns whether `forward` leaves room for the oldest microbatch to finish its forwards on its rank.
 
         So the oldest microbatch can always proceed, and no limit ends in a deadlock (banker's algorithm).
@@ -130,8 +127,8 @@ def dispatch(state: DispatchState, choose: Callable[[DispatchState, int], Step |
         step = choose(state, rank) if free_at[rank] <= state.now else None
         if step is not None:
             orders[rank].append(step)
-            (free_at[rank], _), *_ = found = state.start(rank, step)
-            for time, woken in found:
+            (free_at[rank], _), *_ = started_wakes = state.start(rank, step)
+            for time, woken in started_wakes:
                 if time >= free_at[woken]:  # otherwise it chooses again anyway once it is free
                     heappush(wakes, (time, woken))
     return tuple(map(tuple, orders))

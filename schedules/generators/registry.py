@@ -138,8 +138,8 @@ def build_named(
         require_count("group", group)
     elif not family.rule.holds(ranks, microbatches):
         near = [_next_admitted(family, ranks, microbatches, step) for step in (-1, 1)]
-        known = " and ".join(str(count) for count in near if count)
-        hint = f"the nearest that work: {known}" if known else f"no number works on {ranks} ranks"
+        counts_near = " and ".join(str(count) for count in near if count)
+        hint = f"the nearest that work: {counts_near}" if counts_near else f"no number works on {ranks} ranks"
         counts = f"{microbatches} microbatches on {ranks} ranks"
         raise ScheduleError(f"{family.name}: {counts}; it admits {family.rule.text}; {hint}")
     if costs is not None and costs.stages != placement.stages:

@@ -37,7 +37,9 @@ def zb_v(task: Task) -> Orders:
         return deleted
     measured = [(spans(task, orders), orders) for orders in candidates]  # cost and makespan
     (_, longest), _ = measured[0]
-    return min((found for found in measured if found[0][1] <= longest), key=lambda found: found[0])[1]
+    return min((candidate for candidate in measured if candidate[0][1] <= longest), key=lambda candidate: candidate[0])[
+        1
+    ]
 
 
 def _handcrafted(p: int, rank: int, microbatches: int) -> Order:
@@ -75,7 +77,7 @@ def _never_wait(prefer: Callable[[Action], Any]) -> Callable[[DispatchState, int
     def choose(state: DispatchState, rank: int) -> Action | None:
         limit = state.placement.ranks * sum(state.costs.activation[s] for s in state.placement.stages_of(rank))
         ready = state.ready(rank)
-        passes = [a for a in ready if a.op == B or (a.op == F and state.has_room(rank, a, limit))]
+        passes = [a for a in ready if a.op == B or (a.op == F and state.fits_forward(rank, a, limit))]
         return min(passes, key=prefer) if passes else oldest(action for action in ready if action.op == W)
 
     return choose

@@ -61,7 +61,7 @@ class Pair(NamedTuple):
         return f"({self.first}|{self.second})"
 
 
-PAIRED = frozenset((one, other) for one, other in ((F, B), (F, BW), (F, W), (B, W)))  # the operations of pairs
+PAIRED = frozenset((one, second) for one, second in ((F, B), (F, BW), (F, W), (B, W)))  # the operations of pairs
 
 
 Step = Action | Pair

@@ -152,17 +152,19 @@ class Costs:
         """Returns how long a rank waits during `step` for collectives of the model that nothing hides."""
         if isinstance(step, Action):
             return self.exchange(step.op, step.stage)
-        (op, stage, _), (other_op, other, _) = step
-        return self.exchange(op, stage) + self.exchange(other_op, other) - self._hidden(op, stage, other_op, other)
+        (op, stage, _), (partner_op, partner, _) = step
+        return (
+            self.exchange(op, stage) + self.exchange(partner_op, partner) - self._hidden(op, stage, partner_op, partner)
+        )
 
-    def pair_time(self, op: str, stage: int, other_op: str, other: int) -> float:
+    def pair_time(self, op: str, stage: int, partner_op: str, partner: int) -> float:
         """Returns the time of a pair of passes. Each hides what the other exchanges while it computes."""
-        return self.time(op, stage) + self.time(other_op, other) - self._hidden(op, stage, other_op, other)
+        return self.time(op, stage) + self.time(partner_op, partner) - self._hidden(op, stage, partner_op, partner)
 
-    def _hidden(self, op: str, stage: int, other_op: str, other: int) -> float:
-        exchange, other_exchange = self.exchange(op, stage), self.exchange(other_op, other)
+    def _hidden(self, op: str, stage: int, partner_op: str, partner: int) -> float:
+        exchange, partner_exchange = self.exchange(op, stage), self.exchange(partner_op, partner)
         computing = self.time(op, stage) - exchange
-        return min(exchange, self.time(other_op, other) - other_exchange) + min(other_exchange, computing)
+        return min(exchange, self.time(partner_op, partner) - partner_exchange) + min(partner_exchange, computing)
 
     def hop(self, stage: int, source: int, destination: int) -> float:
         """Returns the delay between the end of a pass on rank `source` and the use of its message on `destination`.
@@ -205,10 +207,12 @@ class Costs:
         """Returns the costs with all times multiplied, in another unit of time."""
         times = set(PER_STAGE) - {"activation", "residue", "vocab_state", "message"}
         values: dict[str, Any] = {name: tuple(factor * time for time in getattr(self, name)) for name in times}
-        hops = [Link(0, 0, self.comm, self.bandwidth), *self.links]
-        hops = [hop._replace(latency=factor * hop.latency, bandwidth=hop[3] and hop[3] / factor) for hop in hops]
-        _, _, comm, bandwidth = hops[0]
-        links = tuple(hops[1:])
+        connections = [Link(0, 0, self.comm, self.bandwidth), *self.links]
+        connections = [
+            hop._replace(latency=factor * hop.latency, bandwidth=hop[3] and hop[3] / factor) for hop in connections
+        ]
+        _, _, comm, bandwidth = connections[0]
+        links = tuple(connections[1:])
         return replace(self, **values, comm=comm, bandwidth=bandwidth, links=links, time_unit=time_unit)
 
     def to_json(self) -> str:
@@ -227,14 +231,14 @@ class Costs:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Costs":
         """Returns the costs in the value of a JSON text."""
-        known = [f.name for f in fields(cls)]
+        names = [f.name for f in fields(cls)]
         if not isinstance(data, Mapping):
-            raise ScheduleError(f"costs: received {type(data).__name__}; expected an object with {', '.join(known)}")
+            raise ScheduleError(f"costs: received {type(data).__name__}; expected an object with {', '.join(names)}")
         missing = [name for name in ("forward", "backward", "weight") if name not in data]
-        if missing or not set(data) <= set(known):
-            unknown = ", ".join(f"{name!s:.40}" for name in data if name not in known)
+        if missing or not set(data) <= set(names):
+            unknown = ", ".join(f"{name!s:.40}" for name in data if name not in names)
             wrong = f"missing {', '.join(missing)}" if missing else f"unknown {unknown}"
-            raise ScheduleError(f"costs: {wrong}; expected {', '.join(known)}")
+            raise ScheduleError(f"costs: {wrong}; expected {', '.join(names)}")
         for name in (*PER_STAGE, "links"):
             if not isinstance(data.get(name, []), list | tuple):
                 raise ScheduleError(f"costs: `{name}` is {data[name]!r:.80}; expected a list")

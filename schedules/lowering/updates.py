@@ -47,9 +47,9 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
     rank 0  GATHER0.0  F0.0  B0.0  W0.0  REDUCE0.0  OPT0.0
     rank 1  GATHER1.0  F1.0  B1.0  W1.0  REDUCE1.0  OPT1.0
     """
-    known = (*UPDATES, *EXCHANGES)
-    if isinstance(kinds, str) or not set(kinds) <= set(known):
-        raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(known)}")
+    allowed = (*UPDATES, *EXCHANGES)
+    if isinstance(kinds, str) or not set(kinds) <= set(allowed):
+        raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(allowed)}")
     orders = schedule.orders
     if set(kinds).intersection(UPDATES) and schedule.placement.copies == 1:
         orders = tuple(_with_updates(order, kinds) for order in orders)

@@ -115,7 +115,7 @@ def search(
     shortest = min(candidate.value for candidate in candidates) * ROUNDING
     best = min((candidate for candidate in candidates if candidate.value <= shortest), key=_excess)
     simulation = simulate(replace(best.schedule, name="auto"), best.problem.costs)
-    by_value = sorted(((each.value, each.schedule) for each in named), key=lambda pair: pair[0])
+    by_value = sorted(((candidate.value, candidate.schedule) for candidate in named), key=lambda pair: pair[0])
     return SearchResult(simulation.schedule, simulation, min(bounds.values()), best.value, best.origin, tuple(by_value))
 
 
@@ -215,9 +215,9 @@ def adapted(schedule: Schedule, costs: Costs) -> Schedule:
     again = order and forward_backward_pass(problem, order, V_PATIENCE)
     if not again:
         return schedule
-    other = replace(problem.schedule(again), name=schedule.name)
-    before, after = simulate(schedule, costs), simulate(other, costs)
-    return other if after.makespan < before.makespan and after.cost < before.cost else schedule
+    improved = replace(problem.schedule(again), name=schedule.name)
+    before, after = simulate(schedule, costs), simulate(improved, costs)
+    return improved if after.makespan < before.makespan and after.cost < before.cost else schedule
 
 
 def _candidate(problem: SchedulingProblem, origin: str, order: Order, schedule: Schedule | None = None) -> Candidate:
@@ -248,4 +248,5 @@ def _starts(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in sorted(candidates, key=lambda candidate: candidate.value):
         distinct.setdefault((candidate.problem, candidate.value), candidate)
     first = {candidate.problem: candidate for candidate in reversed(distinct.values())}
-    return sorted(distinct.values(), key=lambda each: (each is not first[each.problem], each.value))[:STARTS]
+    ranked = sorted(distinct.values(), key=lambda start: (start is not first[start.problem], start.value))
+    return ranked[:STARTS]

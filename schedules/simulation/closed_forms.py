@@ -75,8 +75,8 @@ def symbol_values(schedule: Schedule, costs: Costs) -> dict[Symbol, float]:
     return sizes | {symbol: v_here * values[0] for symbol, values in shares.items()}
 
 
-def _on_several_ranks(hops: Expr) -> Expr:
-    return Piecewise((0, sympy.Eq(p, 1)), (hops, True))
+def _on_several_ranks(messages: Expr) -> Expr:
+    return Piecewise((0, sympy.Eq(p, 1)), (messages, True))
 
 
 def _circulation(count: Expr) -> Expr:
@@ -84,7 +84,7 @@ def _circulation(count: Expr) -> Expr:
     return 2 * (p - 1) + 2 * (count - 1 - ceiling((count - 1) / p))
 
 
-EQUAL_TIMES, FREE_HOPS = "T_F = T_B = T_W", "c = 0"
+EQUAL_TIMES, FREE_MESSAGES = "T_F = T_B = T_W", "c = 0"
 _GPIPE = (m + p - 1) * T + 2 * (p - 1) * c
 _1F1B = (m + p - 1) * T + _circulation(m) * c
 _OVERLAP = (m + p - 1) * T + _on_several_ranks(2 * (p - 1) + 2 * Max(0, floor(m / 2) - 1)) * c
@@ -108,7 +108,7 @@ FORMS: dict[str, tuple[Expr | None, Expr | None, Expr, str]] = {
         Min(v * m, v * p + p - 1) * M_B / v,
         "",
     ),
-    "interleaved-1f1b-overlap": (_LOOPED, _LOOPED, Min(v * m, v * p + p) * M_B / v, FREE_HOPS),
+    "interleaved-1f1b-overlap": (_LOOPED, _LOOPED, Min(v * m, v * p + p) * M_B / v, FREE_MESSAGES),
     "looped-bfs": (_LOOPED + 2 * (p - 1) * c, _LOOPED + 2 * (p - 1) * c, m * M_B, ""),
     "zb-h1": (_H1 + _circulation(Min(m, p + 1)) * c, _H1 + _circulation(Min(m, p + 1)) * c, Min(m, p) * M_B, ""),
     "zb-h1-lazy": (_H1 + _circulation(m) * c, _H1 + _circulation(m) * c, Min(m, p) * M_B, ""),
@@ -116,7 +116,7 @@ FORMS: dict[str, tuple[Expr | None, Expr | None, Expr, str]] = {
         m * T + Max(0, _H2_BUBBLE),
         m * T + Max((p - 1) * T_F, _H2_BUBBLE),
         Min(m, 2 * p - 1) * M_B,
-        FREE_HOPS,
+        FREE_MESSAGES,
     ),
     "zb-1p": (None, None, p * M_B, ""),  # the limit that its heuristic keeps
     "zb-2p": (None, None, 2 * p * M_B, ""),
@@ -127,8 +127,8 @@ FORMS: dict[str, tuple[Expr | None, Expr | None, Expr, str]] = {
         p * M_B,
         f"{EQUAL_TIMES}, p >= 2, 4c <= T_W",
     ),
-    "v-half": (_V_HALF, _V_HALF, floor((p + 2) / 2) * M_B, f"{EQUAL_TIMES}, {FREE_HOPS}, p >= 3"),
-    "v-min": (_V_MIN, _V_MIN, floor((p + 4) / 3) * M_B, f"{EQUAL_TIMES}, {FREE_HOPS}, p = 4, 7, 10, ..."),
-    "dualpipe": (_DUALPIPE, _DUALPIPE, (p + 1) * M_B, f"T_F = T_B, {FREE_HOPS}"),
-    "dualpipe-v": (_DUALPIPE_V, _DUALPIPE_V, (2 * p + 1) * M_B / 2, f"T_F = T_B, {FREE_HOPS}"),
+    "v-half": (_V_HALF, _V_HALF, floor((p + 2) / 2) * M_B, f"{EQUAL_TIMES}, {FREE_MESSAGES}, p >= 3"),
+    "v-min": (_V_MIN, _V_MIN, floor((p + 4) / 3) * M_B, f"{EQUAL_TIMES}, {FREE_MESSAGES}, p = 4, 7, 10, ..."),
+    "dualpipe": (_DUALPIPE, _DUALPIPE, (p + 1) * M_B, f"T_F = T_B, {FREE_MESSAGES}"),
+    "dualpipe-v": (_DUALPIPE_V, _DUALPIPE_V, (2 * p + 1) * M_B / 2, f"T_F = T_B, {FREE_MESSAGES}"),
 }

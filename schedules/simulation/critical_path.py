@@ -48,13 +48,13 @@ def critical_path(timeline: Timeline) -> tuple[CriticalStep, ...]:
         if step[0] not in COMMUNICATION or end[node] > start[node]:
             path.append(CriticalStep(rank, step, start[node], end[node], travel, overhead))
             travel = overhead = 0  # those of a SEND, which takes no time, go to the step that made the message
-        made = timeline.blocking(node)
-        if made is not None:
-            travel += start[node] - end[made]
+        producer = timeline.blocking(node)
+        if producer is not None:
+            travel += start[node] - end[producer]
         elif node != graph.first[rank]:
-            made = node - 1
-            overhead += start[node] - end[made]
-        node = made
+            producer = node - 1
+            overhead += start[node] - end[producer]
+        node = producer
     return tuple(path[::-1])
 
 

@@ -57,16 +57,16 @@ def idle_intervals(
     for n in nodes:
         if start[n] - previous > ROUNDING * finish:
             phase: Cause = "warm-up" if n <= first_backward else "cool-down" if n > last_forward else "wait"
-            made = blocking(graph, n, end, delays)
+            producer = blocking(graph, n, end, delays)
             parts: list[tuple[float, float, Cause]] = [(previous, start[n], "overhead")]
-            if made is not None:
+            if producer is not None:
                 is_send = graph.steps[n][0] in SENDS
-                ready = previous if is_send else min(max(end[made], previous), start[n])
+                ready = previous if is_send else min(max(end[producer], previous), start[n])
                 parts = [(previous, ready, phase), (ready, start[n], "communication")]
-            action = next((needed for needed, node in graph.needed_by(n) if node == made), None)
+            action = next((needed for needed, node in graph.needed_by(n) if node == producer), None)
             for begin, stop, cause in parts:
                 if stop - begin > ROUNDING * finish:
-                    source = None if made is None else graph.rank(made)
+                    source = None if producer is None else graph.rank(producer)
                     yield Idle(rank, begin, stop, cause, graph.steps[n], action, source)
         previous = end[n]
     if nodes and finish - previous > ROUNDING * finish:

@@ -118,7 +118,7 @@ class Timeline(Picturable):
         """Yields for every message between two ranks the node that makes it and the node that uses it."""
         links = [link.kind == "message" for link in self.graph.links]
         for node, inputs in enumerate(self.graph.inputs):
-            yield from ((made, node) for made, link in inputs if links[link])
+            yield from ((producer, node) for producer, link in inputs if links[link])
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
@@ -169,7 +169,7 @@ def measured_timeline(schedule: Schedule, costs: Costs, times: Sequence[Sequence
     graph = OrderGraph(schedule)
     start, end = ([pair[at] for rank in times for pair in rank] for at in (0, 1))
     for inputs in graph.inputs[len(end) :]:  # a barrier ends with the last shard
-        latest = max(end[made] for made, _ in inputs)
+        latest = max(end[producer] for producer, _ in inputs)
         start.append(latest)
         end.append(latest)
     return Timeline(graph, costs, start, end, peak_memory(schedule, costs))

@@ -28,8 +28,8 @@ def rank_table(timeline: Timeline, receive_buffers: Sequence[int] = ()) -> Table
 
 def idle_share(timeline: Timeline) -> float:
     """Returns the part of all ranks' time, up to the end of the last one, that is no work."""
-    whole = timeline.schedule.ranks * timeline.finish
-    return max(0.0, float(1 - sum(timeline.busy) / whole)) if whole else 0.0
+    total = timeline.schedule.ranks * timeline.finish
+    return max(0.0, float(1 - sum(timeline.busy) / total)) if total else 0.0
 
 
 def pass_bubble(timeline: Timeline) -> float:
@@ -42,7 +42,9 @@ def step_table(timelines: Sequence[Timeline]) -> Table:
     rows = []
     for timeline in timelines:
         schedule, time = timeline.schedule, timeline.costs.time_unit
-        boundaries = sum(one != other for one, other in pairwise(schedule.placement.owners))  # between two ranks
+        boundaries = sum(
+            owners != following for owners, following in pairwise(schedule.placement.owners)
+        )  # between two ranks
         rows.append(
             [
                 Figure("schedule", schedule.name),

@@ -154,7 +154,10 @@ class _StepPicture:
         yield from self._compact_steps() if len(timeline.spans) > COMPACT else self._steps()
         rank_of, middle = timeline.graph.rank, self.bar / 2
         if "messages" in self.also:
-            ends = (((timeline.end[made], made), (timeline.start[node], node)) for made, node in timeline.messages())
+            ends = (
+                ((timeline.end[producer], producer), (timeline.start[node], node))
+                for producer, node in timeline.messages()
+            )
             points = ([f"{self.x(time):g},{self.y(rank_of(node)) + middle:g}" for time, node in pair] for pair in ends)
             yield _shape("path", "also wide messages", d="".join(f"M{source}L{target}" for source, target in points))
         if "critical" in self.also:  # one line under the letters

@@ -47,12 +47,12 @@ def write_comparison(timelines: Sequence[Timeline], path: str | Path) -> Path:
     )
 
 
-def _write(path: Path, shown: Any, by_ending: Sequence[Callable[[Any], str]]) -> Path:
+def _write(path: Path, timelines: Any, by_ending: Sequence[Callable[[Any], str]]) -> Path:
     writers = dict(zip(ENDINGS, by_ending, strict=False))
     if path.suffix not in writers:
         svg = path.with_suffix(".svg").name
         hint = f"for pixels write {svg}, then `rsvg-convert {svg} -o {path.stem}.png`, or open it in a browser"
         expected = f"expected one of {', '.join(writers)}"
         raise ScheduleError(f"picture {path.name}: the ending selects the format; {expected}; {hint}")
-    path.write_text(writers[path.suffix](shown) + "\n", encoding="utf-8")
+    path.write_text(writers[path.suffix](timelines) + "\n", encoding="utf-8")
     return path
