@@ -46,7 +46,7 @@ WeightOrder = Literal["microbatch", "any"]
 
 
 class Report(NamedTuple):
-    """What `check` reports of a correct schedule, per rank.
+    """The figures of a correct schedule, per rank.
 
     `peak_memory` is in the unit of `costs.activation`; `receive_buffers` is the largest number of receives that are
     posted and not yet consumed, `None` for a schedule without messages.
@@ -69,7 +69,8 @@ def check(
     an order that its dependencies allow; forwards of the last stage in the order of microbatches (per model copy),
     weight gradients too (`weight_order`; `None`: unless the schedule of this name declares otherwise); peak memory
     within `memory_limit` (unit of `costs.activation`, default 1 per stage). If it has messages, these are exactly those
-    needed, none overtakes another on a channel, and it cannot deadlock even if every send waits for its receive.
+    needed, none overtakes another on a channel, and it cannot deadlock even if every send blocks until its receive is
+    posted.
 
     >>> from zbcompile.schedules import build
     >>> check(build("1f1b", ranks=2, microbatches=4)).peak_memory

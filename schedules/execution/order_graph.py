@@ -1,4 +1,4 @@
-"""The graph of an order: what every step waits for, and the longest-path run that times it.
+"""The graph of an order: the inputs of every step, and the longest-path run that times it.
 
 A node is a step of a rank: an action, or a pair of actions that run together. Its rank runs it after the step before
 it. Further inputs are results of the same rank, messages of other ranks, and barriers over the vocabulary shards,
@@ -27,7 +27,7 @@ Delayed = list[tuple[int, float]]  # nodes, each with the delay of its link
 
 
 class EdgeKind(NamedTuple):
-    """Why a node waits for another: decides how long the result travels.
+    """The kind of an input of a node, which decides how long the result is sent.
 
     `kind` is "local" (the same rank, no delay), "message" (across the boundary behind `stage`), "shards" (a collective
     of the vocabulary shards) or "rendezvous" (until a receive is posted; no delay).
@@ -164,7 +164,7 @@ class OrderGraph:
             self.inputs += [tuple((table[m], local) for table in tables) for m in range(len(nodes))]
 
     def needed_by(self, node: int) -> Iterator[tuple[Action, int]]:
-        """Yields the actions that a node of a rank waits for, each with its node; of a barrier those of every shard."""
+        """Yields the actions that a node of a rank needs, each with its node; of a barrier those of every shard."""
         step, rank = self.steps[node], self.rank(node)
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
             needed = [(result, origin) for result, origin, _ in self._needs(rank, op, stage)]
@@ -178,7 +178,7 @@ class OrderGraph:
                     yield Action(BW if is_fused else result, origin, microbatch), producer
 
     def _needs(self, rank: int, op: str, stage: int) -> Iterator[tuple[str, int, EdgeKind]]:
-        """Yields what `op` on `stage` of `rank` waits for without barriers: operation, stage and link."""
+        """Yields what `op` on `stage` of `rank` needs, without barriers: operation, stage and link."""
         schedule, routes = self.schedule, self._routes[rank]
         if op not in EXCHANGES and stage not in schedule.placement.stages_of(rank):
             raise KeyError
@@ -214,9 +214,9 @@ class NodeTimes(NamedTuple):
 
 
 def run(graph: OrderGraph, times: Sequence[float], delays: Sequence[float]) -> NodeTimes:
-    """Runs every rank until it is done or waits for something that never happens: the longest path to every node.
+    """Runs every rank until it is done or blocked for good: the longest path to every node.
 
-    In a schedule messages are buffered without limit; in a lowered one a SEND waits for its receive.
+    In a schedule messages are buffered without limit; in a lowered one a SEND blocks until its receive is posted.
     """
     inputs, ranks, last = graph.inputs, graph.schedule.ranks, len(graph.steps)
     start: list[float] = [None] * last  # type: ignore[list-item]

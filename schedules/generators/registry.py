@@ -63,7 +63,7 @@ class Family:
 
     @property
     def free_chunks(self) -> bool:
-        """Whether another number is allowed."""
+        """True if another number is allowed."""
         return self.placement == "looped"
 
 

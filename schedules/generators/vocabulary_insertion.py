@@ -130,8 +130,7 @@ def _next_vocabulary_pass(state: DispatchState, op: str, rank: int) -> Action | 
 
 
 def _urgent_vocabulary_pass(state: DispatchState, rank: int) -> Action | None:
-    """Returns the vocabulary pass that must not wait: S, and T if the last stage's backward or the next S waits for
-    it."""
+    """Returns the vocabulary pass that must not wait: S, and T if the last stage's backward or the next S needs it."""
     shard = state.placement.stages_of(rank)[0]
     ready_s, ready_t = (_next_vocabulary_pass(state, op, rank) for op in (S, T))
     is_full = state.started[S, shard] - state.started[T, shard] >= MAX_PENDING_T

@@ -28,8 +28,8 @@ class Costs:
 
     * `forward`, `backward` (input gradient), `weight`: time of F, B and W. BW takes backward + weight, less what is
       `saved` by not splitting.
-    * `forward_exchange`, `backward_exchange`: the part of F's and B's time in which the rank waits for collectives of
-      the model. The other half of a pair hides it while it computes; in BW the weight products do.
+    * `forward_exchange`, `backward_exchange`: the part of F's and B's time in which the rank is idle until
+      collectives of the model end. The other half of a pair hides it while it computes; in BW the weight products do.
     * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names, `vocab_state` what
       the shard holds from S to T. Their collectives take `comm`.
     * `optimizer`: time of the optimizer step of a stage.
@@ -142,7 +142,7 @@ class Costs:
         return self.times(op)[stage]
 
     def exchange(self, op: str, stage: int) -> float:
-        """Returns the part of a pass's time in which its rank waits for collectives of the model."""
+        """Returns the part of a pass's time in which its rank is idle until collectives of the model end."""
         times = {F: self.forward_exchange, B: self.backward_exchange}
         if op == BW:
             return max(self.backward_exchange[stage] - self.weight[stage], 0)
@@ -169,7 +169,7 @@ class Costs:
     def hop(self, stage: int, source: int, destination: int) -> float:
         """Returns the delay between the end of a pass on rank `source` and the use of its message on `destination`.
 
-        `stage` is the one whose output travels: forwards of `stage` itself, backwards of `stage` + 1. The same rank: 0.
+        `stage` is the one whose output is sent: forwards of `stage` itself, backwards of `stage` + 1. The same rank: 0.
         """
         if source == destination:
             return 0

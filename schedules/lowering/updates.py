@@ -1,9 +1,9 @@
 """Actions that run once per step, not once per microbatch: the optimizer's in the orders of all ranks, and the
 exchanges around their programs.
 
-VALIDATE and GATHER wait for the previous training step, before the first forward of their stage.
+VALIDATE and GATHER end the previous training step, before the first forward of their stage.
 REDUCE starts the sum of the stage's gradients right after its last W. OPT comes after everything that another
-rank waits for and, where there are sums, one place behind REDUCE, so that a sum has that long.
+rank needs and, where there are sums, one place behind REDUCE, so that a sum has that long.
 
 An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank if the table has it
 before F, otherwise behind everything, in the order of the table. So two ranks can never wait for each other in

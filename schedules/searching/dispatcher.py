@@ -51,8 +51,8 @@ class Direction:
     def dispatch(self, priority: Sequence[float], patience: float) -> DispatchedOrder | None:
         """Lets every free rank run, of the passes that it can start soon, the one with the lowest priority.
 
-        It waits for one that has not arrived up to `patience` times the time in which the first of the others could
-        end. Returns None if memory admits no order.
+        It leaves time for one that has not arrived, up to `patience` times the time in which the first of the others
+        could end. Returns None if memory admits no order.
         """
         return _Dispatch(self, priority, patience).result()
 

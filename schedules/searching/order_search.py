@@ -58,7 +58,7 @@ class SearchResult:
 
     @property
     def proven(self) -> bool:
-        """Whether the order meets the bound, so that none is shorter."""
+        """True if the order meets the bound, so that none is shorter."""
         return self.objective <= self.bound * ROUNDING
 
     @property
@@ -203,7 +203,7 @@ def _named(problem: SchedulingProblem) -> Iterator[Candidate]:
 def adapted(schedule: Schedule, costs: Costs) -> Schedule:
     """Returns a named schedule in a V after one forward-backward pass under `costs`.
 
-    V orders are made for equal times. The schedule is returned as it is if the pass does not shorten it in both
+    V orders are made for equal times. The schedule is returned unchanged if the pass does not shorten it in both
     objectives within its memory, and if it is large.
     """
     if schedule.placement.kind != "v" or schedule.ranks == 1 or sum(map(len, schedule.orders)) > LARGE:

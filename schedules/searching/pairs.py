@@ -1,9 +1,10 @@
 """Pairs of a pass that exchanges tensors in the middle of a microbatch and a W whose products hide that exchange.
 
-A pass with collectives (tensor parallelism) waits for them. A W needs no other rank: run as one graph with the pass, it
-fills the gaps between issue and wait. `with_pairs` moves Ws next to such passes: forward in the order to the pass that
-precedes them, or backward to a later one; a B next to its own W becomes BW. A move is made only if neither the
-simulated step nor any rank's memory suffers; the weight gradients of a stage keep their order, and so their bits."""
+A pass with collectives (tensor parallelism) is idle until they end. A W needs no other rank: run as one graph with
+the pass, it fills the gaps between issue and wait. `with_pairs` moves Ws next to such passes: forward in the order to
+the pass that precedes them, or backward to a later one; a B next to its own W becomes BW. A move is made only if
+neither the simulated step nor any rank's memory suffers; the weight gradients of a stage keep their order, and so
+their bits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

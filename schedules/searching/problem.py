@@ -1,7 +1,7 @@
-"""The problem of a search: the passes of a step as numbers, what each waits for, and what the ranks may hold.
+"""The problem of a search: the passes of a step as numbers, their inputs, and the memory of the ranks.
 
 It is a view of the order graph of the sequential order, in which every microbatch runs alone. Passes of one operation
-and stage run in order of their microbatches: where stages are alike for all microbatches, as the costs say, no other
+and stage run in order of their microbatches: where stages are equal for all microbatches, as the costs say, no other
 order is shorter, and weight gradients must accumulate in this one.
 """
 
@@ -30,7 +30,7 @@ class SchedulingProblem:
     """`microbatches` on `placement` under `costs`, within `limits` (one per rank, `None`: none).
 
     `barrier`: the objective is the makespan, else the longest span of a rank. By pass: its action, rank and time, what
-    it adds to the memory of its rank, and in `inputs` what it waits for and how long that is sent; the numbers behind
+    it adds to the memory of its rank, and in `inputs` what it needs and how long that is sent; the numbers behind
     those of the passes stand for "every shard has run it". `offset` is, by rank, what is added to the end of its last
     pass; the largest of these sums is the objective.
     """
@@ -67,7 +67,7 @@ class SchedulingProblem:
             self.offset = [time - start for time, start in zip(optimizer, starts, strict=True)]
 
     def _find_heads(self) -> None:
-        """Finds the earliest start of every pass if ranks could run any number of passes at once."""
+        """Finds the earliest start of every pass if ranks could run any number of passes in parallel."""
         self.heads: list[float] = [0] * len(self.inputs)
         missing = [*map(len, self.inputs)]
         self._topological = [n for n, count in enumerate(missing) if not count]

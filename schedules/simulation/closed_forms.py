@@ -1,6 +1,6 @@
 """Closed forms: the length of a step and the peak memory of every named schedule as sympy expressions.
 
-They hold for equal stages, `m >= 2p` microbatches of which `p` is a divisor, `T_W <= T_F <= T_B`, `M_W <= M_B`, and
+They hold for equal stages, `m >= 2p` microbatches that `p` divides, `T_W <= T_F <= T_B`, `M_W <= M_B`, and
 hops that a weight gradient covers twice (`2c <= T_W/v`). `ClosedForm.assumes` names what a formula needs beyond that.
 The tests compare every formula with the simulator. The only module of this package that imports sympy.
 """

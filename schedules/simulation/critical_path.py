@@ -32,7 +32,7 @@ class CriticalStep(NamedTuple):
 def critical_path(timeline: Timeline) -> tuple[CriticalStep, ...]:
     """Returns the chain of steps, first to last, that determines the step's length.
 
-    Times and travel times add up to `timeline.finish`.
+    Times and delays add up to `timeline.finish`.
 
     >>> from zbcompile.schedules import build, simulate
     >>> [str(step.step) for step in critical_path(simulate(build("gpipe", ranks=2, microbatches=1)))]

@@ -18,14 +18,14 @@ class Idle(NamedTuple):
 
     `cause` is one of
 
-    * `communication`: what `step` needs has been made and travels (or, in a lowered schedule, the rank waits in a SEND
-      until its receive is posted);
+    * `communication`: what `step` needs has been made and is being sent (or, in a lowered schedule, the rank blocks
+      in a SEND until its receive is posted);
     * `warm-up`: the rank has not begun its first backward: the pipeline fills;
     * `cool-down`: the rank has run its last forward: the pipeline drains, until the last rank has finished;
     * `wait`: any other wait: the order does not fit the costs, or another rank has more work;
     * `overhead`: its inputs were ready; only in a measured step: what the host does between passes.
 
-    `action` on rank `source` is what `step` waits for.
+    `action` on rank `source` is what `step` needs.
     """
 
     rank: int

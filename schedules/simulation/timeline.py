@@ -165,7 +165,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def measured_timeline(schedule: Schedule, costs: Costs, times: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
-    """Returns the step whose steps started and ended at `times[rank]`; `costs` give its memory and travel times."""
+    """Returns the step whose steps started and ended at `times[rank]`; `costs` give its memory and delays."""
     graph = OrderGraph(schedule)
     start, end = ([pair[at] for rank in times for pair in rank] for at in (0, 1))
     for inputs in graph.inputs[len(end) :]:  # a barrier ends with the last shard

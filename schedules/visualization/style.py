@@ -1,6 +1,6 @@
 """How pictures look: the colour and hatching of every operation and cause of idle time, on light and dark pages.
 
-Colours are after Okabe and Ito, which colour-blind readers can tell apart; for print every operation also has its own
+Colours are after Okabe and Ito, which colour-blind readers can distinguish; for print every operation also has its own
 hatching and its letter, and every cause of idle time its own hatching, fainter than that of work.
 """
 

@@ -79,7 +79,7 @@ def _document(width: float, height: float, lines: Sequence[str]) -> str:
 
 
 def _shape(tag: str, kind: str = "", text: str = "", title: str = "", **attributes: float | str) -> str:
-    """Returns one element; `kind` is its class, `title` its text on hover. An underscore stands for a hyphen.
+    """Returns one element; `kind` is its class, `title` its text on hover. Underscores become hyphens.
 
     >>> _shape("text", "label", "rank 0", x=54, text_anchor="end")
     '<text class="label" x="54" text-anchor="end">rank 0</text>'
