@@ -7,7 +7,7 @@ import functools
 import hashlib
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +24,11 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.model.tensor_shard import shard_of
 from zbcompile.passes.errors import CompileError
-from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name, publish
+from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
 from zbcompile.persistence.checkpoint_values import Tensors, from_data, to_data
 from zbcompile.persistence.local_state import LocalState, local_state, require_names
 from zbcompile.persistence.optimizer_entries import class_name, load_optimizer, optimizer_entries
 from zbcompile.persistence.safetensors_files import bytes_of, safetensors_dtype
-from zbcompile.safe_files import cannot_write, write_whole
 from zbcompile.version import __version__
 
 Values = dict[str, Any]
@@ -116,8 +115,7 @@ def save_checkpoint(
         together(ranks, what, lambda: _require_dtypes(tensors))
         partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
-        commit = functools.partial(_commit, partial, _fields(state, count), keep)
-        _write(ranks, partial, tensors, own, commit, None if wait else background)
+        _write(ranks, partial, tensors, (own, _fields(state, count), keep), None if wait else background)
     return final_name(partial)
 
 
@@ -260,19 +258,8 @@ def _fields(state: LocalState, step: int) -> Values:
     return {**versions, "step": step, "ranks": state.ranks.count, "tied": tied}
 
 
-def _commit(partial: Path, fields: Values, keep: int | None, parts: Sequence[Mapping[str, Any]]) -> None:
-    """On the first process: writes the index, and gives the directory its name."""
-    from zbcompile.persistence.checkpoint_files import index_text
-
-    try:
-        write_whole(partial / INDEX, index_text(fields, parts).encode())
-        publish(partial, keep)
-    except OSError as error:
-        raise cannot_write(partial, error) from None
-
-
 def _write(
-    ranks: Ranks, partial: Path, tensors: Tensors, own: Values, commit: Any, background: BackgroundSave | None
+    ranks: Ranks, partial: Path, tensors: Tensors, record: tuple[Any, ...], background: BackgroundSave | None
 ) -> None:
     """Writes at once; or copies what is to be written, and writes in a thread."""
     import torch.distributed.checkpoint as dcp  # takes a second
@@ -281,7 +268,7 @@ def _write(
 
     position, alone, is_first = ranks.watch.position, ranks.everyone is None, ranks.number == 0
     working = position.working if background is None else nullcontext
-    writer = CheckpointWriter(partial, ranks.number, own, commit, working)
+    writer = CheckpointWriter(partial, ranks.number, *record, working)
     if background is not None:
         with position.waiting("the making of a group"):
             background.group = background.group or ranks.apart()

@@ -30,9 +30,9 @@ from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.tensor_shard import TensorShard, chunk_of, local_of
 from zbcompile.passes.torch_names import NAMED, named
-from zbcompile.persistence.checkpoint_directory import INDEX, OLD_INDEX
+from zbcompile.persistence.checkpoint_directory import INDEX, OLD_INDEX, publish
 from zbcompile.persistence.safetensors_files import header_digest, write_safetensors
-from zbcompile.safe_files import cannot_write, sha256_of
+from zbcompile.safe_files import cannot_write, sha256_of, write_whole
 from zbcompile.untrusted_text import read_text
 
 FORMAT, VERSION = "zbcompile checkpoint", 4
@@ -62,10 +62,11 @@ class CheckpointIndex:
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes this process's tensors into one file of the directory `path`.
+    """Writes this process's tensors into one file of the staging directory `path`.
 
-    The first process gets what every process contributes, `own` and the chunks of its tensors, and
-    calls `commit` with it. `working` is entered around all work that waits for no other rank.
+    The first process gets what every process contributes to the index, `own` and the chunks of its
+    tensors, writes the index with the further `fields`, and gives the directory its name. `working`
+    is entered around all work that waits for no other rank.
     """
 
     def __init__(
@@ -73,12 +74,13 @@ class CheckpointWriter(FileSystemWriter):
         path: Path,
         number: int,
         own: Mapping[str, Any],
-        commit: Callable[[list[Values]], object],
+        fields: Mapping[str, Any],
+        keep: int | None,
         working: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(path)
         self.file = path / f"part-{number:05d}.safetensors"
-        self.own, self.commit, self.working = own, commit, working
+        self.own, self.fields, self.keep, self.working = own, fields, keep, working
 
     def stage(self, state_dict: Values) -> Values:
         """Returns a copy on the CPU, for a save that goes on while training changes the tensors."""
@@ -105,8 +107,14 @@ class CheckpointWriter(FileSystemWriter):
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        partial = self.file.parent
         with self.working():
-            self.commit([each.storage_data for (each,) in results])
+            try:
+                text = index_text(self.fields, [each.storage_data for (each,) in results])
+                write_whole(partial / INDEX, text.encode())
+                publish(partial, self.keep)
+            except OSError as error:
+                raise cannot_write(partial, error) from None
 
 
 class CheckpointReader(HuggingFaceStorageReader):
