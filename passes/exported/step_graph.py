@@ -1,20 +1,19 @@
 """The step graph: an exported training step whose inputs and outputs are found by role and name."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.fx import Graph, GraphModule, Node
 
+from zbcompile.passes.exported.output_structure import Structure
 from zbcompile.passes.exported.torch_private import (
     LazyGraphModule,
     OpOverload,
     draws_numbers,
     pytree,
 )
-
-Rebuild = Callable[[Any], Any]
 
 
 class Label(NamedTuple):
@@ -80,7 +79,8 @@ class StepGraph:
         stage_gradients: For gradients that are summed over stages after the step, by name and
             stage: the stage's own sum. Such gradients are not in `gradients`.
         deferred_sums: The mesh dimension over which a gradient is summed once, after the step.
-        rebuild_outputs: Rebuilds (output, metrics) from values of `outputs`.
+        rebuild_outputs: The structure of (output, metrics): called with values of `outputs`, it
+            rebuilds them.
         eager_path: False if the model was captured on the path that it has for compilers.
         tied_names: Maps every further name of a tied tensor to its first name.
         changed_state: Paths of the module state that forward changes, such as `model.calls`.
@@ -106,7 +106,7 @@ class StepGraph:
     outputs: list[Node | None]
     stage_gradients: dict[str, dict[int, Node]] = field(default_factory=dict)
     deferred_sums: dict[str, str] = field(default_factory=dict)
-    rebuild_outputs: Rebuild | None = None
+    rebuild_outputs: Structure | None = None
     eager_path: bool = True
     tied_names: Mapping[str, str] = field(default_factory=dict)
     changed_state: frozenset[str] = frozenset()

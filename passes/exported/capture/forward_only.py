@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from zbcompile.passes.exported.capture.dtensor_parameters import without_sharding
 from zbcompile.passes.exported.capture.export import ExportOptions, export_step
-from zbcompile.passes.exported.capture.structures import flatten_output
 from zbcompile.passes.exported.capture.training_step import TrainingStep
+from zbcompile.passes.exported.output_structure import flatten_output
 from zbcompile.passes.exported.step_graph import StepGraph
 
 Function = Callable[[Any, Any], Any]

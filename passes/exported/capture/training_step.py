@@ -25,7 +25,6 @@ from zbcompile.passes.exported.capture.dtensor_parameters import (
 from zbcompile.passes.exported.capture.known_values import KnownValues
 from zbcompile.passes.exported.capture.parameter_hooks import GradWrites, traced_hooks
 from zbcompile.passes.exported.capture.python_effects import PythonEffects
-from zbcompile.passes.exported.capture.structures import Rebuild, flatten_output
 from zbcompile.passes.exported.capture.unsupported import (
     LOSS_HAS_A_SHAPE,
     LOSS_IS_NO_TENSOR,
@@ -35,6 +34,7 @@ from zbcompile.passes.exported.capture.unsupported import (
     WRITES_A_PARAMETER,
     InexactCalls,
 )
+from zbcompile.passes.exported.output_structure import Structure, flatten_output
 from zbcompile.passes.exported.torch_private import (
     not_compiling,
     pytree,
@@ -82,7 +82,7 @@ class TrainingStep(nn.Module):
         self.gradient_placements: dict[str, tuple[Any, ...]] = {}
         self.trained = tuple(name for name, param in self.named_parameters() if param.requires_grad)
         self.python_effects = PythonEffects(model, loss_fn)
-        self.rebuild_outputs: Rebuild | None = None
+        self.rebuild_outputs: Structure | None = None
         self.inexact_calls: list[str] = []
         self.prediction = GradientPrediction(enabled=not self.shardings)
         self._originals = {name: self._tensor(name) for name in self.trained}

@@ -1,5 +1,7 @@
 """An exported step is the training step: its results have the bits of eager mode."""
 
+import json
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.support.exported_runner import differences, eager_step, run_uncut
-from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.errors import CaptureError, CompileError
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.exported.capture.source_lines import LINE
+from zbcompile.passes.exported.output_structure import Structure, flatten_output
 
 WIDTH = 8
 
@@ -108,6 +111,34 @@ def test_outputs_of_any_structure() -> None:
     assert step.rebuild_outputs is not None
     output, metrics = step.rebuild_outputs(["tensor"])
     assert (output.hidden, output.name, metrics) == (["tensor"], "output", None)
+
+
+@dataclass
+class Scores:
+    loss: Any
+    names: tuple[str, ...] = ("a", "b")
+    extra: Any = None
+
+
+def test_structures_of_outputs_as_json() -> None:
+    """Objects come back as dictionaries."""
+    scores = Scores(torch.ones(2), extra=[{"x": torch.ones(3)}, (), {}])
+    tensors, structure = flatten_output((scores, 0.5))
+    assert [tensor.shape[0] for tensor in tensors] == [2, 3]
+    rebuilt = structure.rebuild("LX")
+    assert rebuilt == (Scores("L", extra=[{"x": "X"}, (), {}]), 0.5)
+    read = Structure.from_data(json.loads(json.dumps(structure.to_data())))
+    expected = {"loss": "L", "names": ("a", "b"), "extra": [{"x": "X"}, (), {}]}
+    assert read.rebuild("LX") == (expected, 0.5)
+
+
+def test_structures_that_json_cannot_describe() -> None:
+    _, structure = flatten_output([object()])
+    with pytest.raises(CompileError, match=r"contains a object.*Return tensors, numbers"):
+        structure.to_data()
+    for data in ({"tensor": -1}, {"tuple": 3}, {"a": 1, "b": 2}, {}, [1]):
+        with pytest.raises(CompileError, match="no structure"):
+            Structure.from_data(data)
 
 
 def test_values_that_depend_on_no_input_may_be_read() -> None:
