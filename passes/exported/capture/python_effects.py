@@ -92,9 +92,10 @@ class PythonEffects:
             name = path.rpartition(".")[2]
             if carries and (path.startswith("the hooks") or name in self._names_read()):
                 raise CaptureError(CARRIES_A_TENSOR.format(path=path))
+            effect = "keeps" if carries else "computes with"
             sentence = (
                 f"forward changes {path}. A compiled step runs no Python, so it never does, and it "
-                "computes with the value from before the first step."
+                f"{effect} the value from before the first step."
             )
             if sentence not in self.warnings:
                 self.warnings.append(sentence)

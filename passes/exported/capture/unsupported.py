@@ -84,6 +84,11 @@ SETS_DATA = (
     "tensor, or change a buffer in place under torch.no_grad() (`buffer.copy_(value)`). Write a "
     "parameter after the optimizer's step."
 )
+UNKNOWN_INPUT = (
+    "the batch contains a {kind} ({path}), whose tensors or values a step could not tell from "
+    "constants. Pass tensors, numbers, strings, None, and containers of these. Register a "
+    "dataclass with torch.export.register_dataclass."
+)
 WRITES_AN_INPUT = (
     "forward or the loss changes {path} of the batch in place ({line}), and with it the user's "
     "tensor. Work on a copy: `.clone()`."
@@ -146,7 +151,7 @@ COMMUNICATES_IN_A_BRANCH = (
 )
 LOSS_IS_NO_TENSOR = (
     "the loss is {kind}; expected a tensor with one element. Pass `loss=` as a function of "
-    "(output, target), or return the loss from forward, alone or as `.loss`."
+    "(output, target), or return the loss from forward: alone, as `.loss`, or first in a tuple."
 )
 LOSS_HAS_A_SHAPE = (
     "the loss has shape {shape}; expected one element. Reduce it with `.mean()` or `.sum()`."
