@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
@@ -109,15 +110,11 @@ class OrderGraph:
     def times(self, costs: Costs) -> list[float]:
         """Returns the time of every node."""
         times = {(op, stage): time for op in COMPUTE for stage, time in enumerate(costs.times(op))}
-        pair_times: dict[tuple[str, int, str, int], float] = {}
-        result: list[float] = []
+        pair_time, result = cache(costs.pair_time), list[float]()
         for step in self.steps[: self.first[-1]]:
             if step.__class__ is Pair:
                 (op, stage, _), (partner_op, partner, _) = step
-                pair = (op, stage, partner_op, partner)
-                if pair not in pair_times:
-                    pair_times[pair] = costs.pair_time(*pair)
-                result.append(pair_times[pair])
+                result.append(pair_time(op, stage, partner_op, partner))
             else:
                 result.append(times.get((step[0], step[1]), 0))  # type: ignore[arg-type]
         return result + [0] * (len(self.steps) - len(result))
