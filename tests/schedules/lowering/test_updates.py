@@ -88,7 +88,7 @@ def test_exchanges_surround_a_program_and_cost_nothing(name: str) -> None:
         (*order, order[0]),
     ):
         with pytest.raises(
-            ScheduleError, match="all ranks run the same exchanges|never runs OUTPUT|appears a second time"
+            ScheduleError, match=r"all ranks run the same exchanges|never runs OUTPUT|appears a second time"
         ):
             check(replace(program, orders=(damaged, *program.orders[1:])))
 
