@@ -58,29 +58,29 @@ class CheckpointIndex:
     def section(self, name: str) -> dict[str, Any]:
         """Returns the entries of "model" or "optimizer" by name: a StoredTensor, or None for any other value."""
         every = {**self.tensors, **dict.fromkeys(self.fields["values"])}
-        return {key.removeprefix(f"{name}."): each for key, each in every.items() if key.startswith(f"{name}.")}
+        return {key.removeprefix(f"{name}."): value for key, value in every.items() if key.startswith(f"{name}.")}
 
 
 class CheckpointWriter(FileSystemWriter):
     """Writes this process's tensors into one file of the staging directory `path`.
 
-    The first process gets what every process contributes to the index, `own` and the chunks of its
-    tensors, writes the index with the further `fields`, and gives the directory its name. `working`
-    is entered around all work that waits for no other rank.
+    The first process gets what every process contributes to the index, `contribution` and the
+    chunks of its tensors, writes the index with the further `fields`, and gives the directory its
+    name. `working` is entered around all work that waits for no other rank.
     """
 
     def __init__(
         self,
         path: Path,
         number: int,
-        own: Mapping[str, Any],
+        contribution: Mapping[str, Any],
         fields: Mapping[str, Any],
         keep: int | None,
         working: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(path)
         self.file = path / f"part-{number:05d}.safetensors"
-        self.own, self.fields, self.keep, self.working = own, fields, keep, working
+        self.contribution, self.fields, self.keep, self.working = contribution, fields, keep, working
 
     def stage(self, state_dict: Values) -> Values:
         """Returns a copy on the CPU, for a save that goes on while training changes the tensors."""
@@ -95,22 +95,22 @@ class CheckpointWriter(FileSystemWriter):
                 dtype = str(values.dtype).removeprefix("torch.")
                 chunk = [self.file.name, list(data.chunk.offsets), list(data.chunk.sizes)]
                 entries[name] = {"dtype": dtype, "shape": list(data.size), "chunks": [chunk]}
-            offsets = {name: {"saved_offsets": each["chunks"][0][1]} for name, each in entries.items()}
+            offsets = {name: {"saved_offsets": entry["chunks"][0][1]} for name, entry in entries.items()}
             metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}  # as torch's writer has it
             try:
                 written = write_safetensors(self.file, tensors, metadata)
             except OSError as error:
                 raise cannot_write(self.file, error) from None
-        found = {**self.own, "tensors": entries, "files": {self.file.name: written}}
+        contribution = {**self.contribution, "tensors": entries, "files": {self.file.name: written}}
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(""), 0, found)])
+        future.set_result([WriteResult(MetadataIndex(""), 0, contribution)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         partial = self.file.parent
         with self.working():
             try:
-                text = index_text(self.fields, [each.storage_data for (each,) in results])
+                text = index_text(self.fields, [result.storage_data for (result,) in results])
                 write_whole(partial / INDEX, text.encode())
                 publish(partial, self.keep)
             except OSError as error:

@@ -28,7 +28,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256(head := len(text).to_bytes(8, "little") + text)
-    found = {"bytes": len(head) + end, "header": digest.hexdigest()}
+    sizes = {"bytes": len(head) + end, "header": digest.hexdigest()}
     with ThreadPoolExecutor(1) as hashing, path.open("wb") as file:
         file.write(head)
         for _, values in ordered:
@@ -37,7 +37,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
             file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return {**found, "sha256": digest.hexdigest()}
+    return {**sizes, "sha256": digest.hexdigest()}
 
 
 def header_digest(path: Path) -> str:
