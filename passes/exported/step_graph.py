@@ -136,9 +136,8 @@ class StepGraph:
         output layer send back.
         """
         calls = self.calls()
-        starts = {self.tangent} if self.tangent is not None else set()
-        if self.vocabulary_values is not None:
-            starts.add(self.vocabulary_values.hidden_gradient)
+        received = self.vocabulary_values and self.vocabulary_values.hidden_gradient
+        starts = {node for node in (self.tangent, received) if node is not None}
         begin = next(
             (i for i, node in enumerate(calls) if not starts.isdisjoint(node.all_input_nodes)),
             len(calls),

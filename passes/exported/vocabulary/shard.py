@@ -27,6 +27,7 @@ from zbcompile.passes.exported.flops import node_flops
 from zbcompile.passes.exported.step_graph import operator_name
 from zbcompile.passes.exported.torch_private import FakeTensorMode, LazyGraphModule, make_fx
 from zbcompile.passes.exported.vocabulary.output_layer import shape_of
+from zbcompile.passes.exported.vocabulary.row_loss import Evaluation, Statistics
 from zbcompile.passes.exported.vocabulary.shard_passes import (
     Shard,
     coefficients_of,
@@ -126,11 +127,12 @@ class _RankPasses:
             Slot("parameter", sharded.weight),
             Slot("parameter", sharded.bias or ""),
         )
-        self.nodes = {
-            **{Slot("input", name): node for name, node in step.batch_inputs.items()},
-            **{Slot("buffer", name): node for name, node in step.buffers.items()},
-            **{Slot("constant", name): node for name, node in step.constants.items()},
-        }
+        tables: tuple[tuple[Any, dict[str, Node]], ...] = (
+            ("input", step.batch_inputs),
+            ("buffer", step.buffers),
+            ("constant", step.constants),
+        )
+        self.nodes = {Slot(kind, n): node for kind, table in tables for n, node in table.items()}
         if step.tangent is not None:
             self.nodes[TANGENT] = step.tangent
         device = layer.hidden.meta["val"].device
@@ -143,7 +145,7 @@ class _RankPasses:
             self.fakes = {
                 HIDDEN: fake(rows, shape_of(layer.hidden)[1], dtype=hidden),
                 GATHERED: fake(len(bounds), 3 + shard.has_total, rows),
-                COEFFICIENTS: fake(5, rows),
+                COEFFICIENTS: fake(3, rows),
             }
             for slot, node in self.nodes.items():
                 self.fakes[slot] = torch.empty_like(
@@ -163,7 +165,7 @@ class _RankPasses:
     def pieces(self) -> dict[str, Piece]:
         """Returns the passes by name."""
         pieces = {"S": self._trace("S", self._scan)}
-        saved = pieces["S"].module.graph.output_node().args[0]
+        saved: Any = pieces["S"].module.graph.output_node().args[0]
         for slot, node in zip(pieces["S"].outputs, saved, strict=True):
             self.fakes[slot] = node.meta["val"]
         pieces["STATS"] = self._trace("STATS", self._combine)
@@ -176,25 +178,23 @@ class _RankPasses:
         return pieces
 
     def _scan(self, values: SlotValues) -> Results:
-        labels, bias = self.loss.labels(self._by_node(values)), values.get(self.bias)
+        labels, bias = self._at(values).labels(), values.get(self.bias)
         found = scan(self.shard, values[HIDDEN], values[self.weight], bias, labels)
-        if not self.shard.barriers:
-            return {STATISTICS: found.statistics}
-        saved = {Slot("saved", name): value for name, value in found.saved().items()}
-        return {STATISTICS: found.statistics, **saved}
+        statistics = {STATISTICS: found.pop(STATISTICS.name)}
+        saved = {Slot("saved", name): value for name, value in found.items()}
+        return statistics | saved if self.shard.barriers else statistics
 
     def _combine(self, values: SlotValues) -> Results:
-        statistics, shares = combine(self.shard, values[GATHERED])
-        known = self._by_node(values)
-        outputs = self.loss.outputs(statistics, known)
+        statistics, share = combine(self.shard, values[GATHERED])
+        outputs, loss, gradient = self._at(values, statistics).results()
         results = {Slot("output", str(index)): value for index, value in outputs.items()}
-        if not self.shard.barriers:
+        if loss is None or gradient is None:
             return results
-        results[Slot("loss")], gradient = self.loss.loss(statistics, known)
-        results[COEFFICIENTS] = coefficients = coefficients_of(statistics, gradient)
+        results[Slot("loss")] = loss
+        results[COEFFICIENTS] = coefficients = coefficients_of(statistics, gradient, share)
         if self.shard.barriers == 1:
             saved = {slot.name: value for slot, value in values.items() if slot.kind == "saved"}
-            results[GRADIENT] = input_gradient(self.shard, coefficients, shares, saved)
+            results[GRADIENT] = input_gradient(self.shard, coefficients, saved)
         return results
 
     def _update(self, values: SlotValues) -> Results:
@@ -203,7 +203,7 @@ class _RankPasses:
         if not shard.words:
             zeros = torch.zeros_like(hidden, dtype=shard.wide)
             return {GRADIENT: zeros} if shard.barriers == 2 else {}
-        labels = self.loss.labels(self._by_node(values))
+        labels = self._at(values).labels()
         wide = logit_gradient(shard, values[PRODUCT], values[COEFFICIENTS], labels)
         gradient, total = wide.to(shard.dtype).t(), values[_sum_of(self.weight)]
         if total.dtype == gradient.dtype:
@@ -237,15 +237,16 @@ class _RankPasses:
     def _local(self, lookups: Sequence[Node], values: SlotValues) -> tuple[Tensor, Tensor]:
         """Returns which looked up rows are of this shard, and their numbers. The padding of a
         backward is of no shard."""
-        known, numbers = self._by_node(values), []
+        evaluation, numbers = self._at(values), []
         for node in lookups:
-            rows = self.loss.data(node.args[1], known).flatten()
+            rows = evaluation.value(node.args[1]).flatten()
             padding: Any = node.args[3] if operator_name(node) != "embedding" else -1
             numbers.append(torch.where(rows == padding, -1, rows))
         return local_rows(torch.cat(numbers), self.shard.low, self.shard.words)
 
-    def _by_node(self, values: SlotValues) -> dict[Node, Tensor]:
-        return {node: values[slot] for slot, node in self.nodes.items()}
+    def _at(self, values: SlotValues, statistics: Statistics | None = None) -> Evaluation:
+        nodes = {node: values[slot] for slot, node in self.nodes.items()}
+        return self.loss.at(nodes, statistics)
 
     def _trace(self, name: str, function: Callable[[SlotValues], Results]) -> Piece:
         outputs: list[Slot] = []
