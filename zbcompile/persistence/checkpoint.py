@@ -1,6 +1,6 @@
 """Checkpoints: the state of a training run under the model's own names, for any number of ranks and any schedule.
 
-docs/running.md describes the contents of the directory.
+docs/checkpoints.md describes the contents of the directory.
 """
 
 import functools
