@@ -17,7 +17,7 @@ from zbcompile.passes.exported.stage.pass_graph import ACTIVATION, GRADIENT, Pas
 from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.torch_names import dtype_named
-from zbcompile.passes.vocabulary.shard_program import VocabularyProgram
+from zbcompile.passes.vocabulary.vocabulary_program import VocabularyProgram
 from zbcompile.runtime.gradient_sums import Gradients
 from zbcompile.runtime.stage_plan import SHARD, prepare_stage
 from zbcompile.runtime.stage_run import StageRun

@@ -187,10 +187,16 @@ class RankRun:
         self.shared.carry_out(to.action, self.rank)
 
     def losses(self) -> dict[int, torch.Tensor]:
-        """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left."""
+        """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left.
+
+        If the output layer is sharded, the last stage may have a loss of the layers before, which is added.
+        """
+        losses: dict[int, torch.Tensor] = {}
         for stage in self.runs.values():
             stage.check_empty()
-        return {i: loss for stage in self.runs.values() for i, loss in stage.losses.items()}
+            for i, loss in stage.losses.items():
+                losses[i] = losses[i] + loss if i in losses else loss
+        return losses
 
     def outputs(self) -> Iterator[tuple[str, dict[int, torch.Tensor]]]:
         """The leaves of the model's output that this rank has made, each by microbatch."""

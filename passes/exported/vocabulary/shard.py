@@ -41,7 +41,7 @@ from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
 from zbcompile.passes.graph.roles import Slot
 from zbcompile.passes.split.subgraphs import Piece
 from zbcompile.passes.stage.stage_program import tensor_spec
-from zbcompile.passes.vocabulary.shard_program import (
+from zbcompile.passes.vocabulary.vocabulary_program import (
     COEFFICIENTS,
     GATHERED,
     GRADIENT,

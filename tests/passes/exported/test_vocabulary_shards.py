@@ -20,7 +20,7 @@ from zbcompile.passes.exported.vocabulary.output_layer import NotShardableError
 from zbcompile.passes.exported.vocabulary.shard import shard_passes
 from zbcompile.passes.exported.vocabulary.trunk import cut_output_layer
 from zbcompile.passes.vocabulary.log_probs import log_probs
-from zbcompile.passes.vocabulary.shard_program import even_bounds
+from zbcompile.passes.vocabulary.vocabulary_program import even_bounds
 
 WORDS, WIDTH = 13, 8
 Loss = Callable[..., Any]
