@@ -5,15 +5,16 @@ build of torch has it.
 """
 
 import contextlib
+import functools
 import importlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from zbcompile.passes.exported.torch_private import replaced
+from zbcompile.passes.exported.torch_private import pytree, replaced
 
 # Namespaces of torch.distributed._functional_collectives and of DTensor's own collectives.
 COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd", "_dtensor")
@@ -29,17 +30,27 @@ _FUNCTIONAL_COLLECTIVES = {
 
 
 @contextlib.contextmanager
-def functional_collectives() -> Iterator[None]:
+def functional_collectives(refuse: Callable[[str], Any]) -> Iterator[None]:
     """Context in which in-place collectives are functional ones, which a graph can hold.
 
-    A model that imported them by name is refused by torch.export.
+    Names that modules have imported are replaced as well. `refuse(name)` is called for a collective
+    on a tensor that requires a gradient, which eager's autograd does not see.
     """
     with contextlib.ExitStack() as stack:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             functional = importlib.import_module("torch.distributed._functional_collectives")
-            for name, replacement in _FUNCTIONAL_COLLECTIVES.items():
-                function = _without_work(functional, getattr(functional, replacement))
-                stack.enter_context(replaced(torch.distributed, name, function))
+            functions = {
+                id(getattr(torch.distributed, name)): _without_work(
+                    functional, getattr(functional, replacement), functools.partial(refuse, name)
+                )
+                for name, replacement in _FUNCTIONAL_COLLECTIVES.items()
+            }
+            for module in list(sys.modules.values()):
+                name = getattr(module, "__name__", "")
+                if name == "torch.distributed" or not name.startswith("torch."):
+                    for key, value in list(getattr(module, "__dict__", {}).items()):
+                        if id(value) in functions:
+                            stack.enter_context(replaced(module, key, functions[id(value)]))
         yield
 
 
@@ -57,13 +68,16 @@ class _FinishedWork:
         return True
 
 
-def _without_work(functional: Any, function: Any) -> Any:
+def _without_work(functional: Any, function: Any, refuse: Callable[[], Any]) -> Any:
     words = {str(operation): word for operation, word in functional.REDUCE_OP_TO_STR.items()}
 
     def in_words(value: Any) -> Any:
         return value if isinstance(value, Tensor | list) else words.get(str(value), value)
 
     def call(*args: Any, async_op: bool = False, **kwargs: Any) -> _FinishedWork | None:
+        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+            refuse()
         function(*map(in_words, args), **{name: in_words(value) for name, value in kwargs.items()})
         return _FinishedWork() if async_op else None
 

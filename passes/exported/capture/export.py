@@ -20,7 +20,7 @@ from zbcompile.passes.exported.capture.checkpoint_hints import (
     reentrant_calls,
 )
 from zbcompile.passes.exported.capture.dtensor_parameters import (
-    local_tensors,
+    exportable_tensors,
     warn_of_random_numbers_on_shards,
 )
 from zbcompile.passes.exported.capture.model_checks import check_model
@@ -39,7 +39,8 @@ from zbcompile.passes.exported.capture.training_step import (
 from zbcompile.passes.exported.capture.unsupported import (
     WRITES_A_PARAMETER,
     WRITES_AN_INPUT,
-    data_dependent_error,
+    export_error,
+    refuse_collective,
     refuse_dynamic_shapes,
 )
 from zbcompile.passes.exported.step_graph import StepGraph, is_random
@@ -47,7 +48,6 @@ from zbcompile.passes.exported.torch_collectives import functional_collectives
 from zbcompile.passes.exported.torch_private import (
     ANNOTATIONS,
     ASSERTIONS,
-    DATA_DEPENDENT_ERRORS,
     annotations_of,
     pytree,
 )
@@ -135,8 +135,10 @@ def export_step(
         step = kind(model, function, eager_path=False, **arguments)
         try:
             program = _export(step, example, device)
-        except DATA_DEPENDENT_ERRORS as compiler_error:
-            raise data_dependent_error(compiler_error) from eager_error
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise export_error(error, type(model).__name__) from error
         warnings.warn(
             "the model was captured on the path that it has for compilers, because it reads values "
             "of its inputs in Python: results may differ from eager mode in the last bits. Without "
@@ -154,7 +156,7 @@ def export_step(
 
 
 def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
-    with local_tensors(step), functional_collectives():
+    with exportable_tensors(step, step.tied), functional_collectives(refuse_collective):
         try:
             program = _export_with_hooks(step, example, device)
         except Exception:

@@ -12,7 +12,11 @@ from torch.overrides import TorchFunctionMode
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.source_lines import LINE, is_users_frame, users_line
 from zbcompile.passes.exported.step_graph import tensors_of
-from zbcompile.passes.exported.torch_private import DynamicOutputShapeException, annotations_of
+from zbcompile.passes.exported.torch_private import (
+    DATA_DEPENDENT_ERRORS,
+    DynamicOutputShapeException,
+    annotations_of,
+)
 
 # Functions of torch whose trace computes other bits than their kernel: composite recurrences, and
 # a draw in place whose numbers depend on the input.
@@ -40,6 +44,8 @@ class InexactCalls(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        if func == _SET_DATA and args[0] is args[1]:  # module.to(dtype) without a change
+            return None
         if func == _SET_DATA:
             raise CaptureError(SETS_DATA.format(line=users_line(sys._getframe(1))))
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
@@ -145,6 +151,12 @@ DRAWS_IN_BACKWARD = (
     "them."
 )
 UNNAMED_GROUP = "{operator} communicates over a {kind}; expected the name of a process group."
+COLLECTIVE_WITHOUT_A_GRADIENT = (
+    "forward calls torch.distributed.{name} on an activation{at}. Autograd does not see it, so "
+    "gradients would not pass through the exchange as they do through the graph. Use the function "
+    "of torch.distributed._functional_collectives, or call it in an autograd.Function or under "
+    "torch.no_grad()."
+)
 COMMUNICATES_IN_A_BRANCH = (
     "{operator} communicates inside of torch.cond: ranks that take another branch would not take "
     "part. Communicate before or after the branch."
@@ -185,6 +197,44 @@ HAS_A_DYNAMIC_SHAPE = (
 )
 
 
+# What an error of torch means, by a part of its text.
+_EXPLANATIONS = {
+    "data is not allocated yet": (
+        "It calls a kernel outside of PyTorch's dispatcher, or one that reads values in Python. "
+        "Wrap it with torch.library.custom_op. F.ctc_loss: pass the lengths as tensors."
+    ),
+    ".numpy()": (
+        "Compute with torch, or wrap the function with torch.library.custom_op and "
+        "register_autograd."
+    ),
+    "concrete integers": (
+        "A size depends on values of the inputs. Pass it as a Python number, or name the input in "
+        'static_inputs=("...",): then every value of it compiles a program.'
+    ),
+    "fake impl": "Register the operator's shapes with torch.library.register_fake.",
+    "UnsupportedOperator": "Register the operator's shapes with torch.library.register_fake.",
+    "does not support backward on CPU": (
+        "Train on a GPU, or call F.scaled_dot_product_attention with a mask."
+    ),
+    "requires_grad flags": "Set requires_grad of parameters outside of forward.",
+    "aliasing": "Return new tensors from the branches of torch.cond: `.clone()`.",
+}
+NOT_EXPORTED = "torch.export cannot capture {model}{at}: {error}. {explanation}"
+
+
+def export_error(error: Exception, model: str) -> CaptureError:
+    """Returns the refusal for any error of torch or the model in a trace, with the user's line."""
+    if isinstance(error, DATA_DEPENDENT_ERRORS):
+        return data_dependent_error(error)
+    text = f"{type(error).__name__}: {error}"
+    explanation = next((words for sign, words in _EXPLANATIONS.items() if sign in text), "")
+    first_line = next((line for line in text.splitlines() if line.strip()), "").strip(" .")
+    sentence = NOT_EXPORTED.format(
+        model=model, at=at(_line_of(error)), error=first_line, explanation=explanation
+    )
+    return CaptureError(sentence.strip())
+
+
 def at(line: str) -> str:
     """Returns the user's line in parentheses, after a space; "" if it is not known."""
     return f" ({line})" if line else ""
@@ -196,6 +246,12 @@ def data_dependent_error(error: Exception) -> CaptureError:
     dynamic = sizes is not None or isinstance(error, DynamicOutputShapeException)
     message = HAS_A_DYNAMIC_SHAPE if dynamic else READS_A_VALUE
     return CaptureError(message.format(at=at(_line_of(error))))
+
+
+def refuse_collective(name: str) -> None:
+    """Raises CaptureError for an in-place collective that eager's autograd does not see."""
+    line = users_line(sys._getframe(1))
+    raise CaptureError(COLLECTIVE_WITHOUT_A_GRADIENT.format(name=name, at=at(line)))
 
 
 def refuse_dynamic_shapes(nodes: Iterable[Node]) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import all_reduce
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -29,6 +30,7 @@ from tests.support.meshes import mesh_of
 from tests.support.parallel_models import ContextParallel, Dispatched, Enter, TensorParallel
 from tests.support.pool import Pool
 from zbcompile import schedules
+from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.exported.capture.process_groups import (
     collective_name,
@@ -124,6 +126,63 @@ def by_hand(name: str, form: str) -> dict[str, Any]:
 def test_bits_of_collectives_in_the_model(name: str, form: str, pool: Pool) -> None:
     for found in pool.run(by_hand, name, form, ranks=2):
         assert found == {"differences": [], "groups": [name]}
+
+
+class Summed(torch.autograd.Function):
+    """Sums over all ranks by a function that was imported by name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        all_reduce(grad)
+        return grad
+
+
+class SumsActivations(nn.Module):
+    """Two layers with a sum over ranks in between: in a Function, or where autograd is blind."""
+
+    def __init__(self, in_function: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.in_function = in_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.in_function:
+            x = Summed.apply(x)
+        else:
+            all_reduce(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def by_name(in_function: bool) -> Any:
+    """Returns what differs from eager mode, or the refusal."""
+    mesh = mesh_of(tp=dist.get_world_size())
+    model = SumsActivations(in_function)
+    batches = [((torch.randn(4, 8),), {}, torch.randn(4, 8)) for _ in range(MICROBATCHES)]
+    options = ExportOptions(process_groups=groups_of_meshes([mesh]))
+    try:
+        compiled = compile_step(model, *batches[0], F.mse_loss, ranks_of=[0, 1], options=options)
+    except CaptureError as error:
+        return str(error)
+    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    return differences(result, eager_step(model, batches, F.mse_loss, seed=5))
+
+
+def test_collectives_that_are_imported_by_name(pool: Pool) -> None:
+    assert pool.run(by_name, True, ranks=2) == [[], []]
+    for refusal in pool.run(by_name, False, ranks=2):
+        assert "torch.distributed.all_reduce on an activation" in refusal
+        assert "test_dtensor.py:" in refusal
+        assert "autograd.Function" in refusal
 
 
 @pytest.mark.parametrize(
