@@ -299,9 +299,10 @@ def _unfinished(partial: Path, error: BaseException, is_first: bool) -> Pipeline
 
 def _checked_index(path: Path, state: LocalState, optimizer: Optimizer | None) -> Any:
     """Returns the index of a checkpoint of this whole model and this kind of optimizer, whatever part is read here."""
-    from zbcompile.persistence.checkpoint_files import read_index
+    from zbcompile.persistence.checkpoint_files import read_index, require_headers
 
     index = read_index(path)
+    require_headers(index, state.ranks.number, len(state.ranks.members))
     was, this = index.fields["optimizer"], None if optimizer is None else class_name(optimizer)
     if this is not None and was != this:
         raise PipelineError(

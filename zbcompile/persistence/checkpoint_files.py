@@ -118,7 +118,7 @@ class CheckpointWriter(FileSystemWriter):
 
 
 class CheckpointReader(HuggingFaceStorageReader):
-    """Reads the tensors of a checkpoint whose index was read. Files whose header was changed are refused."""
+    """Reads the tensors of a checkpoint whose index was read."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         super().__init__(str(index.path))
@@ -132,12 +132,6 @@ class CheckpointReader(HuggingFaceStorageReader):
             for (file, *_), chunk in zip(stored.chunks, chunks, strict=True):
                 files[MetadataIndex(name, chunk.offsets)] = _File(str(self.index.path / file))
         return Metadata(tensors, storage_data=files)
-
-    def read_data(self, plan: Any, planner: Any) -> "Future[None]":
-        for path in {Path(self.storage_data[item.storage_index].relative_path) for item in plan.items}:
-            if header_digest(path) != self.index.fields["files"][path.name]["header"]:
-                raise PipelineError(f"{path} was changed after it was written: its header differs.")
-        return super().read_data(plan, planner)
 
 
 class _File(NamedTuple):
@@ -194,6 +188,13 @@ def read_index(path: Path) -> CheckpointIndex:
         problem = problem.partition("\n")[0][:200]
         raise PipelineError(f"{where} is damaged ({problem}). Load another checkpoint.") from None
     return CheckpointIndex(path, data, tensors)
+
+
+def require_headers(index: CheckpointIndex, share: int = 0, shares: int = 1) -> None:
+    """Raises PipelineError if the header of a file was changed. Of several processes each reads a share of them."""
+    for file, written in sorted(index.fields["files"].items())[share::shares]:
+        if header_digest(index.path / file) != written["header"]:
+            raise PipelineError(f"{index.path / file} was changed after it was written: its header differs.")
 
 
 def _stored(entry: Values, files: Mapping[str, Any]) -> StoredTensor:
