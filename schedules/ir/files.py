@@ -60,11 +60,11 @@ def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) 
     return out.getvalue()
 
 
-def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -> Schedule:
+def from_csv(text: str, name: str = "csv") -> Schedule:
     """Returns the schedule that `to_csv` or torch's `_dump_csv` wrote.
 
     Empty cells (torch's bubbles), SEND and RECV, and torch's UNSHARD, RESHARD, REDUCE_GRAD and waits are left out:
-    `lower` places messages again. The placement is read off the rows unless it is given.
+    `lower` places messages again. The placement is read off the rows.
     """
     try:
         rows = list(islice(filter(None, csv.reader(io.StringIO(text))), MAX_RANKS + 1))
@@ -76,7 +76,7 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -
     microbatches = 1 + max((action.microbatch for order in orders for action in flatten(order)), default=-1)
     if not microbatches:
         raise ScheduleError("this CSV holds no actions; expected one row of actions per rank")
-    placement = placement or infer_placement(orders)
+    placement = infer_placement(orders)
     _require_counts(placement, microbatches, orders)
     return Schedule(name, placement, microbatches, orders)
 
