@@ -5,7 +5,7 @@ graph proves the rest. Errors show the grid around the culprit.
 """
 
 from collections import defaultdict
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
@@ -169,17 +169,17 @@ def _check_optimizer(schedule: Schedule, rank: int) -> None:
 
 def _check_accumulation(schedule: Schedule, rank: int, weight_order: WeightOrder | None) -> None:
     """Requires losses and weight gradients in the order of microbatches, which decides the bits."""
-    rules = [((F,), "forwards of the last stage", schedule.stages - 1)]
-    if weight_order != "any" and (weight_order or schedule.name not in OWN_WEIGHT_ORDER):
-        stages = schedule.placement.stages_of(rank)
-        rules += [((W, BW), "weight gradients of stage", stage) for stage in stages]  # type: ignore[misc]
-    for ops, what, stage in rules:
-        steps = enumerate(schedule.orders[rank])
-        runs = [(i, a.microbatch) for i, s in steps for a in flatten((s,)) if a.op in ops and a.stage == stage]
-        for (_, later), (index, earlier) in pairwise(runs):
-            if later > earlier:
-                reason = f"{what} {stage} run microbatch {later} before {earlier}; expected ascending order"
-                raise schedule_error_at(f"{schedule.name}: rank {rank}: {reason}", schedule.orders, rank, index)
+    is_ordered = weight_order != "any" and (weight_order or schedule.name not in OWN_WEIGHT_ORDER)
+    latest: dict[tuple[str, int], int] = {}
+    for index, step in enumerate(schedule.orders[rank]):
+        for op, stage, microbatch in step if step.__class__ is Pair else (step,):  # type: ignore[misc]
+            if (is_ordered and op in (W, BW)) or (op == F and stage == schedule.stages - 1):
+                what = "forwards of the last stage" if op == F else "weight gradients of stage"
+                later = latest.get((what, stage), microbatch)
+                if later > microbatch:
+                    reason = f"{what} {stage} run microbatch {later} before {microbatch}; expected ascending order"
+                    raise schedule_error_at(f"{schedule.name}: rank {rank}: {reason}", schedule.orders, rank, index)
+                latest[what, stage] = microbatch
 
 
 def _check_communication(schedule: Schedule) -> None:

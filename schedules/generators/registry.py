@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import run_to_end
+from zbcompile.schedules.execution.order_graph import gc_disabled
 from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
 from zbcompile.schedules.generators.task import Generator, Task
 from zbcompile.schedules.ir.costs import Costs
@@ -121,6 +122,7 @@ def _normalize(name: str) -> str:
     return "".join(c for c in str(name).lower() if c.isalnum()).removeprefix("schedule")
 
 
+@gc_disabled()
 def build_named(
     family: Family,
     ranks: int,
