@@ -57,22 +57,17 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
 
 
 def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
-    first, last, awaited, count = dict[int, int](), dict[int, int](), 0, 0  # in numbers of compute steps
-    for step in order:
-        if step[0] not in COMMUNICATION:
-            for op, stage, _ in flatten((step,)):
-                if op == F:
-                    first.setdefault(stage, count)
-                if W in work_of(op):
-                    last[stage] = count
-                if op != W:
-                    awaited = count
-            count += 1
+    compute = [step for step in order if step[0] not in COMMUNICATION]
+    actions = [(index, action) for index, step in enumerate(compute) for action in flatten((step,))]
+    first = {action.stage: index for index, action in reversed(actions) if action.op == F}
+    last = {action.stage: index for index, action in actions if W in work_of(action.op)}
+    awaited = max((index for index, action in actions if action.op != W), default=0)
+    behind_last = sorted(last.items(), key=lambda item: item[1])
     updates: dict[int, list[Action]] = defaultdict(list)  # by the number of the compute step that follows
-    for stage, index in sorted(last.items(), key=lambda item: item[1]):
+    for stage, index in behind_last:
         updates[index + 1] += [Action(REDUCE, stage, 0)] * (REDUCE in kinds)
-    for stage, index in sorted(last.items(), key=lambda item: item[1]):
-        update = min(max(awaited, index + (REDUCE in kinds)), count - 1)
+    for stage, index in behind_last:
+        update = min(max(awaited, index + (REDUCE in kinds)), len(compute) - 1)
         updates[update + 1] += [Action(OPT, stage, 0)] * (OPT in kinds)
     for stage, index in first.items():
         updates[index] += [Action(op, stage, 0) for op in (VALIDATE, GATHER) if op in kinds]

@@ -69,11 +69,8 @@ class SearchResult:
     def __str__(self) -> str:
         left = "proven optimal" if self.proven else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
         text = f"auto: {float(self.objective):.6g} on placement {self.schedule.placement}, {left}; from {self.origin}"
-        if self.best_name is None:
-            return f"{text}\nno named schedule fits"
-        name, value = self.best_name
-        longer = f", {float(value / self.objective) - 1:.1%} longer" if self.objective else ""
-        return f"{text}\nthe best name, {name}: {float(value):.6g}{longer}"
+        name, value = self.best_name or ("none fits", 0)
+        return f"{text}\nthe best name, {name}: {float(value):.6g}"
 
 
 def search(

@@ -12,17 +12,16 @@ def rank_table(timeline: Timeline, receive_buffers: Sequence[int] = ()) -> Table
     time, memory, idle = timeline.costs.time_unit, timeline.costs.memory_unit, timeline.idle_by_cause
     causes = [cause for cause in idle[0] if any(of_rank[cause] for of_rank in idle)]
 
-    def row(rank: int | str, busy: float, waits: Sequence[float], peak: float) -> list[Figure]:
-        idle_figures = (Figure(f"idle: {cause}", wait, time) for cause, wait in zip(causes, waits, strict=True))
-        return [Figure("rank", rank), Figure("work", busy, time), *idle_figures, Figure("peak memory", peak, memory)]
-
     rows = []
     for rank, (busy, of_rank, peak) in enumerate(zip(timeline.busy, idle, timeline.peak_memory, strict=True)):
-        buffers = [Figure("receive buffers", count) for count in receive_buffers[rank : rank + 1]]
-        rows.append(row(rank, busy, [of_rank[cause] for cause in causes], peak) + buffers)
+        row = [Figure("rank", rank), Figure("work", busy, time)]
+        row += [Figure(f"idle: {cause}", of_rank[cause], time) for cause in causes]
+        row += [Figure("peak memory", peak, memory)]
+        rows.append(row + [Figure("receive buffers", count) for count in receive_buffers[rank : rank + 1]])
     if len(rows) > 1:
-        totals = [sum(of_rank[cause] for of_rank in idle) for cause in causes]
-        rows.append(row("all", sum(timeline.busy), totals, sum(timeline.peak_memory)))
+        columns = [column for column in zip(*rows, strict=True) if column[0].name not in ("rank", "receive buffers")]
+        totals = (Figure(column[0].name, sum(cell.value for cell in column), column[0].unit) for column in columns)
+        rows.append([Figure("rank", "all"), *totals])
     return Table("ranks", rows=rows)
 
 
