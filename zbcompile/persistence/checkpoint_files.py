@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from safetensors import safe_open
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -117,7 +117,7 @@ class CheckpointWriter(FileSystemWriter):
                 raise cannot_write(partial, error) from None
 
 
-class CheckpointReader(HuggingFaceStorageReader):
+class CheckpointReader(FileSystemReader):
     """Reads the tensors of a checkpoint whose index was read."""
 
     def __init__(self, index: CheckpointIndex) -> None:
@@ -130,12 +130,21 @@ class CheckpointReader(HuggingFaceStorageReader):
             chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for _, offset, shape in stored.chunks]
             tensors[name] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
             for (file, *_), chunk in zip(stored.chunks, chunks, strict=True):
-                files[MetadataIndex(name, chunk.offsets)] = _File(str(self.index.path / file))
+                files[MetadataIndex(name, chunk.offsets)] = self.index.path / file
         return Metadata(tensors, storage_data=files)
 
-
-class _File(NamedTuple):
-    relative_path: str
+    def read_data(self, plan: Any, planner: Any) -> "Future[None]":
+        paths = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        opened = {path: safe_open(path, "pt") for path in set(paths.values())}
+        for item in plan.items:
+            stored = opened[paths[item.storage_index]].get_slice(item.storage_index.fqn)
+            ends = zip(item.storage_offsets, item.lengths, strict=True)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored[tuple(slice(begin, begin + length) for begin, length in ends)])
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
 
 def _copy(tensor: Any) -> torch.Tensor:
