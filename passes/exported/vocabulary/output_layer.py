@@ -37,11 +37,13 @@ class Logits:
         elementwise: Scales, casts and the tanh of a soft cap that were applied to the product.
         rows: Views and slices of rows that were applied to the product.
         normalized: True for log-probabilities.
+        has_bias: True if the bias is added.
     """
 
     elementwise: tuple[Node, ...] = ()
     rows: tuple[Node, ...] = ()
     normalized: bool = False
+    has_bias: bool = False
 
 
 @dataclass
@@ -158,19 +160,36 @@ def _output_layer(product: Node) -> OutputLayer:
 def _follow_logits(layer: OutputLayer, forward: list[Node], results: set[Node]) -> None:
     """Finds every operation of the forward that reads the logits."""
     logits = layer.logits
-    logits[layer.product] = Logits()
+    logits[layer.product] = Logits(has_bias=layer.bias is not None)
     for node in forward:
         if node is layer.product or not any(arg in logits for arg in node.all_input_nodes):
             continue
         first = node.args[0] if node.args else None
         source = logits.get(first) if isinstance(first, Node) else None
-        derived = _derived_logits(node, source) if source is not None else None
+        derived = source and (_with_bias(layer, node, source) or _derived_logits(node, source))
         if derived is not None:
             logits[node] = derived
         elif source is None or not _reads_statistics(layer, node, source):
             refuse(node, f"{operator_name(node)} of the logits")
+    for node, (_, read) in layer.statistics.items():
+        if read.has_bias != (layer.bias is not None):
+            refuse(node, "a loss that reads logits before the bias is added")
     for node in logits.keys() & results:
         refuse(node, "an output of the size of the vocabulary")
+
+
+def _with_bias(layer: OutputLayer, node: Node, source: Logits) -> Logits | None:
+    """Returns the logits if a node is the addition of the bias.
+
+    F.linear adds it to the product of a hidden state that is a slice.
+    """
+    bias = _placeholder(node.args[-1])
+    if operator_name(node) != "add" or node.kwargs or source != Logits(rows=source.rows):
+        return None
+    if bias is None or shape_of(bias) != shape_of(node)[-1:] or layer.bias not in (None, bias):
+        return None
+    layer.bias = bias
+    return replace(source, has_bias=True)
 
 
 def _derived_logits(node: Node, source: Logits) -> Logits | None:

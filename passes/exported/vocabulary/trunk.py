@@ -218,8 +218,10 @@ class _Surgery:
         for node in loss.linear:
             parts = [self.copies[n] for n in node.all_input_nodes if n in with_trunk_loss]
             if operator_name(node) == "add" and len(parts) == 1:
-                self.copies[node].replace_all_uses_with(parts[0])
-                trunk.loss = parts[0] if trunk.loss is self.copies[node] else trunk.loss
+                copy, dtype = self.copies[node], node.meta["val"].dtype
+                part = self._insert(copy, copy, aten.to.dtype, parts[0], dtype)
+                copy.replace_all_uses_with(part)
+                trunk.loss = part if trunk.loss is copy else trunk.loss
         for index, output in enumerate(self.whole.outputs):
             if output in loss.derived:
                 trunk.outputs[index] = None
