@@ -21,6 +21,7 @@ from zbcompile.passes.exported.capture.source_lines import LINE, users_line
 from zbcompile.passes.exported.capture.unsupported import (
     HAS_A_GENERATOR,
     READS_A_TRAINED_TENSOR,
+    READS_A_VALUE,
     WRITES_A_PLAIN_TENSOR,
 )
 from zbcompile.passes.exported.torch_private import (
@@ -99,6 +100,19 @@ class KnownValues(TorchDispatchMode):
         if value is None or storage_key(value) in self._overwritten:
             return None
         return value  # type: ignore[no-any-return]
+
+    def number_of(self, tensor: Tensor) -> Any:
+        """Returns the number that a tensor with one element holds.
+
+        Raises:
+            CaptureError: It is not known.
+        """
+        value = self.value_of(tensor)
+        if value is None:
+            line = users_line(sys._getframe(1))
+            raise CaptureError(READS_A_VALUE.format(at=f" ({line})"))
+        with real_mode():
+            return value.item()
 
     def __torch_dispatch__(
         self,

@@ -33,7 +33,7 @@ from zbcompile.passes.exported.capture.unsupported import (
     SPARSE_GRADIENT,
     WRITES_A_BUFFER_IN_BACKWARD,
     WRITES_A_PARAMETER,
-    InexactCalls,
+    FunctionCalls,
 )
 from zbcompile.passes.exported.output_structure import Structure, flatten_output
 from zbcompile.passes.exported.torch_private import (
@@ -123,11 +123,11 @@ class TrainingStep(nn.Module):
             if path in self.static_inputs:
                 known.declare(tensor, self.static_inputs[path])
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
-        inexact = InexactCalls()
+        calls = FunctionCalls(known.number_of)
         effects = self.python_effects.watched(known)
-        with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
+        with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), calls, known:
             yield
-        self.inexact_calls = inexact.calls
+        self.inexact_calls = calls.inexact
 
     def _refuse_replaced(self, parameters: Mapping[str, Tensor]) -> None:
         """Raises CaptureError if forward assigned a parameter or wrote its `.data`."""

@@ -2,10 +2,11 @@
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.fx import Node
 from torch.overrides import TorchFunctionMode
 
@@ -16,6 +17,7 @@ from zbcompile.passes.exported.torch_private import (
     DATA_DEPENDENT_ERRORS,
     DynamicOutputShapeException,
     annotations_of,
+    pytree,
 )
 
 # Functions of torch whose trace computes other bits than their kernel: composite recurrences, and
@@ -30,12 +32,19 @@ INEXACT_FUNCTIONS: Mapping[str, str] = {
 }
 
 
-class InexactCalls(TorchFunctionMode):
-    """A function mode that notes a sentence for every call whose bits differ from eager mode."""
+class FunctionCalls(TorchFunctionMode):
+    """A function mode around forward and loss.
 
-    def __init__(self) -> None:
+    It refuses assignments to `.data`, and reads the numbers of a list that torch.tensor takes.
+
+    Attributes:
+        inexact: A sentence for every call whose bits differ from eager mode.
+    """
+
+    def __init__(self, number_of: Callable[[Tensor], Any]) -> None:
         super().__init__()
-        self.calls: list[str] = []
+        self.inexact: list[str] = []
+        self._number_of = number_of
 
     def __torch_function__(
         self,
@@ -48,10 +57,12 @@ class InexactCalls(TorchFunctionMode):
             return None
         if func == _SET_DATA:
             raise CaptureError(SETS_DATA.format(line=users_line(sys._getframe(1))))
+        if func is torch.tensor and args and isinstance(args[0], list | tuple):
+            args = (pytree.tree_map_only(Tensor, self._number_of, args[0]), *args[1:])
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
         if description is not None:
             call = f"{description} ({users_line(sys._getframe(1))})"
-            self.calls.append(INEXACT.format(call=call))
+            self.inexact.append(INEXACT.format(call=call))
         return func(*args, **(kwargs or {}))
 
 
