@@ -118,12 +118,11 @@ def real_mode() -> Iterator[None]:
 def replaced_tolist(known_value: Any) -> Iterator[None]:
     """Context in which `tensor.tolist()` returns the values of `known_value(tensor)` if that is not
     None. torch's own reads an attribute of the traced tensor, which no dispatch mode sees."""
-    original = FunctionalTensor.tolist
 
     def tolist(tensor: FunctionalTensor) -> Any:
         value = known_value(tensor)
         if value is None:
-            return original(tensor)
+            return [row.tolist() for row in tensor.unbind()] if tensor.ndim else tensor.item()
         with real_mode():
             return value.tolist()
 

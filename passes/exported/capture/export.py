@@ -138,7 +138,7 @@ def export_step(
         except CaptureError:
             raise
         except Exception as error:
-            raise export_error(error, type(model).__name__) from error
+            raise export_error(error, type(model).__name__, step.python_effects.question) from error
         warnings.warn(
             "the model was captured on the path that it has for compilers, because it reads values "
             "of its inputs in Python: results may differ from eager mode in the last bits. Without "
@@ -233,7 +233,7 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
             public_name(name): placements for name, placements in step.gradient_placements.items()
         },
     )
-    refuse_dynamic_shapes(described.graph.nodes)
+    refuse_dynamic_shapes(described.graph.nodes, step.python_effects.question)
     _clean(described)
     described.inexact_calls += tuple(reentrant_calls(described))
     return described

@@ -20,9 +20,12 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.source_lines import LINE, users_line
 from zbcompile.passes.exported.capture.unsupported import (
     HAS_A_GENERATOR,
+    NO_INPUT,
     READS_A_TRAINED_TENSOR,
     READS_A_VALUE,
     WRITES_A_PLAIN_TENSOR,
+    at,
+    static,
 )
 from zbcompile.passes.exported.torch_private import (
     READ_SCALAR,
@@ -42,6 +45,7 @@ aten = torch.ops.aten
 # Kernels that draw a number per element in the order of memory. Functionalization would replace
 # them by operators that draw in the order of indices.
 _FILLED_IN_MEMORY_ORDER = (aten.bernoulli_.float, aten.uniform_.default)
+_INDEXING = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default)
 MAX_ELEMENTS = 1 << 24  # larger results are not computed for real
 
 
@@ -57,6 +61,8 @@ class KnownValues(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self._real = WeakTensorKeyDictionary()
+        self._inputs = WeakTensorKeyDictionary()  # paths of the batch inputs that it depends on
+        self.question: frozenset[str] = frozenset()  # those of the last value that was asked for
         self._overwritten: set[int] = set()  # storages whose real values are out of date
         self._protected: dict[int, str] = {}
         self.draws = 0  # operations so far that may have drawn random numbers
@@ -68,7 +74,7 @@ class KnownValues(TorchDispatchMode):
         return True
 
     def __enter__(self) -> "KnownValues":
-        self._tolist = replaced_tolist(self.value_of)
+        self._tolist = replaced_tolist(self._value_for_python)
         self._tolist.__enter__()
         super().__enter__()
         return self
@@ -83,9 +89,11 @@ class KnownValues(TorchDispatchMode):
         assert self._tolist is not None
         self._tolist.__exit__(kind, error, traceback)
 
-    def declare(self, tensor: Tensor, value: Tensor) -> None:
-        """Makes `value` the known value of a traced input (a static input)."""
-        self._real[tensor] = value
+    def declare(self, tensor: Tensor, path: str, value: Tensor | None) -> None:
+        """Declares a traced batch input. `value` is its known value if it is a static input."""
+        self._inputs[tensor] = frozenset({path})
+        if value is not None:
+            self._real[tensor] = value
 
     def protect(self, tensors: Mapping[str, Tensor]) -> None:
         """Makes a write into one of these tensors an error. They belong to Python, not to the step,
@@ -101,6 +109,12 @@ class KnownValues(TorchDispatchMode):
             return None
         return value  # type: ignore[no-any-return]
 
+    def _value_for_python(self, tensor: Tensor) -> Tensor | None:
+        value = self.value_of(tensor)
+        if value is None:
+            self.question = self._inputs_of([tensor])
+        return value
+
     def number_of(self, tensor: Tensor) -> Any:
         """Returns the number that a tensor with one element holds.
 
@@ -109,8 +123,9 @@ class KnownValues(TorchDispatchMode):
         """
         value = self.value_of(tensor)
         if value is None:
-            line = users_line(sys._getframe(1))
-            raise CaptureError(READS_A_VALUE.format(at=f" ({line})"))
+            place = at(users_line(sys._getframe(1)))
+            remedy = static(self._inputs_of([tensor]))
+            raise CaptureError(READS_A_VALUE.format(at=place, static=remedy))
         with real_mode():
             return value.item()
 
@@ -135,6 +150,8 @@ class KnownValues(TorchDispatchMode):
         if func in _FILLED_IN_MEMORY_ORDER:
             func(_in_memory_order(args[0]), *args[1:], **kwargs)
             return args[0]
+        if func in _INDEXING:
+            args = (args[0], self._without_known_masks(args[1]), *args[2:])
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if (
             torch.is_grad_enabled()
@@ -142,12 +159,9 @@ class KnownValues(TorchDispatchMode):
             and any(tensor.requires_grad and is_unlifted_constant(tensor) for tensor in tensors)
         ):
             raise CaptureError(READS_A_TRAINED_TENSOR.format(line=line))
-        if torch.Tag.nondeterministic_seeded in func.tags or any(
-            self.value_of(tensor) is None for tensor in tensors
-        ):
-            result = func(*args, **kwargs)
-            self._forget_written(func, args, kwargs)
-            return result
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random or any(self.value_of(tensor) is None for tensor in tensors):
+            return self._run_unknown(func, args, kwargs, tensors, is_random)
         if tensors and func is READ_SCALAR:
             return self._run(func, args, kwargs)
         if tensors and torch.Tag.dynamic_output_shape in func.tags:  # nonzero, unique
@@ -162,6 +176,51 @@ class KnownValues(TorchDispatchMode):
         else:
             self._forget_written(func, args, kwargs)
         return result
+
+    def _run_unknown(
+        self,
+        func: OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        tensors: list[Tensor],
+        is_random: bool,
+    ) -> Any:
+        """Runs an operator on values that are not known, and notes what its results depend on."""
+        inputs = self._inputs_of(tensors) | ({NO_INPUT} if is_random else set())
+        if func is READ_SCALAR or torch.Tag.dynamic_output_shape in func.tags:
+            masks = [tensor for tensor in tensors if not tensor.is_floating_point()]
+            if any(tensor in self._inputs for tensor in masks or tensors):
+                self.question = self._inputs_of(masks or tensors)
+        result = func(*args, **kwargs)
+        self._forget_written(func, args, kwargs)
+        for leaf in pytree.tree_leaves((result, written_arguments(func, args, kwargs))):
+            if isinstance(leaf, Tensor):
+                self._inputs[leaf] = inputs
+        return result
+
+    def _without_known_masks(self, indices: list[Tensor | None]) -> list[Tensor | None]:
+        """Returns indices with the positions of known masks in place of the masks.
+
+        The shape of the result is then known, too.
+        """
+        result: list[Tensor | None] = []
+        for index in indices:
+            value = None
+            if index is not None and index.dtype is torch.bool:
+                value = self.value_of(index)
+            if value is None:
+                result.append(index)
+                continue
+            with real_mode():
+                positions = value.nonzero(as_tuple=True)
+            result += map(self._constant, positions)
+        return result
+
+    def _inputs_of(self, tensors: list[Tensor]) -> frozenset[str]:
+        """Returns the batch inputs that the unknown ones among these tensors depend on."""
+        unknown = [tensor for tensor in tensors if self.value_of(tensor) is None]
+        other = frozenset({NO_INPUT})
+        return frozenset().union(*(self._inputs.get(tensor, other) for tensor in unknown))
 
     def _run(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Runs an operator on the known values of its operands, on the CPU."""

@@ -42,11 +42,13 @@ class PythonEffects:
     Attributes:
         changed: Paths of the module state that forward changes, such as `model.calls`.
         warnings: Sentences for the user.
+        question: The batch inputs that the last value depends on which Python asked for.
     """
 
     def __init__(self, model: nn.Module, loss: Any = None) -> None:
         self.changed: frozenset[str] = frozenset()
         self.warnings: list[str] = []
+        self.question: frozenset[str] = frozenset()
         self._roots = (model, loss)
         self._runs = 0
         self._hooks_are_installed = False

@@ -120,13 +120,15 @@ class TrainingStep(nn.Module):
         """Context of the model and the loss: eager's path, known values and checkpoint hints."""
         known = KnownValues()
         for path, tensor in zip(self.batch.paths, tensors, strict=True):
-            if path in self.static_inputs:
-                known.declare(tensor, self.static_inputs[path])
+            known.declare(tensor, path, self.static_inputs.get(path))
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
         calls = FunctionCalls(known.number_of)
         effects = self.python_effects.watched(known)
         with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), calls, known:
-            yield
+            try:
+                yield
+            finally:
+                self.python_effects.question = known.question
         self.inexact_calls = calls.inexact
 
     def _refuse_replaced(self, parameters: Mapping[str, Tensor]) -> None:

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,9 @@ INEXACT_FUNCTIONS: Mapping[str, str] = {
     "rrelu": "RReLU",
     "rrelu_": "RReLU",
 }
+
+
+NO_INPUT = ""  # among the inputs that a value depends on: parameters, buffers, random numbers
 
 
 class FunctionCalls(TorchFunctionMode):
@@ -153,8 +156,8 @@ SPARSE_GRADIENT = (
 )
 READS_A_VALUE = (
     "forward or the loss reads a value that depends on its inputs{at}. A compiled step runs "
-    "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks), "
-    'or name the input in static_inputs=("...",): then every value of it compiles a program.'
+    "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, "
+    "masks){static}."
 )
 DRAWS_IN_BACKWARD = (
     "the backward draws random numbers ({operator}, of {line}): under a pipeline the backwards of "
@@ -203,8 +206,8 @@ SHARED_WITH_A_REENTRANT_REGION = (
 )
 HAS_A_DYNAMIC_SHAPE = (
     "the shape of a result depends on values of the inputs{at}: nonzero, masked_select and "
-    "x[mask] return as many elements as there are. Multiply by the mask, use ignore_index, or name "
-    'the input in static_inputs=("...",): then every value of it compiles a program.'
+    "x[mask] return as many elements as there are. Multiply by the mask, or use "
+    "ignore_index{static}."
 )
 
 
@@ -219,8 +222,7 @@ _EXPLANATIONS = {
         "register_autograd."
     ),
     "concrete integers": (
-        "A size depends on values of the inputs. Pass it as a Python number, or name the input in "
-        'static_inputs=("...",): then every value of it compiles a program.'
+        "A size depends on values of the inputs. Pass it as a Python number{static}."
     ),
     "fake impl": "Register the operator's shapes with torch.library.register_fake.",
     "UnsupportedOperator": "Register the operator's shapes with torch.library.register_fake.",
@@ -233,12 +235,16 @@ _EXPLANATIONS = {
 NOT_EXPORTED = "torch.export cannot capture {model}{at}: {error}. {explanation}"
 
 
-def export_error(error: Exception, model: str) -> CaptureError:
-    """Returns the refusal for any error of torch or the model in a trace, with the user's line."""
+def export_error(error: Exception, model: str, inputs: Collection[str]) -> CaptureError:
+    """Returns the refusal for any error of torch or the model in a trace, with the user's line.
+
+    `inputs` are the batch inputs that the last value depends on which Python asked for.
+    """
     if isinstance(error, DATA_DEPENDENT_ERRORS):
-        return data_dependent_error(error)
+        return _data_dependent_error(error, inputs)
     text = f"{type(error).__name__}: {error}"
     explanation = next((words for sign, words in _EXPLANATIONS.items() if sign in text), "")
+    explanation = explanation.format(static=static(inputs))
     first_line = next((line for line in text.splitlines() if line.strip()), "").strip(" .")
     sentence = NOT_EXPORTED.format(
         model=model, at=at(_line_of(error)), error=first_line, explanation=explanation
@@ -251,12 +257,26 @@ def at(line: str) -> str:
     return f" ({line})" if line else ""
 
 
-def data_dependent_error(error: Exception) -> CaptureError:
+def static(inputs: Collection[str]) -> str:
+    """Returns the remedy `static_inputs=` for a value that depends on these inputs; "" if it
+    depends on parameters, buffers or random numbers too."""
+    if NO_INPUT in inputs:
+        return ""
+    names = [re.sub(r"kwargs\['(\w+)'\]", r"\1", path) for path in sorted(inputs)]
+    tuple_of_names = ", ".join(f'"{name}"' for name in names) or '"..."'
+    comma = "," if len(names) < 2 else ""
+    return (
+        f", or pass static_inputs=({tuple_of_names}{comma}): then every value of "
+        f"{'it' if comma else 'them'} compiles a program"
+    )
+
+
+def _data_dependent_error(error: Exception, inputs: Collection[str]) -> CaptureError:
     """Returns the refusal for an error of torch about values or shapes, with the user's line."""
     sizes = re.search(r"Size-like symbols: u\d", str(error))
     dynamic = sizes is not None or isinstance(error, DynamicOutputShapeException)
     message = HAS_A_DYNAMIC_SHAPE if dynamic else READS_A_VALUE
-    return CaptureError(message.format(at=at(_line_of(error))))
+    return CaptureError(message.format(at=at(_line_of(error)), static=static(inputs)))
 
 
 def refuse_collective(name: str) -> None:
@@ -265,13 +285,14 @@ def refuse_collective(name: str) -> None:
     raise CaptureError(COLLECTIVE_WITHOUT_A_GRADIENT.format(name=name, at=at(line)))
 
 
-def refuse_dynamic_shapes(nodes: Iterable[Node]) -> None:
+def refuse_dynamic_shapes(nodes: Iterable[Node], inputs: Collection[str]) -> None:
     """Raises CaptureError if a tensor of the graph has a size that is not a number."""
     for node in nodes:
         for tensor in tensors_of(node):
             if any(not isinstance(size, int) for size in tensor.shape):
                 line = annotations_of(node).get(LINE, "")
-                raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line)))
+                sentence = HAS_A_DYNAMIC_SHAPE.format(at=at(line), static=static(inputs))
+                raise CaptureError(sentence)
 
 
 def _line_of(error: Exception) -> str:
