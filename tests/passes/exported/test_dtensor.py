@@ -15,7 +15,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import all_reduce
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -126,6 +127,47 @@ def by_hand(name: str, form: str) -> dict[str, Any]:
 def test_bits_of_collectives_in_the_model(name: str, form: str, pool: Pool) -> None:
     for found in pool.run(by_hand, name, form, ranks=2):
         assert found == {"differences": [], "groups": [name]}
+
+
+class TwoDimensions(nn.Module):
+    """Weights sharded along "tp", activations along "cp": sums over both dimensions."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mesh = mesh
+        for name, placement in (("up", Shard(0)), ("down", Shard(1))):
+            weight = distribute_tensor(torch.randn(8, 8), mesh, [Replicate(), placement])
+            self.register_parameter(name, nn.Parameter(weight))
+        self.scale = nn.Parameter(
+            distribute_tensor(torch.ones(8), mesh, [Replicate(), Replicate()])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        local = DTensor.from_local(x, self.mesh, [Shard(0), Replicate()])
+        hidden = torch.tanh((local * self.scale) @ self.up.t())
+        output = (hidden @ self.down.t()).redistribute(self.mesh, [Shard(0), Replicate()])
+        return output.square().mean().full_tensor()
+
+
+def two_dimensions() -> dict[str, Any]:
+    mesh = mesh_of(cp=2, tp=2)
+    model = TwoDimensions(mesh)
+    torch.manual_seed(dist.get_rank() // 2)
+    batches: list[Batch] = [((torch.randn(4, 8),), {}, None) for _ in range(MICROBATCHES)]
+    compiled = compile_step(model, *batches[0], None, ranks_of=[0, 1], exact=True)
+    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    return {
+        "differences": differences(result, eager_step(model, batches, None, seed=5)),
+        "groups": sorted(compiled.step.process_groups),
+    }
+
+
+@pytest.mark.slow
+def test_a_mesh_with_two_dimensions(pool: Pool) -> None:
+    for found in pool.run(two_dimensions, ranks=4):
+        assert found == {"differences": [], "groups": ["cp", "tp"]}
 
 
 class Summed(torch.autograd.Function):

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 import torch.nn.utils.prune
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.exported_runner import Runner, differences, eager_step, run_uncut
@@ -394,7 +395,19 @@ def ctc_loss(output: Tensor, lengths: Any, target_lengths: Any) -> Tensor:
     return F.ctc_loss(log_probs, targets, lengths, target_lengths)
 
 
+def attend(x: Tensor) -> Tensor:
+    x = x[None, None]
+    return flex_attention(x, x, x)[0, 0]  # type: ignore[index, return-value]
+
+
 ERRORS = {
+    "flex attention": Case(
+        lambda m, x: attend(x),
+        r"Train on a GPU.*scaled_dot_product_attention",
+        lambda m, x: F.scaled_dot_product_attention(x[None, None], x[None, None], x[None, None])[
+            0, 0
+        ],
+    ),
     "numpy": Case(
         lambda m, x: x + doubled(x), r":\d+\): .*numpy.*Compute with torch", lambda m, x: x + 2 * x
     ),
