@@ -47,10 +47,13 @@ def train(options: argparse.Namespace) -> None:
     rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 200)
     say = print if os.environ.get("RANK", "0") == "0" else lambda *_: None  # one process speaks
 
+    text = stdlib_text.load()
+    inputs, labels = stdlib_text.random_batch(text.train, 16, 64, torch.Generator())
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        pipe.compile(input_ids=inputs, target=labels, return_metrics=True)
     at = zbcompile.load_checkpoint(options.folder / "checkpoints", pipe, optimizer, required=False)
     if at.path is not None:
         rate.load_state_dict(at.extra["rate"])
-    text = stdlib_text.load()
     first = at.step // CALLS  # a checkpoint counts calls of `pipe.step`
     say(f"perplexity before update {first}: {perplexity(pipe, text.validation):.1f}")
 

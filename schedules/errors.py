@@ -1,4 +1,4 @@
-"""The one error family of this room."""
+"""The error of the schedules package."""
 
 
 class ScheduleError(ValueError):

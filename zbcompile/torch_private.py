@@ -316,11 +316,6 @@ def with_offset(local: torch.Tensor, offset: tuple[int, ...]) -> torch.Tensor:
     return LocalShardsWrapper([local], [offset])
 
 
-def offset_of(local: torch.Tensor) -> tuple[int, ...] | None:
-    """What `with_offset` was told; None for a part that knows no offset."""
-    return tuple(local.local_offsets()[0]) if hasattr(local, "local_offsets") else None
-
-
 def without_offset(local: torch.Tensor) -> torch.Tensor:
-    """The part that `with_offset` was given."""
+    """The part that `with_offset` was given; another part as it is."""
     return local.local_shards()[0] if hasattr(local, "local_shards") else local  # type: ignore[no-any-return]

@@ -32,7 +32,9 @@ from tests.support.vocabulary_models import (  # noqa: E402
 from zbcompile.compiler.compile_model import ExportedModel  # noqa: E402
 from zbcompile.program.program import Program  # noqa: E402
 
-DRAWN: dict[str, ExportedModel] = {}  # each process captures a model once, and compiles it once per placement of its stages
+DRAWN: dict[
+    str, ExportedModel
+] = {}  # each process captures a model once, and compiles it once per placement of its stages
 COMPILED: dict[Any, Program] = {}
 
 

@@ -29,7 +29,7 @@ def deadlock_error(graph: OrderGraph, times: NodeTimes) -> ScheduleError:
     while rank in times.stuck and rank not in visited:
         visited.append(rank)
         node = times.stuck[rank]
-        needed = next(a for a, made in graph.needed_by(node) if made == MISSING or times.end[made] is None)
+        needed = next(a for a, producer in graph.needed_by(node) if producer == MISSING or times.end[producer] is None)
         rank = schedule.rank_of(needed.stage, needed.microbatch)
         verb = "post" if needed.op in RECEIVES | COLLECTIVES else "reach" if needed.op in SENDS else "run"
         action = f"B or BW of stage {needed.stage}, microbatch {needed.microbatch}" if needed.op == B else needed

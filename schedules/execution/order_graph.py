@@ -1,4 +1,4 @@
-"""The graph of an order: what every step waits for, and the longest-path run that times it.
+"""The graph of an order: the inputs of every step, and the longest-path run that times it.
 
 A node is a step of a rank: an action, or a pair of actions that run together. Its rank runs it after the step before
 it. Further inputs are results of the same rank, messages of other ranks, and barriers over the vocabulary shards,
@@ -13,6 +13,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import cache
 from typing import NamedTuple
 
 from zbcompile.schedules.errors import ScheduleError
@@ -23,10 +24,11 @@ from zbcompile.schedules.ir.kinds import COMPUTE_OPS, MESSAGE_OPS, OPS
 from zbcompile.schedules.ir.schedule import Schedule, require_schedule
 
 MISSING = -1  # the node of an action that no rank runs
+Delayed = list[tuple[int, float]]  # nodes, each with the delay of its link
 
 
 class EdgeKind(NamedTuple):
-    """Why a node waits for another: decides how long the result travels.
+    """The kind of an input of a node, which decides how long the result is sent.
 
     `kind` is "local" (the same rank, no delay), "message" (across the boundary behind `stage`), "shards" (a collective
     of the vocabulary shards) or "rendezvous" (until a receive is posted; no delay).
@@ -95,18 +97,24 @@ class OrderGraph:
         """Returns the delay of every link."""
         return [link.delay(costs) for link in self.links]
 
+    def inputs_and_users(self, costs: Costs) -> tuple[list[Delayed], list[Delayed]]:
+        """Returns the inputs of every node, and the nodes that it is an input of, each with the delay of the link."""
+        delays = self.delays(costs)
+        inputs: list[Delayed] = [[(producer, delays[link]) for producer, link in links] for links in self.inputs]
+        users: list[Delayed] = [[] for _ in inputs]
+        for user, delayed in enumerate(inputs):
+            for producer, delay in delayed:
+                users[producer].append((user, delay))
+        return inputs, users
+
     def times(self, costs: Costs) -> list[float]:
         """Returns the time of every node."""
         times = {(op, stage): time for op in COMPUTE for stage, time in enumerate(costs.times(op))}
-        pair_times: dict[tuple[str, int, str, int], float] = {}
-        result: list[float] = []
+        pair_time, result = cache(costs.pair_time), list[float]()
         for step in self.steps[: self.first[-1]]:
             if step.__class__ is Pair:
-                (op, stage, _), (other_op, other, _) = step
-                pair = (op, stage, other_op, other)
-                if pair not in pair_times:
-                    pair_times[pair] = costs.pair_time(*pair)
-                result.append(pair_times[pair])
+                (op, stage, _), (partner_op, partner, _) = step
+                result.append(pair_time(op, stage, partner_op, partner))
             else:
                 result.append(times.get((step[0], step[1]), 0))  # type: ignore[arg-type]
         return result + [0] * (len(self.steps) - len(result))
@@ -143,9 +151,9 @@ class OrderGraph:
                             barrier = barriers[self._shard_needs[op, stage]]
                             rule.append((barrier, numbers.setdefault(SHARDS, len(numbers))))
                     for table, link in rule:
-                        made = table[microbatch]
-                        if made != n or op != W:  # a W may run beside its own B
-                            inputs.append((made, link))
+                        producer = table[microbatch]
+                        if producer != n or op != W:  # a W may run beside its own B
+                            inputs.append((producer, link))
                 self.inputs.append(tuple(inputs))
         local = numbers.setdefault(LOCAL, len(numbers))
         for op, nodes in barriers.items():
@@ -153,21 +161,21 @@ class OrderGraph:
             self.inputs += [tuple((table[m], local) for table in tables) for m in range(len(nodes))]
 
     def needed_by(self, node: int) -> Iterator[tuple[Action, int]]:
-        """Yields the actions that a node of a rank waits for, each with its node; of a barrier those of every shard."""
+        """Yields the actions that a node of a rank needs, each with its node; of a barrier those of every shard."""
         step, rank = self.steps[node], self.rank(node)
         for op, stage, microbatch in step if isinstance(step, Pair) else (step,):
-            needed = [(other, origin) for other, origin, _ in self._needs(rank, op, stage)]
+            needed = [(result, origin) for result, origin, _ in self._needs(rank, op, stage)]
             if (op, stage) in self._shard_needs:
                 needed += [(self._shard_needs[op, stage], shard) for shard in self.schedule.shards]
-            for other, origin in needed:
-                made = self._nodes.get((other, origin), self._none)[microbatch]
-                if made != node or op != W:
-                    runs = self.steps[made] if made != MISSING else ()
-                    is_fused = Action(BW, origin, microbatch) in (runs, *runs) and other == B
-                    yield Action(BW if is_fused else other, origin, microbatch), made
+            for result, origin in needed:
+                producer = self._nodes.get((result, origin), self._none)[microbatch]
+                if producer != node or op != W:
+                    runs = self.steps[producer] if producer != MISSING else ()
+                    is_fused = Action(BW, origin, microbatch) in (runs, *runs) and result == B
+                    yield Action(BW if is_fused else result, origin, microbatch), producer
 
     def _needs(self, rank: int, op: str, stage: int) -> Iterator[tuple[str, int, EdgeKind]]:
-        """Yields what `op` on `stage` of `rank` waits for without barriers: operation, stage and link."""
+        """Yields what `op` on `stage` of `rank` needs, without barriers: operation, stage and link."""
         schedule, routes = self.schedule, self._routes[rank]
         if op not in EXCHANGES and stage not in schedule.placement.stages_of(rank):
             raise KeyError
@@ -188,8 +196,8 @@ class OrderGraph:
                 if source == rank:
                     yield result, origin, LOCAL
                 else:
-                    made_by = f"SEND_{result}" if schedule.is_lowered else result
-                    yield made_by, origin, EdgeKind("message", min(stage, origin), source, rank)
+                    sender = f"SEND_{result}" if schedule.is_lowered else result
+                    yield sender, origin, EdgeKind("message", min(stage, origin), source, rank)
         elif op not in OPS:
             raise KeyError(op)
 
@@ -203,9 +211,9 @@ class NodeTimes(NamedTuple):
 
 
 def run(graph: OrderGraph, times: Sequence[float], delays: Sequence[float]) -> NodeTimes:
-    """Runs every rank until it is done or waits for something that never happens: the longest path to every node.
+    """Runs every rank until it is done or blocked for good: the longest path to every node.
 
-    In a schedule messages are buffered without limit; in a lowered one a SEND waits for its receive.
+    In a schedule messages are buffered without limit; in a lowered one a SEND blocks until its receive is posted.
     """
     inputs, ranks, last = graph.inputs, graph.schedule.ranks, len(graph.steps)
     start: list[float] = [None] * last  # type: ignore[list-item]
@@ -219,10 +227,10 @@ def run(graph: OrderGraph, times: Sequence[float], delays: Sequence[float]) -> N
         n = position[rank]
         now: float = 0 if rank >= ranks or n == graph.first[rank] else end[n - 1]
         while n < stop[rank]:
-            for made, link in inputs[n]:
-                arrival = end[made]
+            for producer, link in inputs[n]:
+                arrival = end[producer]
                 if arrival is None:
-                    waiting.setdefault(made, []).append(rank)
+                    waiting.setdefault(producer, []).append(rank)
                     break
                 arrival += delays[link]
                 if arrival > now:
@@ -246,14 +254,14 @@ def blocking(graph: OrderGraph, node: int, end: Sequence[float], delays: Sequenc
     For a barrier it is the shard that came last.
     """
     last, arrived = MISSING, 0.0
-    for made, link in graph.inputs[node]:
-        if last == MISSING or end[made] + delays[link] > arrived:
-            last, arrived = made, end[made] + delays[link]
+    for producer, link in graph.inputs[node]:
+        if last == MISSING or end[producer] + delays[link] > arrived:
+            last, arrived = producer, end[producer] + delays[link]
     free = end[node - 1] if node != graph.first[graph.rank(node)] else 0
     if last == MISSING or arrived <= free:
         return None
     while last >= graph.first[-1]:
-        last = max((made for made, _ in graph.inputs[last]), key=end.__getitem__)
+        last = max((producer for producer, _ in graph.inputs[last]), key=end.__getitem__)
     return last
 
 

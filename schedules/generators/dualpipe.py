@@ -28,7 +28,7 @@ def dualpipe(task: Task, rank: int) -> Order:
     first_copy, second_copy = rank, p - 1 - rank
     near, far = (first_copy, second_copy) if rank < p // 2 else (second_copy, first_copy)
     write = Writer(half, first={second_copy: half})
-    return _phases(write, near, far, half, turn=p // 2, depth=min(first_copy, second_copy))
+    return _phases(write, near, far, half, midpoint=p // 2, depth=min(first_copy, second_copy))
 
 
 @each_rank
@@ -45,12 +45,12 @@ def dualpipe_v(task: Task, rank: int) -> Order:
         (F2.2|BW1.0)  (F1.3|BW2.1)  (F2.3|BW1.1)  BW2.2  BW1.2  B2.3  B1.3  W2.3  W1.3
     """
     near, far = rank, 2 * task.ranks - 1 - rank
-    return _phases(Writer(task.microbatches), near, far, task.microbatches, turn=task.ranks, depth=rank)
+    return _phases(Writer(task.microbatches), near, far, task.microbatches, midpoint=task.ranks, depth=rank)
 
 
-def _phases(write: Writer, near: int, far: int, microbatches: int, turn: int, depth: int) -> Order:
+def _phases(write: Writer, near: int, far: int, microbatches: int, midpoint: int, depth: int) -> Order:
     """Writes `microbatches` through the near stage and the far one; phase numbers are DeepSeek's."""
-    outer = turn - depth - 1
+    outer = midpoint - depth - 1
     for _ in range(2 * outer):  # 1
         write.f(near)
     for _ in range(depth + 1):  # 2
@@ -60,7 +60,7 @@ def _phases(write: Writer, near: int, far: int, microbatches: int, turn: int, de
         write.b(far)
         write.w()
         write.f(far)
-    for index in range(microbatches - 2 * turn + depth + 1):  # 4
+    for index in range(microbatches - 2 * midpoint + depth + 1):  # 4
         if outer == 0 and index == 0:  # at the turn the first backward needs the forward that it would be paired with
             write.f(near)
             write.bw(far)

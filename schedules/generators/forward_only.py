@@ -18,11 +18,13 @@ def forward_only(placement: Placement, microbatches: int, shards: bool = False, 
     F0.0 F0.1 F3.0 F3.1
     """
     placement = Placement.of_ranks(owners[0] for owners in placement.owners)
-    orders = []
+    orders, last_stages = [], {placement.stages_of(rank)[-1] for rank in range(placement.ranks)}
     for rank in range(placement.ranks):
         *before, last = stages = placement.stages_of(rank)
         order = [Action(F, stage, m) for stage in before for m in range(microbatches)]
         lag = placement.stages - 1 - last if shards else 0
+        if shards and not last_stages.issuperset(range(last, placement.stages)):
+            lag = microbatches  # a later rank runs all forwards of one stage before those of its last
         for m in range(microbatches + lag):
             order += [Action(F, last, m)] if m < microbatches else []
             order += [Action(S, stages[0], m - lag)] if shards and m >= lag else []

@@ -14,12 +14,12 @@ from zbcompile.schedules.generators.task import Order, Task, each_rank
 
 
 def rounds(ranks: int, microbatches: int) -> int:
-    """The number of groups of microbatches: as many as possible with at least `ranks` in each, but at least one."""
+    """Returns the number of groups of microbatches: as many as possible with at least `ranks` in each."""
     return max(1, microbatches // ranks)
 
 
 def even_groups(ranks: int, microbatches: int) -> bool:
-    """Whether the microbatches form groups of equal size, which every interleaved schedule needs."""
+    """Returns whether the microbatches form groups of equal size, which every interleaved schedule needs."""
     return microbatches % rounds(ranks, microbatches) == 0
 
 

@@ -53,12 +53,9 @@ class DispatchState:
         self._added = {op: self.costs.added(op) for op in (F, B, W, BW)}
         self._graph = graph = OrderGraph(sequential_order(task.placement, task.microbatches, barriers))
         self._rank = [rank for rank in range(task.ranks) for _ in graph.nodes(rank)]
-        self._missing, delays = [*map(len, graph.inputs)], graph.delays(self.costs)
-        self._arrival: list[float] = [0] * len(self._missing)
-        self._users: list[list[tuple[int, float]]] = [[] for _ in graph.inputs]
-        for user, inputs in enumerate(graph.inputs):
-            for made, link in inputs:
-                self._users[made].append((user, delays[link]))
+        inputs, self._users = graph.inputs_and_users(self.costs)
+        self._missing = [*map(len, inputs)]
+        self._arrival: list[float] = [0] * len(inputs)
 
     def is_ready(self, action: Action) -> bool:
         """Returns whether `action` could begin now."""
@@ -71,7 +68,9 @@ class DispatchState:
 
     def ready(self, rank: int) -> list[Action]:
         """Returns the F, B and W of `rank` that could begin now, at most one of each operation on each stage."""
-        return [action for passes in self._passes[rank] if (action := self.next_ready(*passes))]
+        now, started, ready_at = self.now, self.started, self.ready_at
+        heads = [(op, stage, started[op, stage]) for op, stage in self._passes[rank]]
+        return [Action(*head) for head in heads if ready_at.get(head, math.inf) <= now]
 
     def time(self, step: Step) -> float:
         if isinstance(step, Pair):
@@ -82,7 +81,7 @@ class DispatchState:
         """Returns what `action` adds to the memory of its rank (below 0: frees)."""
         return self._added[action.op][action.stage] if action.op in self._added else 0
 
-    def has_room(self, rank: int, forward: Action, limit: float) -> bool:
+    def fits_forward(self, rank: int, forward: Action, limit: float) -> bool:
         """Returns whether `forward` leaves room for the oldest microbatch to finish its forwards on its rank.
 
         So the oldest microbatch can always proceed, and no limit ends in a deadlock (banker's algorithm).
@@ -95,23 +94,25 @@ class DispatchState:
 
     def start(self, rank: int, step: Step) -> list[tuple[float, int]]:
         """Runs `step` now; returns when which ranks choose again: first its own, then those of what gets ready."""
-        end = self.now + self.time(step)
+        end, arrivals, missing, ranks = self.now + self.time(step), self._arrival, self._missing, self._rank
         wakes = [(end, rank)]
-        for action in flatten((step,)):
-            result = result_of(action.op)
-            self.started[result, action.stage] += 1
+        for action in step if isinstance(step, Pair) else (step,):
+            op, stage, microbatch = action
+            result = result_of(op)
+            self.started[result, stage] += 1
             self.memory[rank] += self.added(action)
-            done = [(self._graph.node(result, *action[1:]), end)]
+            done = [(self._graph.node(result, stage, microbatch), end)]
             for node, time in done:
                 for user, delay in self._users[node]:
-                    self._arrival[user] = arrival = max(self._arrival[user], time + delay)
-                    self._missing[user] -= 1
-                    if not self._missing[user] and user >= len(self._rank):  # a barrier
-                        done.append((user, arrival))
-                    elif not self._missing[user]:
-                        self.ready_at[self._graph.steps[user]] = arrival  # type: ignore[index]
-                        if arrival > end or self._rank[user] != rank:
-                            wakes.append((arrival, self._rank[user]))
+                    if time + delay > arrivals[user]:
+                        arrivals[user] = time + delay
+                    missing[user] -= 1
+                    if not missing[user] and user >= len(ranks):  # a barrier
+                        done.append((user, arrivals[user]))
+                    elif not missing[user]:
+                        arrival = self.ready_at[self._graph.steps[user]] = arrivals[user]  # type: ignore[index]
+                        if arrival > end or ranks[user] != rank:
+                            wakes.append((arrival, ranks[user]))
         return wakes
 
 
@@ -130,8 +131,9 @@ def dispatch(state: DispatchState, choose: Callable[[DispatchState, int], Step |
         step = choose(state, rank) if free_at[rank] <= state.now else None
         if step is not None:
             orders[rank].append(step)
-            (free_at[rank], _), *_ = found = state.start(rank, step)
-            for time, woken in found:
+            step_wakes = state.start(rank, step)
+            free_at[rank], _ = step_wakes[0]
+            for time, woken in step_wakes:
                 if time >= free_at[woken]:  # otherwise it chooses again anyway once it is free
                     heappush(wakes, (time, woken))
     return tuple(map(tuple, orders))

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from zbcompile.field_check import is_amount
 from zbcompile.schedules.errors import ScheduleError
 from zbcompile.schedules.execution.deadlock import run_to_end
+from zbcompile.schedules.execution.order_graph import gc_disabled
 from zbcompile.schedules.generators import dualpipe, gpipe_1f1b, interleaved, v_half_v_min, zb_auto, zb_h, zb_v
 from zbcompile.schedules.generators.task import Generator, Task
 from zbcompile.schedules.ir.costs import Costs
@@ -63,7 +64,7 @@ class Family:
 
     @property
     def free_chunks(self) -> bool:
-        """Whether another number is allowed."""
+        """True if another number is allowed."""
         return self.placement == "looped"
 
 
@@ -121,6 +122,7 @@ def _normalize(name: str) -> str:
     return "".join(c for c in str(name).lower() if c.isalnum()).removeprefix("schedule")
 
 
+@gc_disabled()
 def build_named(
     family: Family,
     ranks: int,
@@ -138,8 +140,8 @@ def build_named(
         require_count("group", group)
     elif not family.rule.holds(ranks, microbatches):
         near = [_next_admitted(family, ranks, microbatches, step) for step in (-1, 1)]
-        known = " and ".join(str(count) for count in near if count)
-        hint = f"the nearest that work: {known}" if known else f"no number works on {ranks} ranks"
+        counts_near = " and ".join(str(count) for count in near if count)
+        hint = f"the nearest that work: {counts_near}" if counts_near else f"no number works on {ranks} ranks"
         counts = f"{microbatches} microbatches on {ranks} ranks"
         raise ScheduleError(f"{family.name}: {counts}; it admits {family.rule.text}; {hint}")
     if costs is not None and costs.stages != placement.stages:

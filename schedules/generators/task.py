@@ -41,11 +41,11 @@ class Task:
         return self.costs or Costs.uniform(self.placement.stages)
 
     def schedule(self, orders: Orders) -> Schedule:
-        """These orders as a schedule without a name."""
+        """Returns these orders as a schedule without a name."""
         return Schedule("", self.placement, self.microbatches, orders)
 
     def peaks(self, orders: Orders) -> tuple[float, ...]:
-        """What each rank holds at its peak."""
+        """Returns the peak memory of each rank."""
         return peak_memory(self.schedule(orders), self.costs_or_equal)
 
 

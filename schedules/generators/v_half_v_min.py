@@ -105,11 +105,22 @@ def _from_block(task: Task, name: str) -> Orders:
     """
     task = replace(task, costs=None)
     small = replace(task, microbatches=min(task.microbatches, 3 * task.ranks))
-    candidates = {size: _Reordering(small, name, size).orders() for size in (0, task.ranks // 2, task.ranks // 2 + 1)}
+    squeezed = _squeeze(small, name)
+    sizes = (0, task.ranks // 2, task.ranks // 2 + 1)
+    candidates = {size: _Reordering(small, squeezed, size).orders() for size in sizes}
     limit = max(small.peaks(candidates[0]))
     fitting = (size for size, orders in candidates.items() if max(small.peaks(orders)) <= limit)
     best = min(fitting, key=lambda size: spans(small, candidates[size]))
-    return candidates[best] if small == task else _Reordering(task, name, best).orders()
+    return candidates[best] if small == task else _Reordering(task, _squeeze(task, name), best).orders()
+
+
+Squeezed = tuple[Actions, Mapping[Action, float], float]
+
+
+def _squeeze(task: Task, name: str) -> Squeezed:
+    """Returns the repeated block, the start of every action if each starts as early as it can, and the peak memory."""
+    orders = repeated_with_barriers(name, task.placement, task.microbatches, 0)
+    return orders, starts(task, orders), max(task.peaks(orders))
 
 
 class _Reordering:
@@ -119,10 +130,9 @@ class _Reordering:
     the last `cool_down` microbatches on, a rank runs backwards as soon as it can, and W in the time that is left.
     """
 
-    def __init__(self, task: Task, name: str, cool_down: int) -> None:
+    def __init__(self, task: Task, squeezed: Squeezed, cool_down: int) -> None:
         self._state, self._first_free = DispatchState(task), task.microbatches - cool_down
-        self._squeezed = repeated_with_barriers(name, task.placement, task.microbatches, 0)
-        self._starts, self._limit = starts(task, self._squeezed), max(task.peaks(self._squeezed))
+        self._squeezed, self._starts, self._limit = squeezed
         self._reached = [0] * task.ranks
         self._cooling = [False] * task.ranks
 
@@ -131,21 +141,20 @@ class _Reordering:
         return dispatch(self._state, self._choose)
 
     def _choose(self, state: DispatchState, rank: int) -> Action | None:
-        order = self._squeezed[rank]
-        while self._reached[rank] < len(order) and self._has_started(order[self._reached[rank]]):
-            self._reached[rank] += 1
-        if self._reached[rank] == len(order):
+        order, index, started = self._squeezed[rank], self._reached[rank], state.started
+        while index < len(order) and started[order[index][:2]] > order[index].microbatch:
+            index += 1
+        self._reached[rank] = index
+        if index == len(order):
             return None
-        head, ready = order[self._reached[rank]], state.ready(rank)
+        head = order[index]
         self._cooling[rank] |= head.op == B and head.microbatch >= self._first_free
         if self._cooling[rank]:
-            return min(ready, key=lambda a: (a.op != F, a.op != B, self._starts[a]), default=None)
+            return min(state.ready(rank), key=lambda a: (a.op != F, a.op != B, self._starts[a]), default=None)
         if state.is_ready(head):
             return head
-        return min((a for a in ready if self._fits(rank, a, head)), key=self._starts.__getitem__, default=None)
-
-    def _has_started(self, action: Action) -> bool:
-        return self._state.started[action.op, action.stage] > action.microbatch
+        fillers = (action for action in state.ready(rank) if self._fits(rank, action, head))
+        return min(fillers, key=self._starts.__getitem__, default=None)
 
     def _fits(self, rank: int, action: Action, head: Action) -> bool:
         """Returns whether `action` may run before `head`: it delays nothing and keeps later peaks within the limit."""
@@ -155,5 +164,5 @@ class _Reordering:
         for skipped in self._squeezed[rank][self._reached[rank] :] if added(action) > 0 else ():
             if skipped == action or memory > self._limit:
                 break
-            memory += 0 if self._has_started(skipped) else added(skipped)
+            memory += 0 if self._state.started[skipped[:2]] > skipped.microbatch else added(skipped)
         return added(action) <= 0 or memory <= self._limit

@@ -56,7 +56,7 @@ def with_vocabulary(
     preferences = [_follow(orders) for orders in candidates]
     if all(isinstance(step, Action) and step.op != BW for order in schedule.orders for step in order):
         preferences.append(_prefer_late_stages(limits))  # all split, no pairs: can be ordered one by one
-    lengths, found = [len(flatten(order)) for order in schedule.orders], list[Schedule]()
+    lengths, fitting = [len(flatten(order)) for order in schedule.orders], list[Schedule]()
     without_shards = replace(costs, vocab_state=(0,) * costs.stages)
     for choose in preferences:
         state = DispatchState(Task(placement, schedule.microbatches, costs), barriers)
@@ -64,10 +64,10 @@ def with_vocabulary(
         if [len(flatten(order)) - 2 * schedule.microbatches for order in orders] == lengths:  # it runs to its end
             inserted = replace(schedule, orders=orders, barriers=barriers)
             peaks = peak_memory(inserted, without_shards)
-            found += [inserted] * all(p <= limit * (1 + 1e-9) for p, limit in zip(peaks, limits, strict=True))
-    if not found:
+            fitting += [inserted] * all(p <= limit * (1 + 1e-9) for p, limit in zip(peaks, limits, strict=True))
+    if not fitting:
         raise ScheduleError(f"{schedule.name}: no order with {barriers} barriers fits; raise extra={extra}")
-    return min(found, key=lambda inserted: max(run_to_end(inserted, costs)[1].end))
+    return min(fitting, key=lambda inserted: max(run_to_end(inserted, costs)[1].end))
 
 
 def textbook_costs(stages: int) -> Costs:
@@ -115,7 +115,7 @@ def _prefer_late_stages(limits: Sequence[float]) -> Preference:
 
     def choose(state: DispatchState, rank: int) -> Step | None:
         ready = state.ready(rank)
-        forwards = (a for a in reversed(ready) if a.op == F and state.has_room(rank, a, limits[rank]))
+        forwards = (a for a in reversed(ready) if a.op == F and state.fits_forward(rank, a, limits[rank]))
         forward = next(forwards, None)  # of the latest stage
         of_last_stage = forward if forward is not None and forward.stage == state.placement.stages - 1 else None
         backward, weight = (oldest(action for action in ready if action.op == op) for op in (B, W))
@@ -130,8 +130,7 @@ def _next_vocabulary_pass(state: DispatchState, op: str, rank: int) -> Action | 
 
 
 def _urgent_vocabulary_pass(state: DispatchState, rank: int) -> Action | None:
-    """Returns the vocabulary pass that must not wait: S, and T if the last stage's backward or the next S waits for
-    it."""
+    """Returns the vocabulary pass that must not wait: S, and T if the last stage's backward or the next S needs it."""
     shard = state.placement.stages_of(rank)[0]
     ready_s, ready_t = (_next_vocabulary_pass(state, op, rank) for op in (S, T))
     is_full = state.started[S, shard] - state.started[T, shard] >= MAX_PENDING_T

@@ -18,9 +18,9 @@ ROUNDING = 1e-9  # share up to which sums of measured times and sizes count as e
 
 
 def zb_1p(task: Task) -> Orders:
-    """The shortest order found in the memory of 1F1B: p activations of its own stage on every rank.
+    """The shortest order found in the memory of 1F1B: p activations of its stage on every rank.
 
-    If all stages are alike it is ZB-H1, which is optimal in that memory. On 2 ranks, 3 microbatches at equal times::
+    If all stages are equal it is ZB-H1, which is optimal in that memory. On 2 ranks, 3 microbatches at equal times::
 
         F0.0  F0.1        B0.0  W0.0  F0.2  B0.1  W0.1  B0.2  W0.2
               F1.0  B1.0  F1.1  B1.1  W1.0  F1.2  B1.2  W1.1  W1.2

@@ -1,1 +1,1 @@
-"""What a schedule is: actions, placements, costs, orders, and their text and file forms."""
+"""Schedules as data: actions, placements, costs, orders, and their text and file forms."""

@@ -1,4 +1,4 @@
-"""What a rank can be told to do: one operation on one stage for one microbatch.
+"""Actions of a rank: one operation on one stage for one microbatch.
 
 The letters are those of the papers: F forward, B input gradient, W weight gradient, BW the fused backward, S and T
 the two vocabulary passes. VALIDATE, GATHER, REDUCE and OPT are the optimizer's, once per stage. A lowered program also
@@ -61,7 +61,7 @@ class Pair(NamedTuple):
         return f"({self.first}|{self.second})"
 
 
-PAIRED = frozenset((one, other) for one, other in ((F, B), (F, BW), (F, W), (B, W)))  # the operations of pairs
+PAIRED = frozenset((one, second) for one, second in ((F, B), (F, BW), (F, W), (B, W)))  # the operations of pairs
 
 
 Step = Action | Pair

@@ -28,8 +28,8 @@ class Costs:
 
     * `forward`, `backward` (input gradient), `weight`: time of F, B and W. BW takes backward + weight, less what is
       `saved` by not splitting.
-    * `forward_exchange`, `backward_exchange`: the part of F's and B's time in which the rank waits for collectives of
-      the model. The other half of a pair hides it while it computes; in BW the weight products do.
+    * `forward_exchange`, `backward_exchange`: the part of F's and B's time in which the rank is idle until
+      collectives of the model end. The other half of a pair hides it while it computes; in BW the weight products do.
     * `vocab_s`, `vocab_t`: time of the vocabulary passes S and T of the shard that a stage names, `vocab_state` what
       the shard holds from S to T. Their collectives take `comm`.
     * `optimizer`: time of the optimizer step of a stage.
@@ -37,7 +37,7 @@ class Costs:
     * `message`: size of what a stage sends onwards, and of the gradient that comes back for it.
     * `comm`: latency of a hop between two ranks, `bandwidth` its size term (`None`: none); `links` overrides both for
       single links.
-    * `time_unit`, `memory_unit`: what pictures write behind the numbers.
+    * `time_unit`, `memory_unit`: "s", "FLOP" and "B" are written with a suitable multiple; any other unit, or none.
 
     Raises `ScheduleError` for lengths that differ and for values that are negative or not finite.
 
@@ -142,7 +142,7 @@ class Costs:
         return self.times(op)[stage]
 
     def exchange(self, op: str, stage: int) -> float:
-        """Returns the part of a pass's time in which its rank waits for collectives of the model."""
+        """Returns the part of a pass's time in which its rank is idle until collectives of the model end."""
         times = {F: self.forward_exchange, B: self.backward_exchange}
         if op == BW:
             return max(self.backward_exchange[stage] - self.weight[stage], 0)
@@ -152,22 +152,24 @@ class Costs:
         """Returns how long a rank waits during `step` for collectives of the model that nothing hides."""
         if isinstance(step, Action):
             return self.exchange(step.op, step.stage)
-        (op, stage, _), (other_op, other, _) = step
-        return self.exchange(op, stage) + self.exchange(other_op, other) - self._hidden(op, stage, other_op, other)
+        (op, stage, _), (partner_op, partner, _) = step
+        return (
+            self.exchange(op, stage) + self.exchange(partner_op, partner) - self._hidden(op, stage, partner_op, partner)
+        )
 
-    def pair_time(self, op: str, stage: int, other_op: str, other: int) -> float:
+    def pair_time(self, op: str, stage: int, partner_op: str, partner: int) -> float:
         """Returns the time of a pair of passes. Each hides what the other exchanges while it computes."""
-        return self.time(op, stage) + self.time(other_op, other) - self._hidden(op, stage, other_op, other)
+        return self.time(op, stage) + self.time(partner_op, partner) - self._hidden(op, stage, partner_op, partner)
 
-    def _hidden(self, op: str, stage: int, other_op: str, other: int) -> float:
-        exchange, other_exchange = self.exchange(op, stage), self.exchange(other_op, other)
+    def _hidden(self, op: str, stage: int, partner_op: str, partner: int) -> float:
+        exchange, partner_exchange = self.exchange(op, stage), self.exchange(partner_op, partner)
         computing = self.time(op, stage) - exchange
-        return min(exchange, self.time(other_op, other) - other_exchange) + min(other_exchange, computing)
+        return min(exchange, self.time(partner_op, partner) - partner_exchange) + min(partner_exchange, computing)
 
     def hop(self, stage: int, source: int, destination: int) -> float:
         """Returns the delay between the end of a pass on rank `source` and the use of its message on `destination`.
 
-        `stage` is the one whose output travels: forwards of `stage` itself, backwards of `stage` + 1. The same rank: 0.
+        `stage` is the one whose output is sent: forwards of `stage` itself, backwards of `stage` + 1. The same rank: 0.
         """
         if source == destination:
             return 0
@@ -201,6 +203,18 @@ class Costs:
             values[name] = tuple(size for size in sizes for _ in range(parts))
         return replace(self, **values)
 
+    def scaled(self, factor: float, time_unit: str) -> "Costs":
+        """Returns the costs with all times multiplied, in another unit of time."""
+        times = set(PER_STAGE) - {"activation", "residue", "vocab_state", "message"}
+        values: dict[str, Any] = {name: tuple(factor * time for time in getattr(self, name)) for name in times}
+        connections = [Link(0, 0, self.comm, self.bandwidth), *self.links]
+        connections = [
+            hop._replace(latency=factor * hop.latency, bandwidth=hop[3] and hop[3] / factor) for hop in connections
+        ]
+        _, _, comm, bandwidth = connections[0]
+        links = tuple(connections[1:])
+        return replace(self, **values, comm=comm, bandwidth=bandwidth, links=links, time_unit=time_unit)
+
     def to_json(self) -> str:
         """Returns one JSON object, as `from_json` reads it; fractions become floats."""
         return json.dumps(asdict(self), default=float)
@@ -217,14 +231,14 @@ class Costs:
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> "Costs":
         """Returns the costs in the value of a JSON text."""
-        known = [f.name for f in fields(cls)]
+        names = [f.name for f in fields(cls)]
         if not isinstance(data, Mapping):
-            raise ScheduleError(f"costs: received {type(data).__name__}; expected an object with {', '.join(known)}")
+            raise ScheduleError(f"costs: received {type(data).__name__}; expected an object with {', '.join(names)}")
         missing = [name for name in ("forward", "backward", "weight") if name not in data]
-        if missing or not set(data) <= set(known):
-            unknown = ", ".join(f"{name!s:.40}" for name in data if name not in known)
+        if missing or not set(data) <= set(names):
+            unknown = ", ".join(f"{name!s:.40}" for name in data if name not in names)
             wrong = f"missing {', '.join(missing)}" if missing else f"unknown {unknown}"
-            raise ScheduleError(f"costs: {wrong}; expected {', '.join(known)}")
+            raise ScheduleError(f"costs: {wrong}; expected {', '.join(names)}")
         for name in (*PER_STAGE, "links"):
             if not isinstance(data.get(name, []), list | tuple):
                 raise ScheduleError(f"costs: `{name}` is {data[name]!r:.80}; expected a list")

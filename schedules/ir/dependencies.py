@@ -37,7 +37,7 @@ def needs(op: str, stage: int, stages: int) -> tuple[Dependency, ...]:
     result = result_of(op)
     if result in DIRECTION and 0 <= stage - DIRECTION[result] < stages:
         return (Dependency(result, stage - DIRECTION[result]),)
-    return tuple(Dependency(other, stage) for other in COMPUTE_OPS[op].after)
+    return tuple(Dependency(neighbour, stage) for neighbour in COMPUTE_OPS[op].after)
 
 
 def shard_dependencies(schedule: Schedule, lowered: bool) -> dict[tuple[str, int], str]:
@@ -48,11 +48,11 @@ def shard_dependencies(schedule: Schedule, lowered: bool) -> dict[tuple[str, int
     if not schedule.shards:
         return {}
     reduced = {1: (S, STATS), 2: (T, SUM)}[schedule.barriers][lowered]
-    found = {(op, schedule.stages - 1): reduced for op in (B, BW)}
-    found |= {(T, shard): STATS if lowered else S for shard in schedule.shards}
+    needed = {(op, schedule.stages - 1): reduced for op in (B, BW)}
+    needed |= {(T, shard): STATS if lowered else S for shard in schedule.shards}
     if lowered:
-        found |= {(S, shard): CAST for shard in schedule.shards}
-    return found | {(F, 0): LOOKUP} if lowered and schedule.lookups else found
+        needed |= {(S, shard): CAST for shard in schedule.shards}
+    return needed | {(F, 0): LOOKUP} if lowered and schedule.lookups else needed
 
 
 class Route(NamedTuple):
@@ -76,11 +76,11 @@ def routes_of(schedule: Schedule, rank: int) -> dict[tuple[str, int], Route]:
     placement, results = schedule.placement, {result_of(op) for op in schedule.ops}
     for stage in placement.stages_of(rank):
         for op, step in DIRECTION.items():
-            for direction, other in (("RECV", stage - step), ("SEND", stage + step)):
-                if op in results and 0 <= other < schedule.stages:
-                    peer = placement.rank_of_neighbour(rank, stage, other)
+            for direction, neighbour in (("RECV", stage - step), ("SEND", stage + step)):
+                if op in results and 0 <= neighbour < schedule.stages:
+                    peer = placement.rank_of_neighbour(rank, stage, neighbour)
                     ends = (rank, peer) if direction == "SEND" else (peer, rank)
-                    routes[f"{direction}_{op}", stage] = Route(*ends, other)
+                    routes[f"{direction}_{op}", stage] = Route(*ends, neighbour)
     return routes
 
 

@@ -25,7 +25,7 @@ TORCH_ONLY = re.compile(r"\d+(UNSHARD|RESHARD|(WAIT_)?REDUCE_GRAD|WAIT_SEND_[FB]
 ENDS_OF_SCHEDULES = (".csv", ".json")
 JSON_VERSION = 2
 MAX_RANKS = 1 << 16  # rows of a CSV
-SHOWN = 16  # ranks, and stages of each, in a message
+MAX_LISTED = 16  # ranks, and stages of each, in a message
 
 
 def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) -> str:
@@ -60,11 +60,11 @@ def to_csv(schedule: Schedule, letters: Letters = "torch", waits: bool = False) 
     return out.getvalue()
 
 
-def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -> Schedule:
+def from_csv(text: str, name: str = "csv") -> Schedule:
     """Returns the schedule that `to_csv` or torch's `_dump_csv` wrote.
 
     Empty cells (torch's bubbles), SEND and RECV, and torch's UNSHARD, RESHARD, REDUCE_GRAD and waits are left out:
-    `lower` places messages again. The placement is read off the rows unless it is given.
+    `lower` places messages again. The placement is read off the rows.
     """
     try:
         rows = list(islice(filter(None, csv.reader(io.StringIO(text))), MAX_RANKS + 1))
@@ -76,7 +76,7 @@ def from_csv(text: str, name: str = "csv", placement: Placement | None = None) -
     microbatches = 1 + max((action.microbatch for order in orders for action in flatten(order)), default=-1)
     if not microbatches:
         raise ScheduleError("this CSV holds no actions; expected one row of actions per rank")
-    placement = placement or infer_placement(orders)
+    placement = infer_placement(orders)
     _require_counts(placement, microbatches, orders)
     return Schedule(name, placement, microbatches, orders)
 
@@ -108,10 +108,10 @@ def infer_placement(orders: Sequence[Sequence[Step]]) -> Placement:
     if all(stages) and sorted(stage for owned in stages for stage in owned) == [*range(len(owners))]:
         return Placement.of_ranks(owners[stage] for stage in range(len(owners)))
     listing = "; ".join(
-        f"rank {rank}: {', '.join(map(str, owned[:SHOWN])) or 'none'}{', ...' * (len(owned) > SHOWN)}"
-        for rank, owned in enumerate(stages[:SHOWN])
+        f"rank {rank}: {', '.join(map(str, owned[:MAX_LISTED])) or 'none'}{', ...' * (len(owned) > MAX_LISTED)}"
+        for rank, owned in enumerate(stages[:MAX_LISTED])
     )
-    listing += "; ..." * (len(stages) > SHOWN)
+    listing += "; ..." * (len(stages) > MAX_LISTED)
     expected = "each of the stages 0 to n-1 on one rank, at least one on every rank (or two copies of the model, dual)"
     raise ScheduleError(f"stages by rank ({listing}) match no placement; expected {expected}")
 

@@ -79,9 +79,12 @@ TORCH_LETTERS = {op: spec.torch for op, spec in COMPUTE_OPS.items() if spec.torc
 TORCH_LETTERS |= {op: op for op in (*MESSAGE_OPS, *COLLECTIVE_OPS)}
 
 
+_WORK = {op: COMPUTE_OPS[op].does if op in COMPUTE_OPS else (op,) for op in OPS}
+
+
 def work_of(op: str) -> tuple[str, ...]:
     """Returns the operations whose work `op` does: B and W for BW."""
-    return COMPUTE_OPS[op].does if op in COMPUTE_OPS else (op,)
+    return _WORK[op]
 
 
 def result_of(op: str) -> str:
@@ -90,4 +93,4 @@ def result_of(op: str) -> str:
     >>> result_of("BW"), result_of("F"), result_of("SEND_F")
     ('B', 'F', 'SEND_F')
     """
-    return work_of(op)[0]
+    return _WORK[op][0]

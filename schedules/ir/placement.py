@@ -1,4 +1,4 @@
-"""Which rank owns which stage."""
+"""The ranks that own the stages."""
 
 import re
 import sys
@@ -117,7 +117,7 @@ class Placement:
         return self.owners[stage][copy]
 
     def rank_of_neighbour(self, rank: int, stage: int, neighbour: int) -> int:
-        """Returns the rank of stage `neighbour` in the model copy of which `rank` owns `stage`."""
+        """Returns the rank of stage `neighbour` in the model copy whose `stage` is on `rank`."""
         return self.owners[neighbour][self.owners[stage].index(rank)]
 
     def stages_of(self, rank: int) -> tuple[int, ...]:

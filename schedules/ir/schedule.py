@@ -39,11 +39,11 @@ class Schedule(Picturable):
     """`orders[rank]` is the tuple of that rank's actions, or pairs of them.
 
     `lower` adds the messages. Execution semantics of a schedule with messages, which `check` proves safe and every
-    runtime must keep: a RECV posts a receive and returns; a compute action waits for the receives it needs; a SEND may
-    block until the matching receive is posted. On every channel (ordered pair of ranks) receives are posted in the
-    order in which the peer sends.
+    runtime must keep: a RECV posts a receive and returns; a compute action blocks until its receives are complete; a
+    SEND may block until the matching receive is posted. On every channel (ordered pair of ranks) receives are posted
+    in the order in which the peer sends.
 
-    If there are vocabulary passes, `barriers` says what the backward of the last stage waits for: S of every shard (1)
+    If there are vocabulary passes, `barriers` says what the backward of the last stage needs: S of every shard (1)
     or T of every shard (2). `lookups` says that the embedding is sharded too: the first stage receives the rows that
     all shards have looked up.
     """
@@ -69,7 +69,7 @@ class Schedule(Picturable):
 
     @cached_property
     def is_lowered(self) -> bool:
-        """Whether the orders have messages or collectives."""
+        """True if the orders have messages or collectives."""
         return not self.ops.isdisjoint(COMMUNICATION)
 
     def compute_only(self) -> "Schedule":

@@ -3,7 +3,7 @@
 All shards post the same collectives in the same order on a separate process group; posting never waits, so a
 collective is complete when the last shard has posted it. In a run of the orders collective X belongs to the time at
 which the last pass that feeds it ends. All shards post it before the action that they run at that time. Then no post
-comes after what waits for it: a consumer begins no earlier than that time, and everything in front of a post began
+comes after what needs it: a consumer begins no earlier than that time, and everything in front of a post began
 before it. Numbered by these times they join the proof in `zbcompile.schedules.lowering.lower`.
 
 A LOOKUP depends only on the inputs. It belongs to the time at which the forward of the first stage two before its own

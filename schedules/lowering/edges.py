@@ -1,4 +1,4 @@
-"""Who makes, needs and sends each value of a step: the one table that plans, records and memory figures read."""
+"""The producer, consumer and message of each value of a step, which plans, records and memory figures read."""
 
 from typing import NamedTuple
 
@@ -22,8 +22,8 @@ class Message(NamedTuple):
 
 
 class Edge(NamedTuple):
-    """The values of an action. A compute action waits for `needs` and makes messages, each for a rank; a SEND `carries`
-    one to `peer`, a RECV one from there."""
+    """The values of an action. A compute action needs the messages `needs` and makes others, each for a rank; a SEND
+    `carries` one to `peer`, a RECV one from there."""
 
     needs: tuple[Message, ...] = ()
     makes: tuple[tuple[Message, int], ...] = ()

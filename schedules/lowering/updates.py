@@ -1,9 +1,9 @@
 """Actions that run once per step, not once per microbatch: the optimizer's in the orders of all ranks, and the
 exchanges around their programs.
 
-VALIDATE and GATHER wait for the previous training step, before the first forward of their stage.
+VALIDATE and GATHER end the previous training step, before the first forward of their stage.
 REDUCE starts the sum of the stage's gradients right after its last W. OPT comes after everything that another
-rank waits for and, where there are sums, one place behind REDUCE, so that a sum has that long.
+rank needs and, where there are sums, one place behind REDUCE, so that a sum has that long.
 
 An exchange (`zbcompile.schedules.ir.actions.EXCHANGES`) comes before everything else on every rank if the table has it
 before F, otherwise behind everything, in the order of the table. So two ranks can never wait for each other in
@@ -47,9 +47,9 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
     rank 0  GATHER0.0  F0.0  B0.0  W0.0  REDUCE0.0  OPT0.0
     rank 1  GATHER1.0  F1.0  B1.0  W1.0  REDUCE1.0  OPT1.0
     """
-    known = (*UPDATES, *EXCHANGES)
-    if isinstance(kinds, str) or not set(kinds) <= set(known):
-        raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(known)}")
+    allowed = (*UPDATES, *EXCHANGES)
+    if isinstance(kinds, str) or not set(kinds) <= set(allowed):
+        raise ScheduleError(f"updates {kinds!r}; expected a tuple with some of {', '.join(allowed)}")
     orders = schedule.orders
     if set(kinds).intersection(UPDATES) and schedule.placement.copies == 1:
         orders = tuple(_with_updates(order, kinds) for order in orders)
@@ -57,22 +57,17 @@ def with_updates(schedule: Schedule, kinds: Collection[str]) -> Schedule:
 
 
 def _with_updates(order: Sequence[Step], kinds: Collection[str]) -> tuple[Step, ...]:
-    first, last, awaited, count = dict[int, int](), dict[int, int](), 0, 0  # in numbers of compute steps
-    for step in order:
-        if step[0] not in COMMUNICATION:
-            for op, stage, _ in flatten((step,)):
-                if op == F:
-                    first.setdefault(stage, count)
-                if W in work_of(op):
-                    last[stage] = count
-                if op != W:
-                    awaited = count
-            count += 1
+    compute = [step for step in order if step[0] not in COMMUNICATION]
+    actions = [(index, action) for index, step in enumerate(compute) for action in flatten((step,))]
+    first = {action.stage: index for index, action in reversed(actions) if action.op == F}
+    last = {action.stage: index for index, action in actions if W in work_of(action.op)}
+    awaited = max((index for index, action in actions if action.op != W), default=0)
+    behind_last = sorted(last.items(), key=lambda item: item[1])
     updates: dict[int, list[Action]] = defaultdict(list)  # by the number of the compute step that follows
-    for stage, index in sorted(last.items(), key=lambda item: item[1]):
+    for stage, index in behind_last:
         updates[index + 1] += [Action(REDUCE, stage, 0)] * (REDUCE in kinds)
-    for stage, index in sorted(last.items(), key=lambda item: item[1]):
-        update = min(max(awaited, index + (REDUCE in kinds)), count - 1)
+    for stage, index in behind_last:
+        update = min(max(awaited, index + (REDUCE in kinds)), len(compute) - 1)
         updates[update + 1] += [Action(OPT, stage, 0)] * (OPT in kinds)
     for stage, index in first.items():
         updates[index] += [Action(op, stage, 0) for op in (VALIDATE, GATHER) if op in kinds]

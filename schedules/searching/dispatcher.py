@@ -28,13 +28,8 @@ class Direction:
     def __init__(self, problem: SchedulingProblem, backward: bool) -> None:
         self.problem, self.step = problem, -1 if backward else 1
         ranks, passes = range(problem.placement.ranks), len(problem.actions)
-        self.after: list[list[tuple[int, float]]] = [[] for _ in problem.inputs]
-        self.missing = [0] * len(problem.inputs)
-        for user, inputs in enumerate(problem.inputs):
-            for made, delay in inputs:
-                first, then = (user, made) if backward else (made, user)
-                self.after[first].append((then, delay))
-                self.missing[then] += 1
+        self.after, before = (problem.inputs, problem.users) if backward else (problem.users, problem.inputs)
+        self.missing = [*map(len, before)]
         for n in range(passes, len(self.missing)):
             if not self.missing[n]:  # nothing waits for all shards: they need not wait for each other backward
                 for user, _ in self.after[n]:
@@ -56,8 +51,8 @@ class Direction:
     def dispatch(self, priority: Sequence[float], patience: float) -> DispatchedOrder | None:
         """Lets every free rank run, of the passes that it can start soon, the one with the lowest priority.
 
-        It waits for one that has not arrived up to `patience` times the time in which the first of the others could
-        end. Returns None if memory admits no order.
+        It leaves time for one that has not arrived, up to `patience` times the time in which the first of the others
+        could end. Returns None if memory admits no order.
         """
         return _Dispatch(self, priority, patience).result()
 
@@ -146,8 +141,8 @@ class _Dispatch:
                 self.oldest[rank] += step
         heappush(self.wakes, (ended, rank))
         done = [(n, ended)]
-        for made, end in done:
-            for user, delay in self.direction.after[made]:
+        for producer, end in done:
+            for user, delay in self.direction.after[producer]:
                 arrival = self.arrival[user] = max(self.arrival[user], end + delay)
                 self.missing[user] -= 1
                 if not self.missing[user] and user >= len(self.rank):

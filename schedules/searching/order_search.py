@@ -58,7 +58,7 @@ class SearchResult:
 
     @property
     def proven(self) -> bool:
-        """Whether the order meets the bound, so that none is shorter."""
+        """True if the order meets the bound, so that none is shorter."""
         return self.objective <= self.bound * ROUNDING
 
     @property
@@ -69,11 +69,8 @@ class SearchResult:
     def __str__(self) -> str:
         left = "proven optimal" if self.proven else f"{float(self.gap):.1%} above the bound of {float(self.bound):.6g}"
         text = f"auto: {float(self.objective):.6g} on placement {self.schedule.placement}, {left}; from {self.origin}"
-        if self.best_name is None:
-            return f"{text}\nno named schedule fits"
-        name, value = self.best_name
-        longer = f", {float(value / self.objective) - 1:.1%} longer" if self.objective else ""
-        return f"{text}\nthe best name, {name}: {float(value):.6g}{longer}"
+        name, value = self.best_name or ("none fits", 0)
+        return f"{text}\nthe best name, {name}: {float(value):.6g}"
 
 
 def search(
@@ -115,7 +112,7 @@ def search(
     shortest = min(candidate.value for candidate in candidates) * ROUNDING
     best = min((candidate for candidate in candidates if candidate.value <= shortest), key=_excess)
     simulation = simulate(replace(best.schedule, name="auto"), best.problem.costs)
-    by_value = sorted(((each.value, each.schedule) for each in named), key=lambda pair: pair[0])
+    by_value = sorted(((candidate.value, candidate.schedule) for candidate in named), key=lambda pair: pair[0])
     return SearchResult(simulation.schedule, simulation, min(bounds.values()), best.value, best.origin, tuple(by_value))
 
 
@@ -203,7 +200,7 @@ def _named(problem: SchedulingProblem) -> Iterator[Candidate]:
 def adapted(schedule: Schedule, costs: Costs) -> Schedule:
     """Returns a named schedule in a V after one forward-backward pass under `costs`.
 
-    V orders are made for equal times. The schedule is returned as it is if the pass does not shorten it in both
+    V orders are made for equal times. The schedule is returned unchanged if the pass does not shorten it in both
     objectives within its memory, and if it is large.
     """
     if schedule.placement.kind != "v" or schedule.ranks == 1 or sum(map(len, schedule.orders)) > LARGE:
@@ -215,9 +212,9 @@ def adapted(schedule: Schedule, costs: Costs) -> Schedule:
     again = order and forward_backward_pass(problem, order, V_PATIENCE)
     if not again:
         return schedule
-    other = replace(problem.schedule(again), name=schedule.name)
-    before, after = simulate(schedule, costs), simulate(other, costs)
-    return other if after.makespan < before.makespan and after.cost < before.cost else schedule
+    improved = replace(problem.schedule(again), name=schedule.name)
+    before, after = simulate(schedule, costs), simulate(improved, costs)
+    return improved if after.makespan < before.makespan and after.cost < before.cost else schedule
 
 
 def _candidate(problem: SchedulingProblem, origin: str, order: Order, schedule: Schedule | None = None) -> Candidate:
@@ -248,4 +245,5 @@ def _starts(candidates: Sequence[Candidate]) -> list[Candidate]:
     for candidate in sorted(candidates, key=lambda candidate: candidate.value):
         distinct.setdefault((candidate.problem, candidate.value), candidate)
     first = {candidate.problem: candidate for candidate in reversed(distinct.values())}
-    return sorted(distinct.values(), key=lambda each: (each is not first[each.problem], each.value))[:STARTS]
+    ranked = sorted(distinct.values(), key=lambda start: (start is not first[start.problem], start.value))
+    return ranked[:STARTS]

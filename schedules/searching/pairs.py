@@ -1,9 +1,10 @@
 """Pairs of a pass that exchanges tensors in the middle of a microbatch and a W whose products hide that exchange.
 
-A pass with collectives (tensor parallelism) waits for them. A W needs no other rank: run as one graph with the pass, it
-fills the gaps between issue and wait. `with_pairs` moves Ws next to such passes: forward in the order to the pass that
-precedes them, or backward to a later one; a B next to its own W becomes BW. A move is made only if neither the
-simulated step nor any rank's memory suffers; the weight gradients of a stage keep their order, and so their bits."""
+A pass with collectives (tensor parallelism) is idle until they end. A W needs no other rank: run as one graph with
+the pass, it fills the gaps between issue and wait. `with_pairs` moves Ws next to such passes: forward in the order to
+the pass that precedes them, or backward to a later one; a B next to its own W becomes BW. A move is made only if
+neither the simulated step nor any rank's memory suffers; the weight gradients of a stage keep their order, and so
+their bits."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -43,7 +44,9 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
         if not any(costs.exchange(op, stage) for stage in range(schedule.stages)):
             continue
         ranks = enumerate(zip(schedule.orders, partners, strict=True))
-        groups = [[(rank, *move) for rank, (order, own) in ranks for move in _nearest(order[::direction], own, op)]]
+        groups = [
+            [(rank, *move) for rank, (order, of_rank) in ranks for move in _nearest(order[::direction], of_rank, op)]
+        ]
         for group in groups:  # all moves that do no harm together, or else those of each half
             candidates = [dict(of_rank) for of_rank in partners]
             for rank, action, weight in group:
@@ -68,17 +71,17 @@ def with_pairs(schedule: Schedule, costs: Costs) -> Schedule:
 
 def _fuse(step: Step) -> Step:
     """Returns BW for a B paired with its W."""
-    is_own = isinstance(step, Pair) and step == Pair(step.first._replace(op=B), step.first._replace(op=W))
-    return Action(BW, *step.first[1:]) if isinstance(step, Pair) and is_own else step
+    is_same = isinstance(step, Pair) and step == Pair(step.first._replace(op=B), step.first._replace(op=W))
+    return Action(BW, *step.first[1:]) if isinstance(step, Pair) and is_same else step
 
 
 def _nearest(order: Order, partners: Partners, op: str) -> Iterator[tuple[Action, Action]]:
     """Yields each W with the last `op` pass in front of it that has no W yet; in a reversed order, the first behind."""
-    taken, free = set(partners.values()), list[Action]()
+    paired_weights, free = set(partners.values()), list[Action]()
     for step in order:
         if isinstance(step, Action) and step.op == op and step not in partners:
             free.append(step)
-        elif isinstance(step, Action) and step.op == W and step not in taken and free:
+        elif isinstance(step, Action) and step.op == W and step not in paired_weights and free:
             yield free.pop(), step
 
 

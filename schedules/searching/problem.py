@@ -1,7 +1,7 @@
-"""The problem of a search: the passes of a step as numbers, what each waits for, and what the ranks may hold.
+"""The problem of a search: the passes of a step as numbers, their inputs, and the memory of the ranks.
 
 It is a view of the order graph of the sequential order, in which every microbatch runs alone. Passes of one operation
-and stage run in order of their microbatches: where stages are alike for all microbatches, as the costs say, no other
+and stage run in order of their microbatches: where stages are equal for all microbatches, as the costs say, no other
 order is shorter, and weight gradients must accumulate in this one.
 """
 
@@ -30,7 +30,7 @@ class SchedulingProblem:
     """`microbatches` on `placement` under `costs`, within `limits` (one per rank, `None`: none).
 
     `barrier`: the objective is the makespan, else the longest span of a rank. By pass: its action, rank and time, what
-    it adds to the memory of its rank, and in `inputs` what it waits for and how long that is sent; the numbers behind
+    it adds to the memory of its rank, and in `inputs` what it needs and how long that is sent; the numbers behind
     those of the passes stand for "every shard has run it". `offset` is, by rank, what is added to the end of its last
     pass; the largest of these sums is the objective.
     """
@@ -48,18 +48,13 @@ class SchedulingProblem:
         self.sharded, self.microbatches = any((*costs.vocab_s, *costs.vocab_t)), microbatches
         self.sequential = sequential_order(placement, microbatches, barriers if self.sharded else 0)
         graph, ranks = OrderGraph(self.sequential), range(placement.ranks)
-        delays, passes = graph.delays(costs), graph.first[-1]
-        self.actions = flatten(graph.steps[:passes])
+        self.actions = flatten(graph.steps[: graph.first[-1]])
         self.number = {action: n for n, action in enumerate(self.actions)}
         self.rank = [rank for rank in ranks for _ in graph.nodes(rank)]
         self.time = graph.times(costs)
         added = {op: costs.added(op) for op in (F, B, W, S, T)}
         self.added = [added[op][stage] for op, stage, _ in self.actions]
-        self.inputs = [tuple((made, delays[link]) for made, link in inputs) for inputs in graph.inputs]
-        self._users: list[list[tuple[int, float]]] = [[] for _ in self.inputs]
-        for user, inputs in enumerate(self.inputs):
-            for made, delay in inputs:
-                self._users[made].append((user, delay))
+        self.inputs, self.users = graph.inputs_and_users(costs)
         total = sum(self.time) + sum(map(abs, self.added)) + sum(sum(d for _, d in inputs) for inputs in self.inputs)
         if not 2 * total < math.inf:
             sums = f"placement {placement}: the times, or the bytes, of all passes add up"
@@ -72,12 +67,12 @@ class SchedulingProblem:
             self.offset = [time - start for time, start in zip(optimizer, starts, strict=True)]
 
     def _find_heads(self) -> None:
-        """Finds the earliest start of every pass if ranks could run any number of passes at once."""
+        """Finds the earliest start of every pass if ranks could run any number of passes in parallel."""
         self.heads: list[float] = [0] * len(self.inputs)
         missing = [*map(len, self.inputs)]
         self._topological = [n for n, count in enumerate(missing) if not count]
         for n in self._topological:
-            for user, delay in self._users[n]:
+            for user, delay in self.users[n]:
                 self.heads[user] = max(self.heads[user], self.heads[n] + self.time[n] + delay)
                 missing[user] -= 1
                 if not missing[user]:
@@ -123,7 +118,7 @@ class SchedulingProblem:
         tails: list[float] = [self.offset[rank] for rank in self.rank]  # the least that follows the end of every pass
         tails += [-math.inf] * (len(self.inputs) - len(tails))
         for n in reversed(self._topological):
-            tails[n] = max([tails[n], *(tails[user] + self.time[user] + delay for user, delay in self._users[n])])
+            tails[n] = max([tails[n], *(tails[user] + self.time[user] + delay for user, delay in self.users[n])])
         bounds: list[float] = []
         for rank in range(self.placement.ranks):
             passes = [n for n, r in enumerate(self.rank) if r == rank]

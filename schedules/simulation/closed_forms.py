@@ -1,6 +1,6 @@
 """Closed forms: the length of a step and the peak memory of every named schedule as sympy expressions.
 
-They hold for equal stages, `m >= 2p` microbatches of which `p` is a divisor, `T_W <= T_F <= T_B`, `M_W <= M_B`, and
+They hold for equal stages, `m >= 2p` microbatches that `p` divides, `T_W <= T_F <= T_B`, `M_W <= M_B`, and
 hops that a weight gradient covers twice (`2c <= T_W/v`). `ClosedForm.assumes` names what a formula needs beyond that.
 The tests compare every formula with the simulator. The only module of this package that imports sympy.
 """
@@ -75,8 +75,8 @@ def symbol_values(schedule: Schedule, costs: Costs) -> dict[Symbol, float]:
     return sizes | {symbol: v_here * values[0] for symbol, values in shares.items()}
 
 
-def _on_several_ranks(hops: Expr) -> Expr:
-    return Piecewise((0, sympy.Eq(p, 1)), (hops, True))
+def _on_several_ranks(messages: Expr) -> Expr:
+    return Piecewise((0, sympy.Eq(p, 1)), (messages, True))
 
 
 def _circulation(count: Expr) -> Expr:
@@ -84,14 +84,19 @@ def _circulation(count: Expr) -> Expr:
     return 2 * (p - 1) + 2 * (count - 1 - ceiling((count - 1) / p))
 
 
-EQUAL_TIMES, FREE_HOPS = "T_F = T_B = T_W", "c = 0"
+EQUAL_TIMES, FREE_MESSAGES = "T_F = T_B = T_W", "c = 0"
 _GPIPE = (m + p - 1) * T + 2 * (p - 1) * c
 _1F1B = (m + p - 1) * T + _circulation(m) * c
 _OVERLAP = (m + p - 1) * T + _on_several_ranks(2 * (p - 1) + 2 * Max(0, floor(m / 2) - 1)) * c
 _LOOPED = m * T + (p - 1) * T / v
-_H1 = (m + p - 1) * (T_F + T_B) + Max(1, m - p + 1) * T_W
+_INTERLEAVED = _LOOPED + _on_several_ranks(2 * (v * p - 1)) * c
+_BFS = _LOOPED + 2 * (p - 1) * c
+_SPLIT = (m + p - 1) * (T_F + T_B) + Max(1, m - p + 1) * T_W
+_H1, _LAZY = _SPLIT + _circulation(Min(m, p + 1)) * c, _SPLIT + _circulation(m) * c
 _H2_BUBBLE = (p - 1) * (T_F + T_B - 2 * T_W)
+_H2 = m * T + Max(0, _H2_BUBBLE), m * T + Max((p - 1) * T_F, _H2_BUBBLE)
 _INTERLEAVED_ZB = m * T + (p - 1) * (T_F + T_B - T_W) / v + _on_several_ranks(4 * (p - 1) + p * (v - 1)) * c
+_ZB_V = m * T + (6 * p - 8) * c, m * T + (p - 1) * T_F / 2 + (5 * p - 7) * c
 _V_HALF = m * T + (6 * floor((p - 1) / 2) - 1) * T_F / 2
 _V_MIN = m * T + (4 * p - 5) * T_F / 2
 _DUALPIPE = m * T + (p / 2 - 1) * (T + T_B - 2 * T_W)
@@ -102,33 +107,18 @@ FORMS: dict[str, tuple[Expr | None, Expr | None, Expr, str]] = {
     "gpipe": (_GPIPE, _GPIPE, m * M_B, ""),
     "1f1b": (_1F1B, _1F1B, Min(m, p) * M_B, ""),
     "1f1b-overlap": (_OVERLAP, _OVERLAP, Min(m, 2 * p) * M_B, ""),
-    "interleaved-1f1b": (
-        _LOOPED + _on_several_ranks(2 * (v * p - 1)) * c,
-        _LOOPED + _on_several_ranks(2 * (v * p - 1)) * c,
-        Min(v * m, v * p + p - 1) * M_B / v,
-        "",
-    ),
-    "interleaved-1f1b-overlap": (_LOOPED, _LOOPED, Min(v * m, v * p + p) * M_B / v, FREE_HOPS),
-    "looped-bfs": (_LOOPED + 2 * (p - 1) * c, _LOOPED + 2 * (p - 1) * c, m * M_B, ""),
-    "zb-h1": (_H1 + _circulation(Min(m, p + 1)) * c, _H1 + _circulation(Min(m, p + 1)) * c, Min(m, p) * M_B, ""),
-    "zb-h1-lazy": (_H1 + _circulation(m) * c, _H1 + _circulation(m) * c, Min(m, p) * M_B, ""),
-    "zb-h2": (
-        m * T + Max(0, _H2_BUBBLE),
-        m * T + Max((p - 1) * T_F, _H2_BUBBLE),
-        Min(m, 2 * p - 1) * M_B,
-        FREE_HOPS,
-    ),
+    "interleaved-1f1b": (_INTERLEAVED, _INTERLEAVED, Min(v * m, v * p + p - 1) * M_B / v, ""),
+    "interleaved-1f1b-overlap": (_LOOPED, _LOOPED, Min(v * m, v * p + p) * M_B / v, FREE_MESSAGES),
+    "looped-bfs": (_BFS, _BFS, m * M_B, ""),
+    "zb-h1": (_H1, _H1, Min(m, p) * M_B, ""),
+    "zb-h1-lazy": (_LAZY, _LAZY, Min(m, p) * M_B, ""),
+    "zb-h2": (*_H2, Min(m, 2 * p - 1) * M_B, FREE_MESSAGES),
     "zb-1p": (None, None, p * M_B, ""),  # the limit that its heuristic keeps
     "zb-2p": (None, None, 2 * p * M_B, ""),
     "interleaved-zb": (_INTERLEAVED_ZB, _INTERLEAVED_ZB, Min(m, p) * M_B, ""),
-    "zb-v": (
-        m * T + (6 * p - 8) * c,
-        m * T + (p - 1) * T_F / 2 + (5 * p - 7) * c,
-        p * M_B,
-        f"{EQUAL_TIMES}, p >= 2, 4c <= T_W",
-    ),
-    "v-half": (_V_HALF, _V_HALF, floor((p + 2) / 2) * M_B, f"{EQUAL_TIMES}, {FREE_HOPS}, p >= 3"),
-    "v-min": (_V_MIN, _V_MIN, floor((p + 4) / 3) * M_B, f"{EQUAL_TIMES}, {FREE_HOPS}, p = 4, 7, 10, ..."),
-    "dualpipe": (_DUALPIPE, _DUALPIPE, (p + 1) * M_B, f"T_F = T_B, {FREE_HOPS}"),
-    "dualpipe-v": (_DUALPIPE_V, _DUALPIPE_V, (2 * p + 1) * M_B / 2, f"T_F = T_B, {FREE_HOPS}"),
+    "zb-v": (*_ZB_V, p * M_B, f"{EQUAL_TIMES}, p >= 2, 4c <= T_W"),
+    "v-half": (_V_HALF, _V_HALF, floor((p + 2) / 2) * M_B, f"{EQUAL_TIMES}, {FREE_MESSAGES}, p >= 3"),
+    "v-min": (_V_MIN, _V_MIN, floor((p + 4) / 3) * M_B, f"{EQUAL_TIMES}, {FREE_MESSAGES}, p = 4, 7, 10, ..."),
+    "dualpipe": (_DUALPIPE, _DUALPIPE, (p + 1) * M_B, f"T_F = T_B, {FREE_MESSAGES}"),
+    "dualpipe-v": (_DUALPIPE_V, _DUALPIPE_V, (2 * p + 1) * M_B / 2, f"T_F = T_B, {FREE_MESSAGES}"),
 }

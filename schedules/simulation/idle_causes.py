@@ -18,14 +18,14 @@ class Idle(NamedTuple):
 
     `cause` is one of
 
-    * `communication`: what `step` needs has been made and travels (or, in a lowered schedule, the rank waits in a SEND
-      until its receive is posted);
+    * `communication`: what `step` needs has been made and is being sent (or, in a lowered schedule, the rank blocks
+      in a SEND until its receive is posted);
     * `warm-up`: the rank has not begun its first backward: the pipeline fills;
     * `cool-down`: the rank has run its last forward: the pipeline drains, until the last rank has finished;
     * `wait`: any other wait: the order does not fit the costs, or another rank has more work;
     * `overhead`: its inputs were ready; only in a measured step: what the host does between passes.
 
-    `action` on rank `source` is what `step` waits for.
+    `action` on rank `source` is what `step` needs.
     """
 
     rank: int
@@ -45,40 +45,29 @@ class Idle(NamedTuple):
 def idle_intervals(
     graph: OrderGraph, rank: int, start: Sequence[float], end: Sequence[float], delays: Sequence[float]
 ) -> Iterator[Idle]:
-    """Yields every interval in which `rank` stands still, between the first start and the last end of all ranks."""
+    """Yields every interval in which `rank` stands still, between the first start and the last end of all ranks.
+
+    A gap before a node is divided: the wait until its last input was made, then the time in which that was sent.
+    """
     nodes, finish = graph.nodes(rank), max(end)
-    least = ROUNDING * finish
-    ops = {n: {result_of(action.op) for action in flatten((graph.steps[n],))} for n in nodes}
-    first_backward = next((n for n in nodes if B in ops[n]), graph.first[rank + 1])
-    last_forward = max((n for n in nodes if F in ops[n]), default=-1)
+    results = {n: {result_of(action.op) for action in flatten((graph.steps[n],))} for n in nodes}
+    first_backward = next((n for n in nodes if B in results[n]), graph.first[rank + 1])
+    last_forward = max((n for n in nodes if F in results[n]), default=-1)
     previous: float = 0
     for n in nodes:
-        if start[n] - previous > least:
+        if start[n] - previous > ROUNDING * finish:
             phase: Cause = "warm-up" if n <= first_backward else "cool-down" if n > last_forward else "wait"
-            for begin, stop, cause, made in _causes(graph, n, previous, start[n], end, delays, phase):
-                action = next((a for a, node in graph.needed_by(n) if node == made), None)
-                source = None if made is None else graph.rank(made)
-                if stop - begin > least:
+            producer = blocking(graph, n, end, delays)
+            parts: list[tuple[float, float, Cause]] = [(previous, start[n], "overhead")]
+            if producer is not None:
+                is_send = graph.steps[n][0] in SENDS
+                ready = previous if is_send else min(max(end[producer], previous), start[n])
+                parts = [(previous, ready, phase), (ready, start[n], "communication")]
+            action = next((needed for needed, node in graph.needed_by(n) if node == producer), None)
+            for begin, stop, cause in parts:
+                if stop - begin > ROUNDING * finish:
+                    source = None if producer is None else graph.rank(producer)
                     yield Idle(rank, begin, stop, cause, graph.steps[n], action, source)
         previous = end[n]
-    if nodes and finish - previous > least:
+    if nodes and finish - previous > ROUNDING * finish:
         yield Idle(rank, previous, finish, "cool-down", None, None, None)
-
-
-def _causes(
-    graph: OrderGraph,
-    node: int,
-    begin: float,
-    stop: float,
-    end: Sequence[float],
-    delays: Sequence[float],
-    phase: Cause,
-) -> Iterator[tuple[float, float, Cause, int | None]]:
-    """Divides the gap before a node: the wait until its last input was made, then the time that it travelled."""
-    made = blocking(graph, node, end, delays)
-    if made is None:
-        yield begin, stop, "overhead", None
-        return
-    ready = begin if graph.steps[node][0] in SENDS else min(max(end[made], begin), stop)
-    yield begin, ready, phase, made
-    yield ready, stop, "communication", made

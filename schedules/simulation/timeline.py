@@ -66,14 +66,10 @@ class Timeline(Picturable):
     @cached_property
     def optimizer(self) -> tuple[float, ...]:
         """The time of every rank's optimizer step behind its last pass; none if actions of the orders take it."""
-        if self._updates:
+        if any(op in OPTIMIZER_OPS and OPTIMIZER_OPS[op].time for op in self.schedule.ops):
             return (0,) * self.schedule.ranks
         placement = self.schedule.placement
         return tuple(sum(self.costs.optimizer[s] for s in placement.stages_of(r)) for r in range(placement.ranks))
-
-    @cached_property
-    def _updates(self) -> bool:
-        return any(op in OPTIMIZER_OPS and OPTIMIZER_OPS[op].time for op in self.schedule.ops)
 
     @property
     def makespan(self) -> float:
@@ -81,16 +77,16 @@ class Timeline(Picturable):
 
     @cached_property
     def cost(self) -> float:
-        spans = []
+        spans: list[float] = [0]
         for rank, optimizer in enumerate(self.optimizer):
             nodes = self.graph.nodes(rank)
-            own = (self.start[n] for n in nodes if self.graph.steps[n][0] not in (VALIDATE, GATHER))
-            spans += [self.end[nodes[-1]] - next(own, 0) + optimizer] if nodes else []
-        return max(spans, default=0)
+            starts = (self.start[n] for n in nodes if self.graph.steps[n][0] not in (VALIDATE, GATHER))
+            spans += [self.end[nodes[-1]] - next(starts, 0) + optimizer] if nodes else []
+        return max(spans)
 
     @cached_property
     def work(self) -> float:
-        return max(busy + optimizer for busy, optimizer in zip(self.busy, self.optimizer, strict=True))
+        return max(map(sum, zip(self.busy, self.optimizer, strict=True)))
 
     @property
     def bubble(self) -> float:
@@ -122,7 +118,7 @@ class Timeline(Picturable):
         """Yields for every message between two ranks the node that makes it and the node that uses it."""
         links = [link.kind == "message" for link in self.graph.links]
         for node, inputs in enumerate(self.graph.inputs):
-            yield from ((made, node) for made, link in inputs if links[link])
+            yield from ((producer, node) for producer, link in inputs if links[link])
 
     @cached_property
     def idle(self) -> tuple[Idle, ...]:
@@ -131,29 +127,21 @@ class Timeline(Picturable):
         return tuple(idle for rank in range(self.schedule.ranks) for idle in idle_intervals(self.graph, rank, *how))
 
     @cached_property
-    def causes(self) -> tuple[Cause, ...]:
-        """The possible causes of idle time; overhead only if it was measured."""
-        measured = any(gap.cause == "overhead" for gap in self.idle)
-        return tuple(cause for cause in CAUSES if measured or cause != "overhead")
-
-    @cached_property
     def idle_by_cause(self) -> tuple[dict[Cause, float], ...]:
-        """The idle time of every rank by cause."""
-        totals: tuple[dict[Cause, float], ...]
-        totals = tuple(dict.fromkeys(self.causes, 0) for _ in range(self.schedule.ranks))
+        """The idle time of every rank by cause; overhead only if it was measured."""
+        causes = [cause for cause in CAUSES if cause != "overhead" or any(gap.cause == cause for gap in self.idle)]
+        totals: list[dict[Cause, float]] = [dict.fromkeys(causes, 0) for _ in range(self.schedule.ranks)]
         for gap in self.idle:
             totals[gap.rank][gap.cause] += gap.end - gap.start
-        return totals
+        return tuple(totals)
 
     def memory_curve(self, rank: int) -> tuple[tuple[float, float], ...]:
         """Returns the memory of `rank` from each time on, as (time, amount); 0 before the first."""
         spans = self.spans_of(rank)
-        steps = tuple(span.step for span in spans)
-        times = ((span.start, span.end) for span in spans for _ in flatten((span.step,)))
-        changes = zip(times, deltas(steps, self.costs), strict=True)
-        curve = [(begin if change > 0 else end, change) for (begin, end), change in changes if change]
-        amounts = accumulate(change for _, change in curve)
-        return tuple((time, amount) for (time, _), amount in zip(curve, amounts, strict=True))
+        owners = (span for span in spans for _ in flatten((span.step,)))
+        changes = zip(owners, deltas([span.step for span in spans], self.costs), strict=True)
+        curve = [(span.start if change > 0 else span.end, change) for span, change in changes if change]
+        return tuple(zip((time for time, _ in curve), accumulate(change for _, change in curve), strict=True))
 
 
 @gc_disabled()
@@ -177,11 +165,11 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
 
 def measured_timeline(schedule: Schedule, costs: Costs, times: Sequence[Sequence[tuple[float, float]]]) -> Timeline:
-    """Returns the step whose steps started and ended at `times[rank]`; `costs` give its memory and travel times."""
+    """Returns the step whose steps started and ended at `times[rank]`; `costs` give its memory and delays."""
     graph = OrderGraph(schedule)
     start, end = ([pair[at] for rank in times for pair in rank] for at in (0, 1))
     for inputs in graph.inputs[len(end) :]:  # a barrier ends with the last shard
-        latest = max(end[made] for made, _ in inputs)
+        latest = max(end[producer] for producer, _ in inputs)
         start.append(latest)
         end.append(latest)
     return Timeline(graph, costs, start, end, peak_memory(schedule, costs))

@@ -226,7 +226,7 @@ def optimizer(_: dict[str, Any]) -> dict[str, Any]:
     return {}
 
 
-def running(names: dict[str, Any]) -> dict[str, Any]:
+def checkpoints(names: dict[str, Any]) -> dict[str, Any]:
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
@@ -260,6 +260,7 @@ def training(_: dict[str, Any]) -> dict[str, Any]:
 
 OF_PAGE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "docs/backends.md": backends,
+    "docs/checkpoints.md": checkpoints,
     "docs/coming-from-torch.md": coming_from_torch,
     "docs/composition.md": composition,
     "docs/experts.md": experts,
@@ -267,7 +268,6 @@ OF_PAGE: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
     "docs/huggingface.md": huggingface,
     "docs/inspect.md": inspect,
     "docs/optimizer.md": optimizer,
-    "docs/running.md": running,
     "docs/schedules.md": schedules,
     "docs/training.md": training,
 }

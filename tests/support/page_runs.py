@@ -62,6 +62,7 @@ LONG = re.compile(  # takes more than five minutes on two cores
     r"|fault_table|hostile_programs|(?:published_gpts|vs_torch|promise|inductor|split_tax)\.py|overlap_tp\.py$"
 )
 RANKS = {  # processes that run a page's snippets, if not two
+    "docs/checkpoints.md": 1,
     "docs/composition.md": 8,
     "docs/experts.md": 4,
     "docs/optimizer.md": 4,

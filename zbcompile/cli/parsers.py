@@ -57,7 +57,7 @@ examples:
   torchrun --standalone --nproc-per-node 4 -m zbcompile.run program --data examples/text_batches.py:batches \\
       --weights model.safetensors --steps 1000 --lr 3e-4 --checkpoint checkpoints --every 100 --resume
 The second one resumes after a crash or a kill, with the same bits as if it had never stopped: start it again, or let
-torchrun do it (--max-restarts). The optimizer is AdamW; for everything else copy the loop of docs/running.md into a
+torchrun do it (--max-restarts). The optimizer is AdamW; for everything else copy the loop of docs/checkpoints.md into a
 script of your own, where zbcompile.load opens the program.
 """
 

@@ -26,66 +26,66 @@ from zbcompile.progress import Say
 from zbcompile.torch_private import pytree
 
 
-def run(chosen: argparse.Namespace, say: Say) -> None:
+def run(options: argparse.Namespace, say: Say) -> None:
     """Trains on this process's ranks. Raises PipelineError, on every rank, if that cannot work."""
-    _check(chosen)
-    if chosen.threads is not None:
-        torch.set_num_threads(chosen.threads)
-    source = load_object(chosen.data)
-    say(f"opening {chosen.directory}")
+    _check(options)
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    source = load_object(options.data)
+    say(f"opening {options.directory}")
     pipe = load(
-        chosen.directory,
-        mesh=_mesh(chosen),
-        init=load_object(chosen.init) if chosen.init else None,
-        seed=chosen.seed,
-        operators=chosen.operators,
-        timeout=chosen.timeout,
+        options.directory,
+        mesh=_mesh(options),
+        init=load_object(options.init) if options.init else None,
+        seed=options.seed,
+        operators=options.operators,
+        timeout=options.timeout,
     )
     say("")  # from here on steps are printed
     try:
-        _train(chosen, pipe, source)
+        _train(options, pipe, source)
     finally:
         pipe.close()
 
 
-def _check(chosen: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace) -> None:
     """Raises PipelineError for numbers out of range, and for arguments that contradict each other."""
     for name in ("steps", "every", "keep", "replicas", "log_every"):
-        if getattr(chosen, name) < 1:
-            raise PipelineError(f"{flag_of(name)} is {getattr(chosen, name)}; expected at least 1")
-    if chosen.resume and chosen.checkpoint is None:
+        if getattr(options, name) < 1:
+            raise PipelineError(f"{flag_of(name)} is {getattr(options, name)}; expected at least 1")
+    if options.resume and options.checkpoint is None:
         raise PipelineError("--resume needs --checkpoint DIR, where the checkpoints are")
-    if chosen.export is not None and chosen.export.suffix not in ("", ".safetensors"):
-        raise PipelineError(f"--export {chosen.export}; expected FILE.safetensors or a directory")
+    if options.export is not None and options.export.suffix not in ("", ".safetensors"):
+        raise PipelineError(f"--export {options.export}; expected FILE.safetensors or a directory")
 
 
-def _mesh(chosen: argparse.Namespace) -> Any:
+def _mesh(options: argparse.Namespace) -> Any:
     """Returns a mesh of replicas; None for one."""
-    if chosen.replicas == 1:
+    if options.replicas == 1:
         return None
     from torch.distributed.device_mesh import init_device_mesh
 
-    device = device_for(chosen.directory)
+    device = device_for(options.directory)
     if not dist.is_initialized():
-        start_group(lambda: device, chosen.timeout)
-    ranks, rest = divmod(dist.get_world_size(), chosen.replicas)
+        start_group(lambda: device, options.timeout)
+    ranks, rest = divmod(dist.get_world_size(), options.replicas)
     if rest:
-        raise PipelineError(f"--replicas {chosen.replicas} does not divide the {dist.get_world_size()} processes.")
-    return init_device_mesh(device.type, (chosen.replicas, ranks), mesh_dim_names=("dp", "pp"))
+        raise PipelineError(f"--replicas {options.replicas} does not divide the {dist.get_world_size()} processes.")
+    return init_device_mesh(device.type, (options.replicas, ranks), mesh_dim_names=("dp", "pp"))
 
 
-def _train(chosen: argparse.Namespace, pipe: Pipeline, source: Any) -> None:
-    optimizer = pipe.optimizer(torch.optim.AdamW, lr=chosen.lr)
-    at = _first_state(chosen, pipe, optimizer)
+def _train(options: argparse.Namespace, pipe: Pipeline, source: Any) -> None:
+    optimizer = pipe.optimizer(torch.optim.AdamW, lr=options.lr)
+    checkpoint = _first_state(options, pipe, optimizer)
     for group in optimizer.param_groups:
-        group["lr"] = chosen.lr  # the command overrides the checkpoint
-    given = chosen.weights or chosen.init
-    origin = f"the weights of {given}" if at.path is None else f"resumed from {at.path}"
-    _print(pipe, f"step {at.step} of {chosen.steps}: {origin}")
-    with pipe.ranks.watch.region(f"opening {chosen.data}"):
-        data = together(pipe.ranks, f"opening {chosen.data}", lambda: _data(chosen, pipe, source, at))
+        group["lr"] = options.lr  # the command overrides the checkpoint
+    weights = options.weights or options.init
+    origin = f"the weights of {weights}" if checkpoint.path is None else f"resumed from {checkpoint.path}"
+    _print(pipe, f"step {checkpoint.step} of {options.steps}: {origin}")
+    with pipe.ranks.watch.region(f"opening {options.data}"):
+        data = together(pipe.ranks, f"opening {options.data}", lambda: _data(options, pipe, source, checkpoint))
     began, rows = time.perf_counter(), 0
-    for step in range(at.step + 1, chosen.steps + 1):
+    for step in range(checkpoint.step + 1, options.steps + 1):
         with pipe.ranks.watch.region(f"batch {step - 1}"):
             args, kwargs = _on_device(next(data), pipe.device)
         loss = pipe.step(*args, **kwargs)
@@ -93,33 +93,33 @@ def _train(chosen: argparse.Namespace, pipe: Pipeline, source: Any) -> None:
         optimizer.zero_grad()
         count, unit = amount((args, {**kwargs, "target": None}))
         rows += count
-        if step % chosen.log_every == 0 or step == chosen.steps:
+        if step % options.log_every == 0 or step == options.steps:
             rate = rows / (time.perf_counter() - began)
-            _print(pipe, f"step {step} of {chosen.steps}: loss {loss.item():.6g}, {rate:,.0f} {unit}/s")
+            _print(pipe, f"step {step} of {options.steps}: loss {loss.item():.6g}, {rate:,.0f} {unit}/s")
             began, rows = time.perf_counter(), 0
-        if chosen.checkpoint is not None and (step % chosen.every == 0 or step == chosen.steps):
-            _save(chosen, pipe, optimizer, data, step)
-    if chosen.export is not None:
-        save_weights(chosen.export, pipe)
-        _print(pipe, f"weights written to {chosen.export}")
+        if options.checkpoint is not None and (step % options.every == 0 or step == options.steps):
+            _save(options, pipe, optimizer, data, step)
+    if options.export is not None:
+        save_weights(options.export, pipe)
+        _print(pipe, f"weights written to {options.export}")
 
 
-def _first_state(chosen: argparse.Namespace, pipe: Pipeline, optimizer: Any) -> Checkpoint:
+def _first_state(options: argparse.Namespace, pipe: Pipeline, optimizer: Any) -> Checkpoint:
     """Fills the parameters: from the newest checkpoint when resuming, else from what the command names."""
     with pipe.ranks.watch.region("looking for checkpoints"):
-        existing = gathered(pipe.ranks, chosen.checkpoint and latest_checkpoint(chosen.checkpoint))[0]
-    if existing is not None and not chosen.resume:
+        existing = gathered(pipe.ranks, options.checkpoint and latest_checkpoint(options.checkpoint))[0]
+    if existing is not None and not options.resume:
         raise PipelineError(
-            f"{chosen.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to continue from there, or "
+            f"{options.checkpoint} holds checkpoints up to {existing.name}. Pass --resume to continue from there, or "
             "name another directory."
         )
     if existing is not None:
-        return load_state(chosen.checkpoint, pipe, optimizer)
-    if chosen.weights is not None:
-        _load_weights(chosen.weights, pipe)
-    elif chosen.init is None:
+        return load_state(options.checkpoint, pipe, optimizer)
+    if options.weights is not None:
+        _load_weights(options.weights, pipe)
+    elif options.init is None:
         raise PipelineError(
-            f"the parameters have no values; {chosen.directory} holds only the program. Pass --weights FILE"
+            f"the parameters have no values; {options.directory} holds only the program. Pass --weights FILE"
             ".safetensors (zbcompile.save_weights writes one), or --init FILE.py:function."
         )
     return Checkpoint(step=0)
@@ -134,24 +134,25 @@ def _load_weights(path: Path, pipe: Pipeline) -> None:
     pipe.step_index = 0
 
 
-def _data(chosen: argparse.Namespace, pipe: Pipeline, source: Any, at: Checkpoint) -> Data:
+def _data(options: argparse.Namespace, pipe: Pipeline, source: Any, checkpoint: Checkpoint) -> Data:
     """Returns the data from step `at.step` on. If batches are drawn again to be skipped, so are their random numbers;
     otherwise the generators continue from their restored state."""
     seed, mesh = pipe.options.seed, pipe.ranks.mesh
     seed_everything(seed)
     replica, replicas = mesh.index(*BATCHES), mesh.size(*BATCHES)
-    states = at.extra if at.extra and len(at.extra) == replicas else [at.extra[0] if at.extra else None] * replicas
-    data = Data(source, chosen.data, Start(at.step, seed, replica, replicas, states[replica]))
-    if at.random is not None and not data.skips:
-        restore_random_state(at.random, pipe.device)
+    states = checkpoint.extra or [None]
+    state = states[replica if len(states) == replicas else 0]
+    data = Data(source, options.data, Start(checkpoint.step, seed, replica, replicas, state))
+    if checkpoint.random is not None and not data.skips:
+        restore_random_state(checkpoint.random, pipe.device)
     return data
 
 
-def _save(chosen: argparse.Namespace, pipe: Pipeline, optimizer: Any, data: Data, step: int) -> None:
+def _save(options: argparse.Namespace, pipe: Pipeline, optimizer: Any, data: Data, step: int) -> None:
     """Saves with the state of the data of every replica."""
-    states, wait = pipe.from_replicas(data.state()), not chosen.save_async
-    written = save_checkpoint(chosen.checkpoint, pipe, optimizer, extra=states, keep=chosen.keep, wait=wait)
-    _print(pipe, f"step {step} of {chosen.steps}: {'saved' if wait else 'saving'} {written}")
+    states, wait = pipe.from_replicas(data.state()), not options.save_async
+    written = save_checkpoint(options.checkpoint, pipe, optimizer, extra=states, keep=options.keep, wait=wait)
+    _print(pipe, f"step {step} of {options.steps}: {'saved' if wait else 'saving'} {written}")
 
 
 def _on_device(batch: Any, device: torch.device) -> Any:

@@ -4,9 +4,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from contextlib import suppress
 from functools import reduce
-from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,30 +16,28 @@ FORMS = "expected package.module:name or path/file.py:name"
 RETURNS = "expected (model, args), (model, args, kwargs) or zbcompile.Example(...), args being one microbatch"
 
 
-def load_example(target: str, mesh: Any = None) -> Example:
+def load_example(target: str) -> Example:
     """Import what `target` names (`package.module:name` or `path/file.py:name`), call it, and return its example.
 
     Raises PipelineError if it cannot be found, imported or called, or returns something else; see `example_from`.
     """
-    return example_from(load_object(target), target, mesh)
+    return example_from(load_object(target), target)
 
 
-def example_from(maker: Any, target: str, mesh: Any = None) -> Example:
-    """Returns the example that the function called `target` returns. If a mesh is given, the function must take it as
-    `mesh`, and parallelise its model. Raises PipelineError."""
-    if mesh is not None and not takes_mesh(maker):
-        raise PipelineError(
-            f"{target} has no parameter `mesh`, so its model is not parallelised. Give it one, and parallelise the "
-            "model over mesh['tp'] with torch.distributed.tensor.parallel.parallelize_module."
-        )
-    return _as_example(_call(maker, target, {} if mesh is None else {"mesh": mesh}), target)
-
-
-def takes_mesh(maker: Any) -> bool:
-    """Whether a function has a parameter `mesh`."""
-    with suppress(TypeError, ValueError):  # no function, or one of C
-        return "mesh" in signature(maker).parameters
-    return False
+def example_from(maker: Any, target: str) -> Example:
+    """Returns the example that the function called `target` returns. Raises PipelineError."""
+    if not callable(maker):
+        raise PipelineError(f"{target} is a {type(maker).__name__}; expected a function without arguments.")
+    try:
+        result = maker()
+    except Exception as error:
+        raise PipelineError(f"calling {target} without arguments failed: {_said(error)}") from error
+    if isinstance(result, Example):
+        return result
+    if isinstance(result, tuple) and len(result) in (2, 3):
+        return Example(*result)
+    what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+    raise PipelineError(f"{target} returned {what}; {RETURNS}.")
 
 
 def load_object(target: str) -> Any:
@@ -91,22 +87,3 @@ def _functions_of(module: ModuleType) -> str:
     found = ((name, value) for name, value in vars(module).items() if callable(value))
     own = [name for name, value in found if getattr(value, "__module__", "") == module.__name__]
     return f"it defines {', '.join(own[:8])}{', ...' if len(own) > 8 else ''}" if own else "it defines no function"
-
-
-def _call(maker: Any, target: str, given: dict[str, Any]) -> Any:
-    if not callable(maker):
-        raise PipelineError(f"{target} is a {type(maker).__name__}; expected a function without arguments.")
-    try:
-        return maker(**given)
-    except Exception as error:
-        how = "with a mesh" if given else "without arguments"
-        raise PipelineError(f"calling {target} {how} failed: {_said(error)}") from error
-
-
-def _as_example(result: Any, target: str) -> Example:
-    if isinstance(result, Example):
-        return result
-    if isinstance(result, tuple) and len(result) in (2, 3):
-        return Example(*result)
-    what = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
-    raise PipelineError(f"{target} returned {what}; {RETURNS}.")

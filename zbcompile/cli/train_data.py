@@ -32,8 +32,8 @@ class Data:
     def __init__(self, source: Any, name: str, start: Start) -> None:
         self.name, self.step, keywords = name, start.start, dict[str, Any]()
         if callable(source) and not hasattr(source, "__iter__"):
-            taken = inspect.signature(source).parameters
-            keywords = {key: value for key, value in vars(start).items() if key in taken and key != "state"}
+            parameters = inspect.signature(source).parameters
+            keywords = {key: value for key, value in vars(start).items() if key in parameters and key != "state"}
             source = _call(source, keywords, name)
         self._source = source if hasattr(source, "state_dict") and hasattr(source, "load_state_dict") else None
         if self._source is not None and start.state is not None:
@@ -81,19 +81,19 @@ def _call(function: Any, keywords: Mapping[str, Any], name: str) -> Any:
         ) from error
 
 
-def as_batch(given: Any, where: str) -> Batch:
+def as_batch(item: Any, where: str) -> Batch:
     """Returns an item of a data function as the arguments of `pipe.step`. Raises PipelineError for another form.
 
     >>> as_batch({"x": 1}, "batch 0")
     ((), {'x': 1})
     """
-    if isinstance(given, Mapping):
-        return (), dict(given)
-    if isinstance(given, (tuple, list)) and len(given) == 2:
-        args, kwargs = given
+    if isinstance(item, Mapping):
+        return (), dict(item)
+    if isinstance(item, (tuple, list)) and len(item) == 2:
+        args, kwargs = item
         if isinstance(args, (tuple, list)) and isinstance(kwargs, Mapping):
             return tuple(args), dict(kwargs)
-    found = f"a {type(given).__name__}"
-    if isinstance(given, (tuple, list)):
-        found += f" of {', '.join(type(each).__name__ for each in given)}"
-    raise PipelineError(f"{where} is {found}; {EXPECTED}.")
+    kind = f"a {type(item).__name__}"
+    if isinstance(item, (tuple, list)):
+        kind += f" of {', '.join(type(part).__name__ for part in item)}"
+    raise PipelineError(f"{where} is {kind}; {EXPECTED}.")

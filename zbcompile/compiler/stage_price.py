@@ -93,6 +93,8 @@ def costs_of(prices: Sequence[StagePrice], **others: Any) -> Costs:
         saved=tuple(each.saved for each in prices),
         forward_exchange=in_forward,
         backward_exchange=in_backward,
+        time_unit="s",
+        memory_unit="B",
         **others,
     )
 
@@ -103,6 +105,7 @@ def bytes_of(stages: Sequence[StageProgram]) -> dict[str, Any]:
         "activation": tuple(stage.crossing.kept for stage in stages),
         "residue": tuple(stage.crossing.residue for stage in stages),
         "message": tuple(stage.send_bytes for stage in stages),
+        "memory_unit": "B",
     }
 
 

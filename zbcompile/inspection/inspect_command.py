@@ -20,7 +20,6 @@ from zbcompile.inspection.report import Summary
 from zbcompile.inspection.request import SCHEMA, Request, Subject, compile_for
 from zbcompile.progress import Say
 from zbcompile.schedules import Timeline, write_comparison, write_picture
-from zbcompile.schedules.visualization.units import for_trace, in_units
 from zbcompile.tables import Figure, Table, to_data, to_text
 
 
@@ -71,7 +70,7 @@ def _compare(subject: Subject) -> Iterator[Table]:
     yield table
     if file := subject.request.timeline:
         shown = [step.shown for step in steps]
-        yield _files([write_comparison(in_units(shown) if steps[0].basis.unit == "s" else shown, file)])
+        yield _files([write_comparison(shown, file)])
 
 
 def _step(subject: Subject) -> tuple[Timeline, str]:
@@ -95,9 +94,9 @@ def _timeline(subject: Subject) -> Iterator[Table]:
     if compared is None:
         yield _files([write_picture(subject.prediction.for_file(file), file)])
     elif file.suffix == ".json":
-        yield _files([write_picture(for_trace(compared.measured), file)])
+        yield _files([write_picture(compared.measured, file)])
     else:
-        yield _files([write_comparison(in_units([compared.predicted, compared.measured]), file)])
+        yield _files([write_comparison([compared.predicted, compared.measured], file)])
 
 
 def _measured(subject: Subject) -> Iterator[Table]:

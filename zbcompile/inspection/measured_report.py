@@ -14,7 +14,6 @@ from zbcompile.schedules.ir.actions import ONCE
 from zbcompile.schedules.visualization.step_tables import pass_bubble
 from zbcompile.schedules.visualization.svg import compare_svg
 from zbcompile.schedules.visualization.text import compare_text
-from zbcompile.schedules.visualization.units import in_units
 from zbcompile.tables import WIDTH, Figure, Table, facts
 
 LARGEST_RATIO = 4  # of two steps that are drawn on one axis
@@ -48,7 +47,7 @@ class StepComparison:
 
     def _repr_html_(self) -> str:
         """In notebooks, the predicted step above the measured one."""
-        return compare_svg(in_units([self.predicted, self.measured]))
+        return compare_svg([self.predicted, self.measured])
 
     def tables(self) -> Iterator[Table]:
         """The report of `--measured`."""

@@ -18,7 +18,6 @@ from zbcompile.program.rank_files import MANIFEST
 from zbcompile.program.step_record import StepRecord, read_record
 from zbcompile.progress import Say
 from zbcompile.schedules import Schedule, Timeline, simulate
-from zbcompile.schedules.visualization.units import for_trace, in_flops, in_units
 from zbcompile.schedules.visualization.write import ENDINGS
 
 SCHEMA = "zbcompile.inspect/3"
@@ -69,13 +68,13 @@ class Prediction:
 
     @cached_property
     def shown(self) -> Timeline:
-        return in_flops(self.timeline, self.speed) if self.speed else self.timeline
+        if self.speed is None:
+            return self.timeline
+        return simulate(self.timeline.schedule, self.timeline.costs.scaled(self.speed, "FLOP"))
 
     def for_file(self, file: Path) -> Timeline:
         """The timeline in the units of a picture."""
-        if file.suffix == ".json":
-            return for_trace(self.timeline) if self.basis.unit == "s" else self.timeline
-        return self.timeline if self.basis.unit == "passes" else in_units([self.shown])[0]
+        return self.timeline if file.suffix == ".json" else self.shown
 
 
 def predicted(program: Program, request: Request, basis: Basis | None = None) -> Prediction:

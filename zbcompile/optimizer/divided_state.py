@@ -21,52 +21,52 @@ def whole_states(states: Mapping[Slice, Values], slices: Sequence[Slice]) -> dic
 
     `states` are those of this process's slices. All replicas call it.
     """
-    own: dict[str, Values] = {}
+    described: dict[str, Values] = {}
     for part, state in states.items():
-        own.setdefault(part.name, {}).update({key: _described(part, key, value) for key, value in state.items()})
-    everywhere, found = _exchange(own, slices), dict[str, Values]()
+        described.setdefault(part.name, {}).update({key: _described(part, key, value) for key, value in state.items()})
+    merged, whole = _exchange(described, slices), dict[str, Values]()
     for name, parts, keeper in _parameters(slices):
-        first, here = parts[0], _rank(parts[0])
+        first, rank = parts[0], _rank(parts[0])
         if not first.flat:
-            found |= {name: dict(states[first])} if first.mine and first in states else {}
+            whole |= {name: dict(states[first])} if first.mine and first in states else {}
             continue
-        for key, value in everywhere.get(name, {}).items():
+        for key, value in merged.get(name, {}).items():
             if isinstance(value, torch.dtype):
                 value = _gather(parts, key, value, states)
-            if here == keeper:
-                found.setdefault(name, {})[key] = value.cpu() if isinstance(value, torch.Tensor) else value
-    return found
+            if rank == keeper:
+                whole.setdefault(name, {})[key] = value.cpu() if isinstance(value, torch.Tensor) else value
+    return whole
 
 
 def slice_states(whole: Mapping[str, Values], slices: Sequence[Slice]) -> dict[Slice, Values]:
     """Returns the state of this process's slices, out of what `whole_states` returned on every replica."""
-    own: dict[str, Values] = {}
+    described: dict[str, Values] = {}
     for name, parts, keeper in _parameters(slices):
         if parts[0].flat and _rank(parts[0]) == keeper:
             shape = parts[0].parameter.shape
-            own[name] = {
+            described[name] = {
                 key: value.dtype
                 if isinstance(value, torch.Tensor) and value.shape == shape and key != "step"
                 else value
                 for key, value in whole.get(name, {}).items()
             }
-    everywhere = _exchange(own, slices)
-    found: dict[Slice, Values] = {each: {} for each in slices if each.mine}
+    merged = _exchange(described, slices)
+    states: dict[Slice, Values] = {part: {} for part in slices if part.mine}
     for name, parts, keeper in _parameters(slices):
         first = parts[0]
         if not first.flat:
             if first.mine:
-                found[first] = dict(whole.get(name, {}))
+                states[first] = dict(whole.get(name, {}))
             continue
-        for key, value in everywhere.get(name, {}).items():
+        for key, value in merged.get(name, {}).items():
             memory = None
             if isinstance(value, torch.dtype):
-                given = whole[name][key] if _rank(first) == keeper else None
-                memory = _spread(first, value, given, keeper)
+                values = whole[name][key] if _rank(first) == keeper else None
+                memory = _spread(first, value, values, keeper)
             for part in parts:
                 if part.mine:
-                    found[part][key] = value if memory is None else memory[part.begin : part.end].clone()
-    return found
+                    states[part][key] = value if memory is None else memory[part.begin : part.end].clone()
+    return states
 
 
 def kept_names(slices: Sequence[Slice]) -> list[str]:
@@ -77,11 +77,11 @@ def kept_names(slices: Sequence[Slice]) -> list[str]:
 def _parameters(slices: Sequence[Slice]) -> Iterator[tuple[str, list[Slice], int]]:
     """Yields the name, the slices and the keeping replica of each parameter, in the order of collectives."""
     parts: dict[str, list[Slice]] = {}
-    for each in slices:
-        parts.setdefault(each.name, []).append(each)
-    for number, (name, own) in enumerate(parts.items()):
-        size = 1 if own[0].group is None else dist.get_world_size(own[0].group)
-        yield name, own, number % size if own[0].flat else own[0].owner
+    for part in slices:
+        parts.setdefault(part.name, []).append(part)
+    for number, (name, slices_of_name) in enumerate(parts.items()):
+        size = 1 if slices_of_name[0].group is None else dist.get_world_size(slices_of_name[0].group)
+        yield name, slices_of_name, number % size if slices_of_name[0].flat else slices_of_name[0].owner
 
 
 def _rank(part: Slice) -> int:
@@ -100,12 +100,12 @@ def _described(part: Slice, key: str, value: Any) -> Any:
     return value.dtype
 
 
-def _exchange(own: dict[str, Values], slices: Sequence[Slice]) -> dict[str, Values]:
+def _exchange(described: dict[str, Values], slices: Sequence[Slice]) -> dict[str, Values]:
     """Returns the small values and dtypes of all replicas, by parameter and key."""
-    merged = {name: dict(values) for name, values in own.items()}
-    for group in dict.fromkeys(each.group for each in slices if each.group is not None):
+    merged = {name: dict(values) for name, values in described.items()}
+    for group in dict.fromkeys(part.group for part in slices if part.group is not None):
         reports: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(reports, own, group=group)
+        dist.all_gather_object(reports, described, group=group)
         for name, values in (item for report in reports for item in report.items()):
             merged.setdefault(name, {}).update(values)
     return merged
@@ -124,11 +124,11 @@ def _gather(parts: Sequence[Slice], key: str, dtype: torch.dtype, states: Mappin
     return memory.as_strided(parameter.shape, parameter.stride())
 
 
-def _spread(part: Slice, dtype: torch.dtype, given: torch.Tensor | None, keeper: int) -> torch.Tensor:
+def _spread(part: Slice, dtype: torch.dtype, values: torch.Tensor | None, keeper: int) -> torch.Tensor:
     """Returns the elements of whole state in the order of the parameter's memory, from the replica that keeps it."""
     like = torch.empty_like(part.parameter, dtype=dtype, requires_grad=False)
-    if given is not None:
-        like.copy_(given)
+    if values is not None:
+        like.copy_(values)
     memory = memory_of(like)
     if part.group is not None:
         dist.broadcast(memory, group=part.group, group_src=keeper)

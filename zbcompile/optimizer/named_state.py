@@ -66,16 +66,16 @@ def by_name(entries: Mapping[str, Any], section: str, names: Collection[str]) ->
     >>> by_name({"state.a.b.step": 1, "param_groups.a.b.lr": 2}, "state", {"a.b"})
     {'a.b': {'step': 1}}
     """
-    found: dict[str, Values] = {name: {} for name in names}
+    values: dict[str, Values] = {name: {} for name in names}
     for entry, value in entries.items():
         head, _, rest = entry.partition(".")
         words = rest.split(".")
         for cut in range(len(words) - 1, 0, -1) if head == section else ():
             name = ".".join(words[:cut])
-            if name in found:
-                found[name][".".join(words[cut:])] = value
+            if name in values:
+                values[name][".".join(words[cut:])] = value
                 break
-    return found
+    return values
 
 
 def empty_entry(
@@ -101,39 +101,40 @@ def torch_state_dict(
 
     A group gets the options of its first member that has any: a frozen parameter may have none.
     """
-    state = {i: _nest(_like(member, own)) for i, (member, own) in enumerate(zip(members, states, strict=True)) if own}
-    found = []
+    pairs = enumerate(zip(members, states, strict=True))
+    state = {number: _nest(_like(member, own)) for number, (member, own) in pairs if own}
+    saved_groups = []
     for number, group in enumerate(groups):
-        own = [(index, each.name) for index, each in enumerate(members) if each.group == number]
-        saved = next((options[name] for _, name in own if options.get(name)), None)
-        if own and saved is None:
+        group_members = [(index, member.name) for index, member in enumerate(members) if member.group == number]
+        saved = next((options[name] for _, name in group_members if options.get(name)), None)
+        if group_members and saved is None:
             raise PipelineError(
-                f"the checkpoint has no optimizer state for {own[0][1]}. It was saved without optimizer=, or with one "
-                "that did not train it. Load it without optimizer=."
+                f"the checkpoint has no optimizer state for {group_members[0][1]}. It was saved without optimizer=, or "
+                "with one that did not train it. Load it without optimizer=."
             )
-        kept = {key: value for key, value in group.items() if key not in MEMBERS}
-        found.append({**(saved or kept), "params": [index for index, _ in own]})
-    return {"state": state, "param_groups": found}
+        current = {key: value for key, value in group.items() if key not in MEMBERS}
+        saved_groups.append({**(saved or current), "params": [index for index, _ in group_members]})
+    return {"state": state, "param_groups": saved_groups}
 
 
 def _like(member: NamedParameter, state: Mapping[str, Any]) -> Values:
     """Returns the state with plain tensors, or with DTensors if the optimizer updates a DTensor."""
-    found = {key: local_of(value) for key, value in state.items()}
+    plain = {key: local_of(value) for key, value in state.items()}
     whole: Any = member.tensor
     if is_distributed(whole):
         from torch.distributed.tensor import DTensor
 
         layout = {"run_check": False, "shape": whole.shape, "stride": whole.stride()}
-        for key, value in found.items():
+        for key, value in plain.items():
             if isinstance(state[key], TensorShard):
-                found[key] = DTensor.from_local(value, whole.device_mesh, whole.placements, **layout)
-    return found
+                plain[key] = DTensor.from_local(value, whole.device_mesh, whole.placements, **layout)
+    return plain
 
 
 def _flatten(state: Mapping[Any, Any]) -> Iterator[tuple[str, Any]]:
     for key, value in state.items():
         if isinstance(value, Mapping):
-            yield from ((f"{key}.{inner}", each) for inner, each in _flatten(value))
+            yield from ((f"{key}.{inner}", inner_value) for inner, inner_value in _flatten(value))
         else:
             yield str(key), value
 

@@ -168,10 +168,10 @@ class PipelineOptimizer(ParameterUpdates):
 
     def members_to_load(self) -> list[NamedParameter]:
         """Returns the parameters whose state `load_state_dict` takes on this process."""
-        slices = self.slices.slices
         if not self.slices.divided:
             return [self._member(each) for each in self.slices.mine()]
-        return [self._member(each) for each in {s.name: s for s in slices if s.name in kept_names(slices)}.values()]
+        parts = {each.name: each for each in self.slices.slices}
+        return [self._member(parts[name]) for name in kept_names(self.slices.slices)]
 
     def load_state_dict(self, state_dict: State) -> None:
         """Continues from what `state_dict` returned on this rank, with the same `zero`, or after

@@ -1,13 +1,13 @@
 """Checkpoints: the state of a training run under the model's own names, for any number of ranks and any schedule.
 
-docs/running.md describes the contents of the directory.
+docs/checkpoints.md describes the contents of the directory.
 """
 
 import functools
 import hashlib
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,12 +24,11 @@ from zbcompile.errors import PipelineError
 from zbcompile.model.seeds import random_state, restore_random_state
 from zbcompile.model.tensor_shard import shard_of
 from zbcompile.passes.errors import CompileError
-from zbcompile.persistence.checkpoint_directory import INDEX, begin, candidates, final_name, publish
+from zbcompile.persistence.checkpoint_directory import begin, candidates, final_name
 from zbcompile.persistence.checkpoint_values import Tensors, from_data, to_data
 from zbcompile.persistence.local_state import LocalState, local_state, require_names
 from zbcompile.persistence.optimizer_entries import class_name, load_optimizer, optimizer_entries
 from zbcompile.persistence.safetensors_files import bytes_of, safetensors_dtype
-from zbcompile.safe_files import cannot_write, write_whole
 from zbcompile.version import __version__
 
 Values = dict[str, Any]
@@ -109,15 +108,14 @@ def save_checkpoint(
         raise PipelineError(f"step={count!r}; expected how many steps have been trained, a whole number from 0 on.")
     with ranks.watch.region(what):
         background = _finish_earlier(source, ranks, what)
-        given = {"step": count, "wait": wait, "frozen": frozen}
-        agree(ranks, given, "call save_checkpoint with different arguments", "Pass the same on every rank.")
-        tensors, own = together(ranks, what, lambda: _contents(state, optimizer, frozen))
-        _add_process(tensors, own["values"], extra, ranks)
+        arguments = {"step": count, "wait": wait, "frozen": frozen}
+        agree(ranks, arguments, "call save_checkpoint with different arguments", "Pass the same on every rank.")
+        tensors, contribution = together(ranks, what, lambda: _contents(state, optimizer, frozen))
+        _add_process(tensors, contribution["values"], extra, ranks)
         together(ranks, what, lambda: _require_dtypes(tensors))
         partial = from_first(ranks, what, lambda: begin(folder, count))
         together(ranks, what, lambda: _require_shared(partial))
-        commit = functools.partial(_commit, partial, _fields(state, count), keep)
-        _write(ranks, partial, tensors, own, commit, None if wait else background)
+        _write(ranks, partial, tensors, (contribution, _fields(state, count), keep), None if wait else background)
     return final_name(partial)
 
 
@@ -163,11 +161,11 @@ def load_checkpoint(
     >>> at = zbcompile.load_checkpoint("checkpoints", pipe, optimizer, required=False)      # doctest: +SKIP
     >>> for step in range(at.step, steps): ...                                              # doctest: +SKIP
     """
-    at, ranks = load_state(path, source, optimizer, required=required), _ranks_of(source)
-    if at.random is not None and at.path is not None:
-        with ranks.watch.region(f"restoring the generators from {path}"), _blamed(at.path):
-            restore_random_state(at.random, ranks.device)
-    return at
+    checkpoint, ranks = load_state(path, source, optimizer, required=required), _ranks_of(source)
+    if checkpoint.random is not None and checkpoint.path is not None:
+        with ranks.watch.region(f"restoring the generators from {path}"), _blamed(checkpoint.path):
+            restore_random_state(checkpoint.random, ranks.device)
+    return checkpoint
 
 
 def load_state(
@@ -178,16 +176,16 @@ def load_state(
     with ranks.watch.region(f"loading a checkpoint from {path}"):
         _finish_earlier(source, ranks, f"saving before loading {path}")
         state = local_state(source)
-        found = gathered(ranks, next(iter(candidates(path)), None))[0]
-        if found is None and not required:
+        newest = gathered(ranks, next(iter(candidates(path)), None))[0]
+        if newest is None and not required:
             return Checkpoint(step=0)
-        if found is None:
+        if newest is None:
             raise ranks.refusal(f"{path} holds no complete checkpoint. Save one with zbcompile.save_checkpoint.")
-        index = together(ranks, f"loading {found}", lambda: _checked_index(found, state, optimizer))
-        at = together(ranks, f"loading {found}", lambda: _fill(index, state, optimizer))
+        index = together(ranks, f"loading {newest}", lambda: _checked_index(newest, state, optimizer))
+        checkpoint = together(ranks, f"loading {newest}", lambda: _fill(index, state, optimizer))
         if isinstance(source, Pipeline):
-            source.resume(at.step, state.model.names)
-    return at
+            source.resume(checkpoint.step, state.model.names)
+    return checkpoint
 
 
 def _ranks_of(source: Pipeline | nn.Module) -> Ranks:
@@ -215,13 +213,13 @@ def _require_shared(partial: Path) -> None:
 def _contents(state: LocalState, optimizer: Optimizer | None, frozen: bool) -> tuple[Tensors, Values]:
     """Returns the tensors that this process writes, and what else it contributes to the index."""
     kind = None if optimizer is None else class_name(optimizer)
-    left_out = {name for name, each in state.parameters.items() if not (frozen or each.requires_grad)}
+    left_out = {name for name, value in state.parameters.items() if not (frozen or value.requires_grad)}
     names = [name for name in sorted(state.tensors) if name not in left_out and state.is_writer(name)]
-    found: Values = {f"model.{name}": shard_of(state.tensors[name]) for name in names}
+    entries: Values = {f"model.{name}": shard_of(state.tensors[name]) for name in names}
     if optimizer is not None:
-        found |= {f"optimizer.{key}": each for key, each in optimizer_entries(optimizer, state).items()}
-    tensors = {name: each for name, each in found.items() if isinstance(each, torch.Tensor)}
-    values = {name: to_data(each, name, tensors) for name, each in found.items() if name not in tensors}
+        entries |= {f"optimizer.{key}": value for key, value in optimizer_entries(optimizer, state).items()}
+    tensors = {name: value for name, value in entries.items() if isinstance(value, torch.Tensor)}
+    values = {name: to_data(value, name, tensors) for name, value in entries.items() if name not in tensors}
     return tensors, {"values": values, "optimizer": kind, "left_out": sorted(left_out)}
 
 
@@ -230,14 +228,17 @@ def _add_process(tensors: Tensors, values: Values, extra: Any, ranks: Ranks) -> 
 
     Raises PipelineError, on every rank, if another rank passes another `extra`: one rank's would be saved.
     """
-    own: Tensors = {}
-    data = together(ranks, "saving extra=", lambda: to_data(extra, "extra", own))
-    given = {"extra": data, "the tensors of extra": {name: _digest(each) for name, each in own.items()}}
+    extra_tensors: Tensors = {}
+    data = together(ranks, "saving extra=", lambda: to_data(extra, "extra", extra_tensors))
+    compared = {
+        "extra": data,
+        "the tensors of extra": {name: _digest(tensor) for name, tensor in extra_tensors.items()},
+    }
     remedy = "Pass the same on every rank: what belongs to one rank goes into a list of all, or a file of its own."
-    agree(ranks, given, "save one checkpoint with different values", remedy)
+    agree(ranks, compared, "save one checkpoint with different values", remedy)
     if ranks.is_first:
-        values |= {"extra": data, "random": to_data(random_state(ranks.device), "random", own)}
-        tensors |= own
+        values |= {"extra": data, "random": to_data(random_state(ranks.device), "random", extra_tensors)}
+        tensors |= extra_tensors
 
 
 def _digest(tensor: torch.Tensor) -> str:
@@ -260,19 +261,8 @@ def _fields(state: LocalState, step: int) -> Values:
     return {**versions, "step": step, "ranks": state.ranks.count, "tied": tied}
 
 
-def _commit(partial: Path, fields: Values, keep: int | None, parts: Sequence[Mapping[str, Any]]) -> None:
-    """On the first process: writes the index, and gives the directory its name."""
-    from zbcompile.persistence.checkpoint_files import index_text
-
-    try:
-        write_whole(partial / INDEX, index_text(fields, parts).encode())
-        publish(partial, keep)
-    except OSError as error:
-        raise cannot_write(partial, error) from None
-
-
 def _write(
-    ranks: Ranks, partial: Path, tensors: Tensors, own: Values, commit: Any, background: BackgroundSave | None
+    ranks: Ranks, partial: Path, tensors: Tensors, record: tuple[Any, ...], background: BackgroundSave | None
 ) -> None:
     """Writes at once; or copies what is to be written, and writes in a thread."""
     import torch.distributed.checkpoint as dcp  # takes a second
@@ -281,7 +271,8 @@ def _write(
 
     position, alone, is_first = ranks.watch.position, ranks.everyone is None, ranks.number == 0
     working = position.working if background is None else nullcontext
-    writer = CheckpointWriter(partial, ranks.number, own, commit, working)
+    contribution, fields, keep = record
+    writer = CheckpointWriter(partial, ranks.number, contribution, fields, keep, working)
     if background is not None:
         with position.waiting("the making of a group"):
             background.group = background.group or ranks.apart()
@@ -308,19 +299,20 @@ def _unfinished(partial: Path, error: BaseException, is_first: bool) -> Pipeline
 
 def _checked_index(path: Path, state: LocalState, optimizer: Optimizer | None) -> Any:
     """Returns the index of a checkpoint of this whole model and this kind of optimizer, whatever part is read here."""
-    from zbcompile.persistence.checkpoint_files import read_index
+    from zbcompile.persistence.checkpoint_files import read_index, require_headers
 
     index = read_index(path)
+    require_headers(index, state.ranks.number, len(state.ranks.members))
     was, this = index.fields["optimizer"], None if optimizer is None else class_name(optimizer)
     if this is not None and was != this:
         raise PipelineError(
             f"{path} was saved with {was or 'no optimizer'}, but this is {this}. "
             "Use the same optimizer, or load without optimizer= to start with fresh optimizer state."
         )
-    found = index.section("model") | dict.fromkeys(index.fields["left_out"])
-    require_names(path, sorted(state.shapes.keys() - found.keys()), sorted(found.keys() - state.shapes.keys()))
+    saved = index.section("model") | dict.fromkeys(index.fields["left_out"])
+    require_names(path, sorted(state.shapes.keys() - saved.keys()), sorted(saved.keys() - state.shapes.keys()))
     for name, shape in state.shapes.items():
-        stored = found[name]
+        stored = saved[name]
         if shape is not None and stored is not None and stored.shape != shape:
             raise PipelineError(f"{name} has shape {list(stored.shape)} in {path} and {list(shape)} in the model.")
     return index
@@ -329,16 +321,16 @@ def _checked_index(path: Path, state: LocalState, optimizer: Optimizer | None) -
 def _fill(index: Any, state: LocalState, optimizer: Optimizer | None) -> Checkpoint:
     """Fills the model and the optimizer. Returns the checkpoint with its other values."""
     with _blamed(index.path):
-        process = {name: each for name, each in index.tensors.items() if name.split(".")[0] in ("extra", "random")}
-        tensors = {name: torch.empty(each.shape, dtype=each.dtype, device="cpu") for name, each in process.items()}
+        process = {name: value for name, value in index.tensors.items() if name.split(".")[0] in ("extra", "random")}
+        tensors = {name: torch.empty(value.shape, dtype=value.dtype, device="cpu") for name, value in process.items()}
         _read(index, tensors)
         random, extra = (from_data(index.fields["values"][name], tensors) for name in ("random", "extra"))
         stored = index.section("model")
         with torch.no_grad():
-            _read(index, {f"model.{name}": each for name, each in state.tensors.items() if name in stored})
+            _read(index, {f"model.{name}": value for name, value in state.tensors.items() if name in stored})
         if optimizer is not None:
             plain = index.fields["values"].items()
-            values = {key: from_data(each, {}) for key, each in plain if key.startswith("optimizer.")}
+            values = {key: from_data(value, {}) for key, value in plain if key.startswith("optimizer.")}
             load_optimizer(optimizer, state, index.section("optimizer"), values, functools.partial(_read, index))
     return Checkpoint(index.fields["step"], extra, index.path, random)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from safetensors import safe_open
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -30,9 +30,9 @@ from zbcompile.errors import PipelineError
 from zbcompile.json_text import to_text
 from zbcompile.model.tensor_shard import TensorShard, chunk_of, local_of
 from zbcompile.passes.torch_names import NAMED, named
-from zbcompile.persistence.checkpoint_directory import INDEX, OLD_INDEX
+from zbcompile.persistence.checkpoint_directory import INDEX, OLD_INDEX, publish
 from zbcompile.persistence.safetensors_files import header_digest, write_safetensors
-from zbcompile.safe_files import cannot_write, sha256_of
+from zbcompile.safe_files import cannot_write, sha256_of, write_whole
 from zbcompile.untrusted_text import read_text
 
 FORMAT, VERSION = "zbcompile checkpoint", 4
@@ -58,27 +58,29 @@ class CheckpointIndex:
     def section(self, name: str) -> dict[str, Any]:
         """Returns the entries of "model" or "optimizer" by name: a StoredTensor, or None for any other value."""
         every = {**self.tensors, **dict.fromkeys(self.fields["values"])}
-        return {key.removeprefix(f"{name}."): each for key, each in every.items() if key.startswith(f"{name}.")}
+        return {key.removeprefix(f"{name}."): value for key, value in every.items() if key.startswith(f"{name}.")}
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes this process's tensors into one file of the directory `path`.
+    """Writes this process's tensors into one file of the staging directory `path`.
 
-    The first process gets what every process contributes, `own` and the chunks of its tensors, and
-    calls `commit` with it. `working` is entered around all work that waits for no other rank.
+    The first process gets what every process contributes to the index, `contribution` and the
+    chunks of its tensors, writes the index with the further `fields`, and gives the directory its
+    name. `working` is entered around all work that waits for no other rank.
     """
 
     def __init__(
         self,
         path: Path,
         number: int,
-        own: Mapping[str, Any],
-        commit: Callable[[list[Values]], object],
+        contribution: Mapping[str, Any],
+        fields: Mapping[str, Any],
+        keep: int | None,
         working: Callable[[], AbstractContextManager[None]],
     ) -> None:
         super().__init__(path)
         self.file = path / f"part-{number:05d}.safetensors"
-        self.own, self.commit, self.working = own, commit, working
+        self.contribution, self.fields, self.keep, self.working = contribution, fields, keep, working
 
     def stage(self, state_dict: Values) -> Values:
         """Returns a copy on the CPU, for a save that goes on while training changes the tensors."""
@@ -93,24 +95,30 @@ class CheckpointWriter(FileSystemWriter):
                 dtype = str(values.dtype).removeprefix("torch.")
                 chunk = [self.file.name, list(data.chunk.offsets), list(data.chunk.sizes)]
                 entries[name] = {"dtype": dtype, "shape": list(data.size), "chunks": [chunk]}
-            offsets = {name: {"saved_offsets": each["chunks"][0][1]} for name, each in entries.items()}
+            offsets = {name: {"saved_offsets": entry["chunks"][0][1]} for name, entry in entries.items()}
             metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps(offsets)}  # as torch's writer has it
             try:
                 written = write_safetensors(self.file, tensors, metadata)
             except OSError as error:
                 raise cannot_write(self.file, error) from None
-        found = {**self.own, "tensors": entries, "files": {self.file.name: written}}
+        contribution = {**self.contribution, "tensors": entries, "files": {self.file.name: written}}
         future: Future[list[WriteResult]] = Future()
-        future.set_result([WriteResult(MetadataIndex(""), 0, found)])
+        future.set_result([WriteResult(MetadataIndex(""), 0, contribution)])
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        partial = self.file.parent
         with self.working():
-            self.commit([each.storage_data for (each,) in results])
+            try:
+                text = index_text(self.fields, [result.storage_data for (result,) in results])
+                write_whole(partial / INDEX, text.encode())
+                publish(partial, self.keep)
+            except OSError as error:
+                raise cannot_write(partial, error) from None
 
 
-class CheckpointReader(HuggingFaceStorageReader):
-    """Reads the tensors of a checkpoint whose index was read. Files whose header was changed are refused."""
+class CheckpointReader(FileSystemReader):
+    """Reads the tensors of a checkpoint whose index was read."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         super().__init__(str(index.path))
@@ -122,18 +130,21 @@ class CheckpointReader(HuggingFaceStorageReader):
             chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(shape)) for _, offset, shape in stored.chunks]
             tensors[name] = TensorStorageMetadata(TensorProperties(stored.dtype), torch.Size(stored.shape), chunks)
             for (file, *_), chunk in zip(stored.chunks, chunks, strict=True):
-                files[MetadataIndex(name, chunk.offsets)] = _File(str(self.index.path / file))
+                files[MetadataIndex(name, chunk.offsets)] = self.index.path / file
         return Metadata(tensors, storage_data=files)
 
     def read_data(self, plan: Any, planner: Any) -> "Future[None]":
-        for path in {Path(self.storage_data[item.storage_index].relative_path) for item in plan.items}:
-            if header_digest(path) != self.index.fields["files"][path.name]["header"]:
-                raise PipelineError(f"{path} was changed after it was written: its header differs.")
-        return super().read_data(plan, planner)
-
-
-class _File(NamedTuple):
-    relative_path: str
+        paths = {item.storage_index: self.storage_data[item.storage_index] for item in plan.items}
+        opened = {path: safe_open(path, "pt") for path in set(paths.values())}
+        for item in plan.items:
+            stored = opened[paths[item.storage_index]].get_slice(item.storage_index.fqn)
+            ends = zip(item.storage_offsets, item.lengths, strict=True)
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(stored[tuple(slice(begin, begin + length) for begin, length in ends)])
+            planner.commit_tensor(item, target)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
 
 
 def _copy(tensor: Any) -> torch.Tensor:
@@ -186,6 +197,13 @@ def read_index(path: Path) -> CheckpointIndex:
         problem = problem.partition("\n")[0][:200]
         raise PipelineError(f"{where} is damaged ({problem}). Load another checkpoint.") from None
     return CheckpointIndex(path, data, tensors)
+
+
+def require_headers(index: CheckpointIndex, share: int = 0, shares: int = 1) -> None:
+    """Raises PipelineError if the header of a file was changed. Of several processes each reads a share of them."""
+    for file, written in sorted(index.fields["files"].items())[share::shares]:
+        if header_digest(index.path / file) != written["header"]:
+            raise PipelineError(f"{index.path / file} was changed after it was written: its header differs.")
 
 
 def _stored(entry: Values, files: Mapping[str, Any]) -> StoredTensor:

@@ -8,8 +8,9 @@ rank reads only those.
 import copy
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,86 +20,57 @@ from torch import nn
 from zbcompile.errors import PipelineError
 
 Shape = tuple[int, ...]
+Pieces = Iterable[tuple[str, str, torch.Tensor]]  # the pattern, the name and the values of stored tensors
+Convert = Callable[[Pieces], dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True)
-class StoredTensorAsIs:
-    """A tensor that is in a file as it is."""
-
-    key: str
-    file: Any
-
-    @property
-    def shape(self) -> Shape:
-        return tuple(self.file.get_slice(self.key).get_shape())
-
-    @property
-    def dtypes(self) -> set[str]:
-        """Its dtype in the words of safetensors, such as "BF16"."""
-        return {self.file.get_slice(self.key).get_dtype()}
-
-    def read(self, part: tuple[slice, ...]) -> torch.Tensor:
-        """A part of it, all if that is empty."""
-        found = self.file.get_slice(self.key)[part] if part else self.file.get_tensor(self.key)
-        return found  # type: ignore[no-any-return]
-
-
-@dataclass(frozen=True)
-class TensorStandIn:
-    """Stands for the file of a tensor of which only the shape is known."""
-
-    size: Shape
-
-    def get_slice(self, key: str) -> "TensorStandIn":
-        return self
-
-    def get_shape(self) -> Shape:
-        return self.size
-
-
-@dataclass(frozen=True)
-class TensorConversion:
-    """A tensor that transformers makes of others: `pieces` are these, by the pattern of each."""
+class HubTensor:
+    """A tensor of the model, and the stored tensors that it is made of, each with its pattern: one that is stored as it
+    is, or several that `convert` puts together."""
 
     name: str
     shape: Shape
-    target: str
-    converter: Any
-    pieces: tuple[tuple[str, StoredTensorAsIs], ...]
-    model: Any
+    pieces: tuple[tuple[str, str], ...]
+    convert: Convert | None = None
 
-    @property
-    def dtypes(self) -> set[str]:
-        return set[str]().union(*(piece.dtypes for _, piece in self.pieces))
+    def dtypes(self, files: Mapping[str, Any]) -> list[str]:
+        """Returns the dtypes of the stored tensors in the words of safetensors, such as "BF16"."""
+        return sorted({files[key].get_slice(key).get_dtype() for _, key in self.pieces})
 
-    def read(self, part: tuple[slice, ...]) -> torch.Tensor:
-        """A part of it, all if that is empty; every piece is read."""
-        tensors = [(pattern, piece.key, piece.read(())) for pattern, piece in self.pieces]
-        return _converted(self.target, self.converter, tensors, self.model)[self.name][part]
-
-
-Stored = StoredTensorAsIs | TensorConversion  # a tensor as files hold it
+    def read(self, files: Mapping[str, Any], part: tuple[slice, ...]) -> torch.Tensor:
+        """Returns a part of it, all if that is empty; of several stored tensors every one is read."""
+        if self.convert is not None:
+            tensors = [(pattern, key, files[key].get_tensor(key)) for pattern, key in self.pieces]
+            return self.convert(tensors)[self.name][part]
+        ((_, key),) = self.pieces
+        return files[key].get_slice(key)[part] if part else files[key].get_tensor(key)  # type: ignore[no-any-return]
 
 
-def stored_tensors(model: Any, files: Mapping[str, Any], loading: bool = False) -> dict[str, Stored]:
-    """What `files` (a file by the name of every tensor) hold, by the model's names; what the model does not have is
-    under the name in the file. `loading` lets the model keep the rules that it needed, for saving, as from_pretrained
-    does. Raises PipelineError for pieces that do not fit together."""
+def hub_tensors(model: Any, shapes: Mapping[str, Shape], loading: bool = False) -> dict[str, HubTensor]:
+    """Returns what stored tensors of these shapes are, by the model's names; what the model does not have is under its
+    stored name. `loading` lets the model keep the rules that it needed, for saving, as from_pretrained does. Raises
+    PipelineError for tensors that do not fit together."""
     if not is_pretrained(model):
-        return {key: StoredTensorAsIs(key, file) for key, file in files.items()}
+        return {key: HubTensor(key, shape, (("", key),)) for key, shape in shapes.items()}
     from transformers.conversion_mapping import get_model_conversion_mapping
 
     rules = get_model_conversion_mapping(model)
-    names, found = model.state_dict(keep_vars=True), dict[str, Stored]()
-    groups: dict[str, list[tuple[str, StoredTensorAsIs]]] = {}
-    for key in sorted(files, key=_natural):
+    names, found = model.state_dict(keep_vars=True), dict[str, HubTensor]()
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for key in sorted(shapes, key=_natural):
         name, pattern = _renamed(key, rules, model.base_model_prefix, names)
         if name in names and pattern is not None:
-            groups.setdefault(name, []).append((pattern, StoredTensorAsIs(key, files[key])))
+            groups.setdefault(name, []).append((pattern, key))
         elif name in names or not _is_ignored(name, model):
-            found[name if name in names else key] = StoredTensorAsIs(key, files[key])
-    for name, pieces in groups.items():
-        found |= _group(name, pieces, rules, model)
+            known = name if name in names else key
+            found[known] = HubTensor(known, shapes[key], (("", key),))
+    for target, pieces in groups.items():
+        rule = next(rule for rule in rules if pieces[0][0] in rule.source_patterns)
+        convert = partial(_converted, target, rule, model)
+        described = [(pattern, key, torch.empty(shapes[key], device="meta")) for pattern, key in pieces]
+        for name, tensor in convert(described).items():
+            found[name] = HubTensor(name, tuple(tensor.shape), tuple(pieces), convert)
     if loading:
         model._weight_conversions = [rule for rule in rules if rule.was_used()]
     return found
@@ -115,20 +87,7 @@ def _renamed(key: str, rules: list[Any], prefix: Any, names: dict[str, Any]) -> 
     return name, pattern
 
 
-def _group(target: str, pieces: list[tuple[str, StoredTensorAsIs]], rules: list[Any], model: Any) -> dict[str, Stored]:
-    """The tensors that are made of the same pieces; tensors without memory tell their names and shapes."""
-    converter = next(rule for rule in rules if pieces[0][0] in rule.source_patterns)
-    described = [(pattern, piece.key, torch.empty(piece.shape, device="meta")) for pattern, piece in pieces]
-    made = _converted(target, converter, described, model)
-    return {
-        name: TensorConversion(name, tuple(tensor.shape), target, converter, tuple(pieces), model)
-        for name, tensor in made.items()
-    }
-
-
-def _converted(
-    target: str, converter: Any, tensors: Iterable[tuple[str, str, torch.Tensor]], model: Any
-) -> dict[str, torch.Tensor]:
+def _converted(target: str, converter: Any, model: Any, tensors: Pieces) -> dict[str, torch.Tensor]:
     own, keys = copy.deepcopy(converter), []
     for pattern, key, tensor in tensors:
         own.add_tensor(target, key, pattern, tensor)

@@ -58,19 +58,19 @@ def _of_pipeline(pipe: Pipeline) -> LocalState:
     for name, shape in _shapes(facts).items():
         split = tuple(d for d in along(pipe.program.placement(name), SHARD) if mesh.size(d) > 1)
         by_hand[name] = () if name in pipe.parts else split
-        for place in product(*(range(mesh.size(each)) for each in by_hand[name])):
+        for place in product(*(range(mesh.size(dimension)) for dimension in by_hand[name])):
             shapes[_title(name, by_hand[name], place, mesh)] = None
         titles[name] = _title(name, by_hand[name], tuple(map(mesh.index, by_hand[name])), mesh)
         shapes[titles[name]] = tuple(pipe.parts[name].whole.shape) if name in pipe.parts else shape
     names = {title: name for name, title in titles.items()}
     tensors = {titles[name]: tensor for name, tensor in _untied(pipe.state_dict(), facts).items()}
-    parameters = {titles[name]: each for name, each in pipe.named_parameters()}
+    parameters = {titles[name]: parameter for name, parameter in pipe.named_parameters()}
 
     def is_writer(title: str) -> bool:
         name = names[title]
         shards = along(pipe.program.placement(name), SHARD)
-        replicas = [each for each in mesh.beside("pp") if each not in shards]
-        is_rows = is_distributed(tensors.get(title)) and name not in pipe.parts
+        replicas = [dimension for dimension in mesh.beside("pp") if dimension not in shards]
+        is_rows = title in tensors and is_distributed(tensors[title]) and name not in pipe.parts
         has_first = is_rows or pipe.program.holders(name)[0] in ranks.local
         return has_first and mesh.index(*replicas) == 0
 
@@ -79,12 +79,12 @@ def _of_pipeline(pipe: Pipeline) -> LocalState:
 
 def _title(name: str, by_hand: tuple[str, ...], place: tuple[int, ...], mesh: Mesh) -> str:
     """Returns the name of one part of a tensor sharded by hand: only the model knows how it would become whole."""
-    where = [f"{each} {index} of {mesh.size(each)}" for each, index in zip(by_hand, place, strict=True)]
+    where = [f"{dimension} {index} of {mesh.size(dimension)}" for dimension, index in zip(by_hand, place, strict=True)]
     return f"{name} ({', '.join(where)})" if where else name
 
 
 def _shapes(facts: ModelFacts) -> dict[str, tuple[int, ...]]:
-    return {each.name: each.shape for each in facts.members if each.saved and each.first == each.name}
+    return {member.name: member.shape for member in facts.members if member.saved and member.first == member.name}
 
 
 def _untied(state: Mapping[str, Any], facts: ModelFacts) -> dict[str, torch.Tensor]:

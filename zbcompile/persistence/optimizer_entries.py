@@ -59,9 +59,9 @@ def load_optimizer(
         names = set(optimizer.trained.own)
     else:
         titles, members = {name: name for name in state.shapes}, list(_members(optimizer, state))
-        names = {each.name for each in members}
-    own = {title: name for name, title in titles.items() if name in names}
-    keys = by_name(stored, "state", own)
+        names = {value.name for value in members}
+    names_by_title = {title: name for name, title in titles.items() if name in names}
+    keys = by_name(stored, "state", names_by_title)
     entries: Values = {}
     for member in members:
         title = titles[member.name]
@@ -72,17 +72,17 @@ def load_optimizer(
             else:
                 device = "cpu" if divided else None
                 entries[entry] = empty_entry(member, key, tensor.shape, tensor.dtype, device)
-    read({f"optimizer.{key}": each for key, each in entries.items() if isinstance(each, torch.Tensor)})
-    for title, options in by_name(stored, "param_groups", own).items():
+    read({f"optimizer.{key}": value for key, value in entries.items() if isinstance(value, torch.Tensor)})
+    for title, options in by_name(stored, "param_groups", names_by_title).items():
         for key, tensor in options.items():
             entry = f"param_groups.{title}.{key}"
             if tensor is not None:
                 read({f"optimizer.{entry}": (option := torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu"))})
             entries[entry] = values[f"optimizer.{entry}"] if tensor is None else option
     if isinstance(optimizer, PipelineOptimizer):
-        optimizer.load_state_dict(_renamed(entries, own))
+        optimizer.load_state_dict(_renamed(entries, names_by_title))
         return
-    states, options = by_name(entries, "state", own), by_name(entries, "param_groups", own)
+    states, options = by_name(entries, "state", names_by_title), by_name(entries, "param_groups", names_by_title)
     own_states = [states[member.name] for member in members]
     optimizer.load_state_dict(torch_state_dict(members, own_states, options, optimizer.param_groups))
 
@@ -104,7 +104,7 @@ def _members(optimizer: Optimizer, state: LocalState) -> Iterator[NamedParameter
 
 def _renamed(entries: Values, names: Mapping[str, str]) -> Values:
     """Returns entries under other names of parameters."""
-    if all(name == other for name, other in names.items()):
+    if all(name == new_name for name, new_name in names.items()):
         return entries
     return {
         f"{section}.{names[name]}.{key}": value

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save
 
 
@@ -29,7 +28,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     digest = hashlib.sha256(head := len(text).to_bytes(8, "little") + text)
-    found = {"bytes": len(head) + end, "header": digest.hexdigest()}
+    sizes = {"bytes": len(head) + end, "header": digest.hexdigest()}
     with ThreadPoolExecutor(1) as hashing, path.open("wb") as file:
         file.write(head)
         for _, values in ordered:
@@ -38,7 +37,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
             file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    return {**found, "sha256": digest.hexdigest()}
+    return {**sizes, "sha256": digest.hexdigest()}
 
 
 def header_digest(path: Path) -> str:
@@ -60,8 +59,3 @@ def safetensors_dtype(dtype: torch.dtype) -> str | None:
     except KeyError:
         return None
     return str(json.loads(content[8:])["x"]["dtype"])
-
-
-def open_safetensors(path: Path) -> Any:
-    """A file, whose tensors are read as they are asked for. Raises OSError or SafetensorError."""
-    return safe_open(path, "pt")

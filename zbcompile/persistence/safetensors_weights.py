@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import nn
 
@@ -18,9 +18,9 @@ from zbcompile.distributed.ranks import Ranks
 from zbcompile.errors import PipelineError
 from zbcompile.model.distributed_tensors import is_distributed
 from zbcompile.model.tensor_shard import chunk_of, local_of
-from zbcompile.persistence.hub_layout import Stored, TensorStandIn, as_stored, stored_tensors, write_config
+from zbcompile.persistence.hub_layout import HubTensor, as_stored, hub_tensors, write_config
 from zbcompile.persistence.local_state import LocalState, local_state, require_names
-from zbcompile.persistence.safetensors_files import open_safetensors, safetensors_dtype
+from zbcompile.persistence.safetensors_files import safetensors_dtype
 from zbcompile.safe_files import write_whole
 from zbcompile.untrusted_text import read_json
 
@@ -102,14 +102,14 @@ def _write_parts(
     if leads:
         for whole in (INDEX, SINGLE):  # without these, the files that follow are not yet a complete set
             (target / whole).unlink(missing_ok=True)
-    listed = gathered(ranks, {key: (name, tensor.nbytes, tuple(tensor.shape)) for key, tensor in tensors.items()})
-    found = {key: (name, size) for part in listed for key, (name, size, _) in part.items()}
-    shapes = {key: TensorStandIn(shape) for part in listed for key, (*_, shape) in part.items()}
-    together(ranks, what, lambda: _sources(target, stored_tensors(model, shapes), state))
+    listed = gathered(ranks, {key: (name, each.nbytes, tuple(each.shape)) for key, each in tensors.items()})
+    found = {key: entry for part in listed for key, entry in part.items()}
+    shapes = {key: shape for key, (*_, shape) in found.items()}
+    together(ranks, what, lambda: _sources(target, hub_tensors(model, shapes), state))
     together(ranks, what, lambda: _write(target / name, tensors) if tensors else None)
     index = {
-        "metadata": {"total_size": sum(size for _, size in found.values())},
-        "weight_map": {key: file for key, (file, _) in sorted(found.items())},
+        "metadata": {"total_size": sum(size for _, size, _ in found.values())},
+        "weight_map": {key: file for key, (file, *_) in sorted(found.items())},
     }
     together(ranks, what, lambda: _finish(target, index, model) if leads else None)
 
@@ -147,18 +147,22 @@ def load_weights(path: str | Path, source: Pipeline | nn.Module) -> None:
 
 
 def _load(path: Path, state: LocalState, model: nn.Module) -> None:
-    files = _files_of(path)
+    paths = _files_of(path)
     with ExitStack() as stack:
         try:
-            opened = {file: stack.enter_context(open_safetensors(file)) for file in sorted(set(files.values()))}
-            stored = stored_tensors(model, {name: opened[file] for name, file in files.items()}, loading=True)
-            sources = _sources(path, stored, state)
-            _require_kinds(sources, state)
+            opened = {path: stack.enter_context(safe_open(path, "pt")) for path in sorted(set(paths.values()))}
+            files = {key: opened[path] for key, path in paths.items()}
+            shapes = {key: tuple(file.get_slice(key).get_shape()) for key, file in files.items()}
+            sources = _sources(path, hub_tensors(model, shapes, loading=True), state)
+            _require_kinds(sources, files, state)
         except (OSError, SafetensorError) as error:
             raise PipelineError(f"{path} cannot be read: {error!s:.300}. Copy it again.") from None
         with torch.no_grad():
             for name, tensor in state.tensors.items():
-                local_of(tensor).copy_(sources[name].read(_chunk(tensor)))
+                local, chunk = local_of(tensor), chunk_of(tensor)
+                begins = () if chunk is None else chunk[1]  # of a whole tensor all is read
+                part = tuple(slice(low, low + size) for low, size in zip(begins, local.shape, strict=False))
+                local.copy_(sources[name].read(files, part))
 
 
 def holds_weights(path: Path) -> bool:
@@ -170,7 +174,7 @@ def _files_of(path: Path) -> dict[str, Path]:
     if path.is_dir():
         path = _in_folder(path)
     try:
-        return _listed(path) if path.suffix == ".json" else dict.fromkeys(open_safetensors(path).keys(), path)
+        return _listed(path) if path.suffix == ".json" else dict.fromkeys(safe_open(path, "pt").keys(), path)
     except (OSError, ValueError, SafetensorError) as error:
         why = f"{error}".removesuffix(".")
         raise PipelineError(f"{path} is neither a safetensors file nor an index of such files: {why}.") from None
@@ -199,7 +203,7 @@ def _listed(index: Path) -> dict[str, Path]:
     return {name: index.parent / file for name, file in found.items()}
 
 
-def _sources(path: Path, given: Mapping[str, Stored], state: LocalState) -> dict[str, Stored]:
+def _sources(path: Path, given: Mapping[str, HubTensor], state: LocalState) -> dict[str, HubTensor]:
     """What each of the model's tensors is read from, by name. Every rank looks for all of them, so that all report the
     same error."""
     names: dict[str, list[str]] = {}
@@ -218,21 +222,13 @@ def _sources(path: Path, given: Mapping[str, Stored], state: LocalState) -> dict
     return found
 
 
-def _require_kinds(sources: Mapping[str, Stored], state: LocalState) -> None:
+def _require_kinds(sources: Mapping[str, HubTensor], files: Mapping[str, Any], state: LocalState) -> None:
     """Refuse values that the model's dtype cannot hold: copying would drop imaginary parts and fractions."""
     for name, tensor in state.tensors.items():
         own = "F" if tensor.dtype.is_floating_point else safetensors_dtype(tensor.dtype)
-        for stored in sorted(sources[name].dtypes):
+        for stored in sources[name].dtypes(files):
             if own != ("F" if stored.startswith(("F", "BF")) else stored):
                 raise PipelineError(
                     f"{name} is stored as {stored} and is {tensor.dtype} in the model; only floating-point numbers are "
                     "converted. Convert the file, or the model."
                 )
-
-
-def _chunk(tensor: torch.Tensor) -> tuple[slice, ...]:
-    """The part of a tensor in a file that this process needs: of a sharded one its chunk, else all of it (empty)."""
-    chunk = chunk_of(tensor)
-    if chunk is None:
-        return ()
-    return tuple(slice(low, low + size) for low, size in zip(chunk[1], local_of(tensor).shape, strict=True))

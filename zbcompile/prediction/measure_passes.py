@@ -46,7 +46,7 @@ def measured_costs(program: Program, seconds: Mapping[str, float]) -> Costs:
     forward, backward, weight = (
         tuple(seconds.get(f"{stage.original}.{op}", 0.0) for stage in program.stages) for op in PASSES
     )
-    costs = Costs(forward, backward, weight)
+    costs = Costs(forward, backward, weight, time_unit="s")
     if program.vocabulary is None:
         return costs
     ranks = range(program.schedule.ranks)

@@ -20,7 +20,6 @@ from zbcompile.schedules.ir.actions import SENDS, flatten
 from zbcompile.schedules.ir.costs import Link
 from zbcompile.schedules.ir.kinds import MESSAGE_OPS
 from zbcompile.schedules.visualization.svg import to_svg
-from zbcompile.schedules.visualization.units import in_units
 from zbcompile.untrusted_text import read_json
 
 NAMED_COSTS = ("flops", "uniform", "measured")
@@ -108,7 +107,7 @@ def predicted_costs(
 
 def figure_of(program: Program) -> str:
     """The picture of the predicted step, for a notebook."""
-    return to_svg(in_units([simulate(program.lowered, predicted_costs(program))])[0])
+    return to_svg(simulate(program.lowered, predicted_costs(program)))
 
 
 Program.picture = figure_of
@@ -145,7 +144,8 @@ def _from_file(path: str, program: Program) -> Basis:
         record = record_from(data, path)
         costs = split_fused(record.costs.resized(stages), program)
         return Basis(with_memory(costs, program), "s", f"mean times of the step recorded in {path}")
-    return Basis(with_memory(Costs.from_dict(data).resized(stages), program), "s", f"times from {path}")
+    costs = replace(Costs.from_dict(data).resized(stages), time_unit="s")
+    return Basis(with_memory(costs, program), "s", f"times from {path}")
 
 
 def split_fused(costs: Costs, program: Program) -> Costs:

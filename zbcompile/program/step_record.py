@@ -27,7 +27,6 @@ from zbcompile.schedules.simulation.timeline import measured_timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
 from zbcompile.schedules.visualization.step_tables import idle_share, rank_table
 from zbcompile.schedules.visualization.svg import to_svg
-from zbcompile.schedules.visualization.units import for_trace, in_units
 from zbcompile.tables import Figure, grid
 from zbcompile.untrusted_text import parse_json, read_text
 
@@ -71,7 +70,7 @@ def _costs(schedule: Schedule, means: Mapping[tuple[str, int], float]) -> Costs:
         return tuple(next((means[op, s] for op in ops if (op, s) in means), 0.0) for s in range(schedule.stages))
 
     shards: dict[str, Any] = {"vocab_s": times("S"), "vocab_t": times("T")} if schedule.shards else {}
-    return Costs(times("F"), times("B", "BW"), times("W"), optimizer=times("OPT"), **shards)
+    return Costs(times("F"), times("B", "BW"), times("W"), optimizer=times("OPT"), time_unit="s", **shards)
 
 
 def recorded_timeline(schedule: Schedule, spans: Spans, costs: Costs) -> Timeline:
@@ -151,7 +150,7 @@ class StepRecord:
         holds is taken from `memory`, if it is given, in its unit."""
         costs = self.costs
         if memory is not None:
-            own = {name: getattr(memory, name) for name in ("activation", "residue", "vocab_state")}
+            own = {name: getattr(memory, name) for name in ("activation", "residue", "vocab_state", "memory_unit")}
             costs = replace(costs, **own)
         if self.in_process:
             return simulate(self.schedule, costs)
@@ -160,7 +159,7 @@ class StepRecord:
     def __str__(self) -> str:
         """The time and the idle time of every rank, by cause."""
         timeline, apart = self.as_ranks(), ", as if each rank had a process of its own" * self.in_process
-        rows = rank_table(timeline, "s").rows
+        rows = rank_table(timeline).rows
         held = [
             [*(each for each in row if each.name != "peak memory"), Figure("peak waiting", peak, "B")]
             for row, peak in zip(rows, [*self.peak_activation_bytes.values(), None], strict=False)
@@ -171,7 +170,7 @@ class StepRecord:
 
     def _repr_html_(self) -> str:
         """In notebooks, a picture of the step."""
-        return to_svg(in_units([self.as_ranks()], bytes_known=False)[0])
+        return to_svg(self.as_ranks())
 
     def save(self, path: str | Path) -> None:
         """Write the record to a file that `python -m zbcompile.inspect TARGET --measured FILE` reads; it is the same on
@@ -187,7 +186,7 @@ class StepRecord:
 
         >>> pipe.last_step.chrome_trace("step.json")              # doctest: +SKIP
         """
-        Path(path).write_text(to_chrome_trace(for_trace(self.as_ranks())), encoding="utf-8")
+        Path(path).write_text(to_chrome_trace(self.as_ranks()), encoding="utf-8")
 
 
 def record_to_text(record: StepRecord) -> str:

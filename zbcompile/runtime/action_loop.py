@@ -187,7 +187,10 @@ class RankRun:
         self.shared.carry_out(to.action, self.rank)
 
     def losses(self) -> dict[int, torch.Tensor]:
-        """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left."""
+        """The losses of the microbatches whose last stage ran here, after a check that nothing of the step is left.
+
+        If the output layer is sharded, the last stage may have a loss of the layers before, which is added.
+        """
         for stage in self.runs.values():
             stage.check_empty()
         return sum_losses(stage.losses for stage in self.runs.values())

@@ -60,10 +60,6 @@ class Slices:
         """The slices that this process updates."""
         return [each for each in self.of(stage) if each.mine]
 
-    def of_tensor(self, tensor: torch.Tensor) -> Slice:
-        """The slice that the optimizer updates as `tensor`."""
-        return next(each for each in self.mine() if each.tensor is tensor)
-
     # For a step of the pipeline
 
     def begin(self, program: Program) -> None:

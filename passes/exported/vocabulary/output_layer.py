@@ -37,11 +37,13 @@ class Logits:
         elementwise: Scales, casts and the tanh of a soft cap that were applied to the product.
         rows: Views and slices of rows that were applied to the product.
         normalized: True for log-probabilities.
+        has_bias: True if the bias is added.
     """
 
     elementwise: tuple[Node, ...] = ()
     rows: tuple[Node, ...] = ()
     normalized: bool = False
+    has_bias: bool = False
 
 
 @dataclass
@@ -78,20 +80,22 @@ def find_output_layers(step: StepGraph) -> list[OutputLayer]:
     counts, because routers of experts have a softmax as well.
 
     Raises:
-        NotShardableError: The loss uses the logits in another way. The message has the user's line.
+        NotShardableError: There is none, or the loss uses the logits in another way. The message
+            has the user's line.
     """
     forward = step.forward_nodes()
     products = dict.fromkeys(product for node in forward for product in _products_below(node))
     words = max((shape_of(product)[-1] for product in products), default=0)
     layers = [_output_layer(product) for product in products if shape_of(product)[-1] == words]
+    if not layers:
+        _refuse_missing_layer(forward)
     for layer in layers:
         _follow_logits(layer, forward, set(step.result_nodes()))
     return layers
 
 
-def refuse_missing_layer(step: StepGraph) -> NoReturn:
-    """Raises NotShardableError with the reason why a step has no output layer that is found."""
-    for node in reversed(step.forward_nodes()):
+def _refuse_missing_layer(forward: list[Node]) -> NoReturn:
+    for node in reversed(forward):
         if operator_name(node) not in SOFTMAXES or not node.args:
             continue
         source = without(node.args[0], COPIES | VIEWS | CASTS)
@@ -156,19 +160,36 @@ def _output_layer(product: Node) -> OutputLayer:
 def _follow_logits(layer: OutputLayer, forward: list[Node], results: set[Node]) -> None:
     """Finds every operation of the forward that reads the logits."""
     logits = layer.logits
-    logits[layer.product] = Logits()
+    logits[layer.product] = Logits(has_bias=layer.bias is not None)
     for node in forward:
         if node is layer.product or not any(arg in logits for arg in node.all_input_nodes):
             continue
         first = node.args[0] if node.args else None
         source = logits.get(first) if isinstance(first, Node) else None
-        derived = _derived_logits(node, source) if source is not None else None
+        derived = source and (_with_bias(layer, node, source) or _derived_logits(node, source))
         if derived is not None:
             logits[node] = derived
         elif source is None or not _reads_statistics(layer, node, source):
             refuse(node, f"{operator_name(node)} of the logits")
+    for node, (_, read) in layer.statistics.items():
+        if read.has_bias != (layer.bias is not None):
+            refuse(node, "a loss that reads logits before the bias is added")
     for node in logits.keys() & results:
         refuse(node, "an output of the size of the vocabulary")
+
+
+def _with_bias(layer: OutputLayer, node: Node, source: Logits) -> Logits | None:
+    """Returns the logits if a node is the addition of the bias.
+
+    F.linear adds it to the product of a hidden state that is a slice.
+    """
+    bias = _placeholder(node.args[-1])
+    if operator_name(node) != "add" or node.kwargs or source != Logits(rows=source.rows):
+        return None
+    if bias is None or shape_of(bias) != shape_of(node)[-1:] or layer.bias not in (None, bias):
+        return None
+    layer.bias = bias
+    return replace(source, has_bias=True)
 
 
 def _derived_logits(node: Node, source: Logits) -> Logits | None:
@@ -229,9 +250,9 @@ def without(node: Any, operators: frozenset[str]) -> Any:
     return node
 
 
-def shape_of(node: Any) -> tuple[int, ...]:
+def shape_of(node: Any) -> torch.Size:
     """Returns the shape of a node's value."""
-    return tuple(node.meta["val"].shape)
+    return torch.Size(node.meta["val"].shape)
 
 
 def refuse(node: Node, reason: str, remedy: str = "") -> NoReturn:

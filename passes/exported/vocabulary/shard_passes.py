@@ -3,16 +3,17 @@
 S computes the logits of the shard's words and their statistics. STATS combines the statistics of
 all shards into the loss and its gradient by row. T computes the gradients of the shard's rows of
 the weight. The input gradient is summed over shards behind STATS (one barrier) or T (two), as in
-algorithms 2 and 1 of arXiv:2411.05288.
+algorithms 2 and 1 of arXiv:2411.05288. The softmax of all words is that of the shard's words times
+one number per row, the shard's share.
 
-With one barrier S multiplies exponentials and weight before it knows the global softmax. It leaves
-the label's word out, and STATS adds (P_t - 1) W_t with P_t - 1 = expm1(log P_t): for a confident
-token the two products differ by all the digits of bfloat16.
+With one barrier S multiplies softmax and weight before it knows the shares. It leaves the label's
+word out, and STATS adds (P_t - 1) W_t with P_t - 1 = expm1(log P_t): for a confident token the two
+products differ by all the digits of bfloat16.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import reduce
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +56,12 @@ class Shard:
         """The dtype of statistics."""
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The parts of the input gradient that S computes."""
+        count = 2 + self.has_total if self.barriers == 1 else 0
+        return ("others", "label_rows", "total_rows")[:count]
+
     def logits(self, product: Tensor) -> Tensor:
         """Returns what the softmax normalizes, in the dtypes of the model."""
         for node in self.form:
@@ -70,10 +77,6 @@ class Shard:
             logits = self.logits(leaf)
             return torch.autograd.grad(logits, leaf, gradient.to(logits.dtype))[0]
 
-    def local_labels(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns whether a label is a word of this shard, and its number there, [rows, 1] each."""
-        return local_rows(labels, self.low, self.words)
-
     def times_weight(self, gradient: Tensor, weight: Tensor) -> Tensor:
         """Returns gradient [rows, words] times weight, a part of the input gradient.
 
@@ -85,108 +88,78 @@ class Shard:
         return factor.to(self.wide) @ rows.to(self.wide)
 
 
-class Scan(NamedTuple):
-    """The results of S.
+def scan(
+    shard: Shard, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> dict[str, Tensor]:
+    """Pass S. Returns what STATS or T needs, by name.
 
-    Attributes:
-        statistics: [3 or 4, rows]: maximum, sum of exponentials, label's logit, sum of logits.
-        product: [rows, words], kept for T; None for a shard without words.
-        others: With one barrier: sum of softmax times weight over all words but the label.
-        label_rows: With one barrier: the weight of the label, 0 if it is of another shard.
-        total_rows: With one barrier and a sum of logits: the gradient of that sum.
+    * statistics, [3 or 4, rows], of this shard's words: the maximum, the sum of exponentials
+      relative to it, the label's logit and perhaps the sum of logits
+    * product, [rows, words], of a shard with words
+    * with one barrier, [rows, width] each: `others`, the sum of softmax times weight over all words
+      but the label, `label_rows`, the weight of a label of this shard, and perhaps `total_rows`,
+      the gradient of the sum of logits
     """
-
-    statistics: Tensor
-    product: Tensor | None
-    others: Tensor | None = None
-    label_rows: Tensor | None = None
-    total_rows: Tensor | None = None
-
-
-def scan(shard: Shard, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Scan:
-    """Pass S. Statistics are of this shard's words alone."""
-    rows, width = hidden.shape
+    lowest = torch.finfo(shard.dtype).min  # no maximum is -inf, so no softmax is NaN
     if not shard.words:
-        zeros = hidden.new_zeros(rows, dtype=shard.wide)
-        nothing = [torch.full_like(zeros, -torch.inf), zeros, zeros, zeros][: 3 + shard.has_total]
-        none = hidden.new_zeros((rows, width), dtype=shard.wide) if shard.barriers == 1 else None
-        return Scan(torch.stack(nothing), None, none, none, none if shard.has_total else None)
-    bias = None if bias is None else bias.to(shard.dtype)
+        zeros = hidden.new_zeros((3 + shard.has_total, len(hidden)), dtype=shard.wide)
+        parts = dict.fromkeys(shard.parts, torch.zeros_like(hidden, dtype=shard.wide))
+        return {"statistics": torch.cat([zeros[:1] + lowest, zeros[1:]]), **parts}
+    bias = None if bias is None else bias.to(shard.dtype).clamp(min=lowest)
     product = F.linear(hidden, weight.to(shard.dtype), bias)
     logits = shard.logits(product).to(shard.wide)
-    is_local, number = shard.local_labels(labels)
-    maximum = logits.amax(1)
-    shifted = logits - _finite(maximum)[:, None]
-    exponentials = shifted.exp()
-    summed = exponentials.sum(1)
+    is_local, number = local_rows(labels, shard.low, shard.words)
+    probabilities = logits.softmax(1)  # of the largest logit: one over the sum
     label = torch.where(is_local, logits.gather(1, number), 0.0).squeeze(1)
-    statistics = [maximum, summed, label, *([shifted.sum(1)] if shard.has_total else ())]
-    stacked = torch.stack(statistics)
-    if shard.barriers != 1:
-        return Scan(stacked, product)
-    at_label = torch.where(is_local, 0.0, exponentials.gather(1, number))
-    pulled = shard.pull_back(product, exponentials.scatter(1, number, at_label))
-    positive = torch.where(summed > 0, summed, 1.0)
-    others = shard.times_weight(pulled, weight) / positive[:, None]
-    slope = shard.pull_back(product.gather(1, number), is_local.to(shard.wide)).to(shard.wide)
-    label_rows = slope * weight[number.squeeze(1)].to(shard.dtype).to(shard.wide)
-    total_rows = None
-    if shard.has_total:
-        total_rows = shard.times_weight(shard.pull_back(product, torch.ones_like(logits)), weight)
-    return Scan(stacked, product, others, label_rows, total_rows)
+    total = [logits.sum(1)] if shard.has_total else []
+    statistics = [logits.amax(1), 1 / probabilities.amax(1), label, *total]
+    found = {"statistics": torch.stack(statistics), "product": product}
+    if "others" in shard.parts:
+        at_label = torch.where(is_local, 0.0, probabilities.gather(1, number))
+        pulled = shard.pull_back(product, probabilities.scatter(1, number, at_label))
+        found["others"] = shard.times_weight(pulled, weight)
+        slope = shard.pull_back(product.gather(1, number), is_local.to(shard.wide)).to(shard.wide)
+        found["label_rows"] = slope * weight[number.squeeze(1)].to(shard.dtype).to(shard.wide)
+    if "total_rows" in shard.parts:
+        ones = shard.pull_back(product, torch.ones_like(logits))
+        found["total_rows"] = shard.times_weight(ones, weight)
+    return found
 
 
 def combine(shard: Shard, gathered: Tensor) -> tuple[Statistics, Tensor]:
-    """Returns the statistics of all words, and the sums of exponentials of every shard.
-
-    The sums are relative to the common maximum, [shards, rows].
-    """
+    """Returns the statistics of all words, and this shard's share of the softmax, [rows]."""
     maxima, sums, labels, *totals = gathered.unbind(1)
-    maximum = _finite(maxima.amax(0))
-    shares = sums * (maxima - maximum).exp()
-    total = torch.zeros_like(maximum)
-    if totals:
-        counts = [high - low for low, high in shard.bounds]
-        words = torch.tensor(counts, dtype=gathered.dtype, device=gathered.device)
-        total = (totals[0] + (_finite(maxima) - maximum) * words[:, None]).sum(0)
-    log_sum = shares.sum(0).log()
-    return Statistics(maximum, log_sum, labels.sum(0) - maximum, total), shares
+    maximum = maxima.amax(0)
+    parts = sums * (maxima - maximum).exp()
+    summed = parts.sum(0)
+    total = reduce(torch.add, totals, torch.zeros_like(maxima)).sum(0)
+    total = total - shard.bounds[-1][1] * maximum
+    label = labels.sum(0) - maximum
+    return Statistics(maximum, summed.log(), label, total), parts[shard.rank] / summed
 
 
-def coefficients_of(statistics: Statistics, gradient: Factors) -> Tensor:
-    """Returns what T needs of every row, [5, rows].
-
-    These are the maximum, the logarithm of the sum, the factor of the softmax, the gradient at the
-    label, and the gradient at every word.
-    """
-    softmax, label, words = (rows.to(statistics.maximum.dtype) for rows in gradient[:3])
+def coefficients_of(statistics: Statistics, gradient: Factors, share: Tensor) -> Tensor:
+    """Returns what T needs of every row, [3, rows]: the factor of the shard's softmax, the gradient
+    at the label, and the gradient at every word."""
+    softmax, label, words = (rows.to(share.dtype) for rows in gradient[:3])
     at_label = softmax * torch.expm1(statistics.label - statistics.log_sum) + (softmax + label)
-    return torch.stack([statistics.maximum, statistics.log_sum, softmax, at_label, words])
+    return torch.stack([softmax * share, at_label, words])
 
 
-def input_gradient(
-    shard: Shard, coefficients: Tensor, shares: Tensor, kept: Mapping[str, Tensor]
-) -> Tensor:
-    """Returns this shard's part of the input gradient with one barrier, [rows, width]."""
-    _, _, softmax, at_label, words = coefficients.unbind(0)
-    share = softmax * shares[shard.rank] / shares.sum(0)
-    part = share[:, None] * kept["others"] + at_label[:, None] * kept["label_rows"]
-    if "total_rows" in kept:
-        part = part + words[:, None] * kept["total_rows"]
-    return part
+def input_gradient(shard: Shard, coefficients: Tensor, found: Mapping[str, Tensor]) -> Tensor:
+    """Returns this shard's part of the input gradient from what S found, [rows, width]."""
+    pairs = zip(coefficients.unbind(0), shard.parts, strict=False)
+    return reduce(torch.add, [rows[:, None] * found[name] for rows, name in pairs])
 
 
 def logit_gradient(shard: Shard, product: Tensor, coefficients: Tensor, labels: Tensor) -> Tensor:
     """Returns the gradient of the product, [rows, words], the first half of pass T."""
-    maximum, log_sum, softmax, at_label, words = coefficients.unbind(0)
-    shifted = shard.logits(product).to(shard.wide) - maximum[:, None]
-    gradient = (softmax * torch.exp(-log_sum))[:, None] * shifted.exp()
-    is_local, number = shard.local_labels(labels)
-    label = torch.where(is_local, at_label[:, None], gradient.gather(1, number))
+    softmax, at_label, words = coefficients[:, :, None].unbind(0)
+    gradient = softmax * shard.logits(product).to(shard.wide).softmax(1)
+    is_local, number = local_rows(labels, shard.low, shard.words)
+    label = torch.where(is_local, at_label, gradient.gather(1, number))
     gradient = gradient.scatter(1, number, label)
-    if shard.has_total:
-        gradient = gradient + words[:, None]
-    return shard.pull_back(product, gradient)
+    return shard.pull_back(product, gradient + words if shard.has_total else gradient)
 
 
 def local_rows(numbers: Tensor, low: int, count: int) -> tuple[Tensor, Tensor]:
@@ -197,8 +170,3 @@ def local_rows(numbers: Tensor, low: int, count: int) -> tuple[Tensor, Tensor]:
     local = numbers.unsqueeze(-1) - low
     inside = (local >= 0) & (local < count)
     return inside, torch.where(inside, local, numbers.unsqueeze(-1).remainder(count))
-
-
-def _finite(maximum: Tensor) -> Tensor:
-    """Returns the maximum, or 0 if all words of a shard are masked by -inf."""
-    return torch.where(maximum == -torch.inf, 0.0, maximum)

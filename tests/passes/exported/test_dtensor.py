@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed import all_reduce
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -29,6 +31,7 @@ from tests.support.meshes import mesh_of
 from tests.support.parallel_models import ContextParallel, Dispatched, Enter, TensorParallel
 from tests.support.pool import Pool
 from zbcompile import schedules
+from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.exported.capture.process_groups import (
     collective_name,
@@ -122,6 +125,104 @@ def by_hand(name: str, form: str) -> dict[str, Any]:
 def test_bits_of_collectives_in_the_model(name: str, form: str, pool: Pool) -> None:
     for found in pool.run(by_hand, name, form, ranks=2):
         assert found == {"differences": [], "groups": [name]}
+
+
+class TwoDimensions(nn.Module):
+    """Weights sharded along "tp", activations along "cp": sums over both dimensions."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.mesh = mesh
+        for name, placement in (("up", Shard(0)), ("down", Shard(1))):
+            weight = distribute_tensor(torch.randn(8, 8), mesh, [Replicate(), placement])
+            self.register_parameter(name, nn.Parameter(weight))
+        self.scale = nn.Parameter(
+            distribute_tensor(torch.ones(8), mesh, [Replicate(), Replicate()])
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        local = DTensor.from_local(x, self.mesh, [Shard(0), Replicate()])
+        hidden = torch.tanh((local * self.scale) @ self.up.t())
+        output = (hidden @ self.down.t()).redistribute(self.mesh, [Shard(0), Replicate()])
+        return output.square().mean().full_tensor()
+
+
+def two_dimensions() -> dict[str, Any]:
+    mesh = mesh_of(cp=2, tp=2)
+    model = TwoDimensions(mesh)
+    torch.manual_seed(dist.get_rank() // 2)
+    batches: list[Batch] = [((torch.randn(4, 8),), {}, None) for _ in range(MICROBATCHES)]
+    compiled = compile_step(model, *batches[0], None, ranks_of=[0, 1], exact=True)
+    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    return {
+        "differences": differences(result, eager_step(model, batches, None, seed=5)),
+        "groups": sorted(compiled.step.process_groups),
+    }
+
+
+@pytest.mark.slow
+def test_a_mesh_with_two_dimensions(pool: Pool) -> None:
+    for found in pool.run(two_dimensions, ranks=4):
+        assert found == {"differences": [], "groups": ["cp", "tp"]}
+
+
+class Summed(torch.autograd.Function):
+    """Sums over all ranks by a function that was imported by name."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        total = x.clone()
+        all_reduce(total)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        grad = grad.contiguous()
+        all_reduce(grad)
+        return grad
+
+
+class SumsActivations(nn.Module):
+    """Two layers with a sum over ranks in between: in a Function, or where autograd is blind."""
+
+    def __init__(self, in_function: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.in_function = in_function
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.first(x))
+        if self.in_function:
+            x = Summed.apply(x)
+        else:
+            all_reduce(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def by_name(in_function: bool) -> Any:
+    """Returns what differs from eager mode, or the refusal."""
+    mesh = mesh_of(tp=dist.get_world_size())
+    model = SumsActivations(in_function)
+    batches = [((torch.randn(4, 8),), {}, torch.randn(4, 8)) for _ in range(MICROBATCHES)]
+    options = ExportOptions(process_groups=groups_of_meshes([mesh]))
+    try:
+        compiled = compile_step(model, *batches[0], F.mse_loss, ranks_of=[0, 1], options=options)
+    except CaptureError as error:
+        return str(error)
+    orders = schedules.build("zb-h1", ranks=2, microbatches=MICROBATCHES).orders
+    result = Runner(compiled, model, batches, seed=5).run(orders)
+    return differences(result, eager_step(model, batches, F.mse_loss, seed=5))
+
+
+def test_collectives_that_are_imported_by_name(pool: Pool) -> None:
+    assert pool.run(by_name, True, ranks=2) == [[], []]
+    for refusal in pool.run(by_name, False, ranks=2):
+        assert "torch.distributed.all_reduce on an activation" in refusal
+        assert "test_dtensor.py:" in refusal
+        assert "autograd.Function" in refusal
 
 
 @pytest.mark.parametrize(

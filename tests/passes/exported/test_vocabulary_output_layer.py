@@ -154,7 +154,8 @@ def test_a_router_is_no_output_layer() -> None:
 
 
 def test_a_step_without_a_softmax_has_none() -> None:
-    assert not output_layers(Model(), lambda logits, target: logits.square().mean())
+    with pytest.raises(NotShardableError, match="no softmax normalizes the product"):
+        output_layers(Model(), lambda logits, target: logits.square().mean())
 
 
 def class_weights(logits: Tensor, target: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ PLACEMENTS = (
     Placement.named("looped", 2, 3),
     Placement.named("v", 4, 2),
     Placement.named("dual", 4),
+    Placement.of_ranks((0, 0, 1, 1, 2, 3)),
 )
 
 
@@ -25,7 +26,7 @@ def test_every_forward_once(placement: Placement, microbatches: int) -> None:
 
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=lambda placement: placement.kind)
 def test_shards_of_an_output_layer_scan_once_and_exchange_statistics(placement: Placement) -> None:
-    schedule = forward_only(placement, 3, shards=True, lookups=True)
+    schedule = forward_only(placement, 6, shards=True, lookups=True)
     check(schedule)
     lowered = lower(schedule)
     check(lowered)
@@ -33,7 +34,7 @@ def test_shards_of_an_output_layer_scan_once_and_exchange_statistics(placement: 
     assert {"LOOKUP", "CAST", "STATS"} <= posted
     assert not {"SUM", "SPREAD", "T", "B", "W"} & posted
     scans = [action for order in schedule.orders for action in order if action[0] == "S"]
-    assert len(scans) == 3 * placement.ranks
+    assert len(scans) == 6 * placement.ranks
 
 
 def test_a_straight_line_fills_and_drains() -> None:

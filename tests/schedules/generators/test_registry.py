@@ -1,7 +1,5 @@
 """Names, spellings, admitted counts, and the errors for everything else."""
 
-import ast
-import inspect
 import itertools
 import subprocess
 import sys
@@ -135,18 +133,6 @@ def test_everything_public_exists() -> None:
         assert getattr(schedules, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'biuld'"):
         schedules.biuld  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def test_type_checkers_see_what_exists() -> None:
-    """The imports under TYPE_CHECKING are those that `__getattr__` makes."""
-    tree = ast.parse(inspect.getsource(schedules))
-    for_checkers = next(
-        node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)
-    )
-    imports = [node for node in for_checkers.body if isinstance(node, ast.ImportFrom)]
-    seen = {alias.name: node.module for node in imports for alias in node.names}
-    assert seen == {name: f"zbcompile.schedules.{module}" for name, module in schedules._MODULE_OF.items()}
-    assert set(schedules.__all__) == set(seen)
 
 
 def test_refuses_a_wrong_import_name(tmp_path) -> None:

@@ -1,11 +1,11 @@
-"""The critical path and the chains behind idle intervals, checked by what they mean: a path is a proof of a length."""
+"""The critical path, checked by what it means: a path is a proof of a length."""
 
 import itertools
 import random
 
 import pytest
 
-from zbcompile.schedules import Costs, Timeline, blocking_chain, build, critical_path, lower, names, simulate
+from zbcompile.schedules import Costs, Timeline, build, critical_path, lower, names, simulate
 from zbcompile.schedules.simulation.critical_path import by_rank, time_by_kind
 
 
@@ -48,20 +48,6 @@ def test_shortening_what_is_on_the_path_shortens_the_step(random_costs) -> None:
             after = simulate(schedule, costs.__class__(**{**vars(costs), times: tuple(faster)}))
             if (op, stage) not in on_path:
                 assert after.finish == pytest.approx(before.finish)
-
-
-def test_a_chain_covers_its_idle_interval(random_costs) -> None:
-    for timeline in _timelines(random_costs):
-        for idle in timeline.idle:
-            legs = blocking_chain(timeline, idle)
-            assert bool(legs) == (idle.step is not None)
-            if not legs:
-                continue
-            assert legs[0].start <= idle.start + 1e-9 or legs[0].start == 0
-            if not timeline.schedule.is_lowered:
-                assert legs[-1].rank == idle.source
-            for leg, following in itertools.pairwise(legs):
-                assert following.start == pytest.approx(leg.end + leg.travel)
 
 
 def test_by_rank_says_where_the_path_changes_hands() -> None:

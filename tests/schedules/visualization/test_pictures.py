@@ -12,11 +12,10 @@ from zbcompile.schedules import Costs, ScheduleError, build, simulate
 from zbcompile.schedules.simulation.critical_path import critical_path
 from zbcompile.schedules.simulation.timeline import Timeline
 from zbcompile.schedules.visualization.chrome_trace import to_chrome_trace
-from zbcompile.schedules.visualization.html_page import to_html
-from zbcompile.schedules.visualization.looks import IDLE_LOOKS, LOOKS
+from zbcompile.schedules.visualization.style import IDLE_STYLES, OP_STYLES
 from zbcompile.schedules.visualization.svg import compare_svg, to_svg
 from zbcompile.schedules.visualization.text import compare_text, format_timeline
-from zbcompile.schedules.visualization.write import write_comparison, write_picture
+from zbcompile.schedules.visualization.write import to_html, write_comparison, write_picture
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -46,8 +45,8 @@ def test_svg_shows_every_step_and_every_idle_interval(name: str) -> None:
 
 
 def test_operations_differ_in_colour_hatching_and_letter() -> None:
-    colours, strokes = ({look[place] for look in LOOKS.values()} for place in range(2))
-    assert len(colours) == len(strokes) == len(LOOKS)
+    colours, strokes = ({look[place] for look in OP_STYLES.values()} for place in range(2))
+    assert len(colours) == len(strokes) == len(OP_STYLES)
     assert {">F0<", ">B0<", ">W0<"} <= {
         f">{text}<" for text in ("F0", "B0", "W0") if f">{text}<" in to_svg(timeline(), 3000)
     }
@@ -77,7 +76,7 @@ def test_width_is_respected() -> None:
 
 def test_causes_of_idle_time_differ_without_colour() -> None:
     svg = to_svg(timeline())
-    assert len({path for _, path in IDLE_LOOKS.values()}) == len(IDLE_LOOKS)
+    assert len({path for _, path in IDLE_STYLES.values()}) == len(IDLE_STYLES)
     assert all(f'fill="url(#idle-{gap.cause})"' in svg for gap in timeline().idle)
     assert "prefers-color-scheme: dark" in svg
 

@@ -164,8 +164,8 @@ def fitted_by_lightning(folder: str) -> tuple[list[float], list[Tensor], dict[st
     trainer.fit(module, loader(0), loader(1))
     later = zbcompile.pipeline(model(), schedule="1f1b", **options)
     optimizer = later.optimizer(torch.optim.AdamW, lr=LEARNING_RATE, clip=CLIP)
-    zbcompile.load_checkpoint(folder, later, optimizer)
     later.compile(torch.zeros(8, WIDTH), target=torch.zeros(8, dtype=torch.long))
+    zbcompile.load_checkpoint(folder, later, optimizer)
     return module.losses, module.outputs, later.state_dict(full=True)
 
 

@@ -4,6 +4,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -98,7 +99,8 @@ def test_torchs_own_reader_reads_it(small_program: Callable[[str, int], Path], t
     optimizer = optimizer_of(model.parameters())
     options = StateDictOptions(flatten_optimizer_state_dict=True)
     weights, moments = get_state_dict(model, optimizer, options=options)
-    state = {"model": weights, "optimizer": {key: each for key, each in moments.items() if key.startswith("state.")}}
+    moved = {key: each for key, each in moments.items() if key.startswith("state.")}
+    state: dict[str, Any] = {"model": weights, "optimizer": moved}
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # a tied parameter is there under its first name alone
     reader = dcp.HuggingFaceStorageReader(str(checkpoints_in(tmp_path)[-1]))
     dcp.load(state, storage_reader=reader, planner=planner, no_dist=True)

@@ -42,7 +42,7 @@ def begun(is_llama: bool, layout: Layout) -> Any:
     mesh = mesh_of(**sizes)
     torch.manual_seed(4)
     if is_llama:
-        model = parallelised(mesh["tp"], "plain", layers=2) if "tp" in sizes else Llama(layers=2)
+        model: Any = parallelised(mesh["tp"], "plain", layers=2) if "tp" in sizes else Llama(layers=2)
         x, y = torch.randint(VOCABULARY, (2, 8, LENGTH)).unbind()
     else:
         model, x, y = Words(), TOKENS, TOKENS

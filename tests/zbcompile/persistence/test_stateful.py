@@ -15,7 +15,8 @@ from tests.support.training import assert_same_tensors
 from tests.zbcompile.persistence.test_checkpoint import TOKENS, Words, loss_of
 
 
-def begun(sizes: dict[str, int], schedule: str, zero: int, vocab: Any, seed: int, dtype: torch.dtype) -> Any:
+def begun(layout: Any, seed: int, dtype: torch.dtype) -> Any:
+    sizes, schedule, zero, vocab = layout
     torch.manual_seed(seed)
     options: dict[str, Any] = {"schedule": schedule, "microbatches": 2, "vocab": vocab, "loss": loss_of}
     pipe = zbcompile.pipeline(Words().to(dtype), mesh=mesh_of(**sizes), **options)
@@ -41,7 +42,7 @@ ROWS: tuple[tuple[dict[str, int], str, int, Any], ...] = (({"pp": 4}, "1f1b", 0,
 
 def moved(folder: Path, layouts: Any, dtype: torch.dtype) -> None:
     torch.set_num_threads(1)
-    pipe, optimizer = begun(*layouts[0], 0, dtype)
+    pipe, optimizer = begun(layouts[0], 0, dtype)
     assert isinstance(pipe, Stateful)
     assert isinstance(optimizer, Stateful)
     train(pipe, optimizer, 2)
@@ -49,7 +50,7 @@ def moved(folder: Path, layouts: Any, dtype: torch.dtype) -> None:
     expected = train(pipe, optimizer, 1)
     pipe.close()
     for number, layout in enumerate(layouts[1:]):
-        pipe, optimizer = begun(*layout, 1, dtype)
+        pipe, optimizer = begun(layout, 1, dtype)
         dcp.load({"model": pipe, "optimizer": optimizer}, checkpoint_id=folder / str(number))
         dcp.save({"model": pipe, "optimizer": optimizer}, checkpoint_id=folder / str(number + 1))
         assert optimizer.param_groups[0]["lr"] == 0.1

@@ -1,5 +1,8 @@
 """A sharded output layer in a loss of several terms: heads that share it, and numbers that are no logits."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,6 +10,7 @@ from torch import Tensor, nn
 
 import zbcompile
 from tests.support.pool import Pool
+from zbcompile.runtime.action_loop import RankRun
 
 WORDS, WIDTH = 24, 8
 
@@ -90,3 +94,12 @@ def test_evaluation_has_all_terms() -> None:
     pipe = zbcompile.pipeline(model, schedule="zb-h1", ranks=2, microbatches=MICROBATCHES, vocab=1)
     pipe.step(tokens)
     assert pipe.eval(tokens).item() == pytest.approx(eager, rel=1e-6)
+
+
+def test_the_loss_of_the_last_stage_is_added_to_that_of_its_shard() -> None:
+    def run_with(losses: dict[int, Tensor]) -> Any:
+        return SimpleNamespace(losses=losses, check_empty=lambda: None)
+
+    runs = {1: run_with({0: torch.tensor(0.25)}), -1: run_with({0: torch.tensor(2.0), 1: torch.tensor(3.0)})}
+    rank = RankRun(plan=None, runs=runs, transport=None, position=None)  # type: ignore[arg-type]
+    assert rank.losses() == {0: 2.25, 1: 3.0}

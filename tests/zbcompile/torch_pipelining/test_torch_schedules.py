@@ -120,7 +120,7 @@ def test_plans_of_torchs_own_tests(name: str) -> None:
             continue
         check(theirs, weight_order="any")
         _assert_no_longer(ours, theirs)
-        with pytest.raises(ScheduleError, match=r"weight gradients of stage 0 run microbatch .* expected ascending"):
+        with pytest.raises(ScheduleError, match=r"weight gradients of stage \d+ run microbatch .* expected ascending"):
             check(theirs)
 
 
