@@ -22,16 +22,8 @@ ORDER = {
         *("simulation", "searching", "visualization", "__init__", "__main__"),
     ),
     "passes": (
-        *(
-            "__init__",
-            "errors",
-            "capture_refusals",
-            "torch_names",
-            "layout_strings",
-        ),
-        *("gpu", "torch_private", "graph", "meta_device", "machine", "compile_options", "module_state", "capture"),
-        *("partition", "split", "recompute", "stage", "vocabulary", "verification", "pass_list"),
-        "exported",  # replaces the other rooms but for errors, torch_names, gpu
+        *("__init__", "errors", "torch_names", "layout_strings", "gpu", "torch_private", "graph", "meta_device"),
+        *("machine", "compile_options", "module_state", "partition", "stage", "exported"),
     ),
     "zbcompile": (
         *(

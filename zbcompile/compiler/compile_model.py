@@ -23,6 +23,7 @@ from zbcompile.passes.exported.compile_step import CompiledStep, Observer, compi
 from zbcompile.passes.exported.partition.assign_stages import cuts_of_owners
 from zbcompile.passes.exported.partition.balance_stages import balanced_cuts
 from zbcompile.passes.exported.partition.cut_points import ForwardLine
+from zbcompile.passes.exported.partition.named_cuts import edges_named
 from zbcompile.passes.exported.stage.pass_graph import graph_text
 from zbcompile.passes.exported.stage_programs import end_pieces, stage_programs
 from zbcompile.passes.exported.step_graph import StepGraph
@@ -30,7 +31,6 @@ from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram
 from zbcompile.passes.exported.vocabulary.trunk import ShardedStep
 from zbcompile.passes.partition.balance import LoadRow
 from zbcompile.passes.partition.cuts import Cuts
-from zbcompile.passes.partition.named_cuts import edges_named
 from zbcompile.passes.stage.stage_program import StageProgram, collectives_of, tensor_spec
 from zbcompile.program.directories import save_here
 from zbcompile.program.output import Output

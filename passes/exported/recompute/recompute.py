@@ -50,6 +50,7 @@ def recompute(step: StepGraph, labels: Labels, policies: Sequence[Policy]) -> No
     Raises:
         CompileError: A stage cannot keep as few bytes as its int says.
     """
+    saved = saved_bytes(step, labels)
     for stage, policy in enumerate(policies):
         if policy == "off":
             continue
@@ -57,9 +58,9 @@ def recompute(step: StepGraph, labels: Labels, policies: Sequence[Policy]) -> No
         if policy == "hints" and not any(map(_is_hinted, forward.computed)):
             continue
         candidates = forward.candidates("full" if isinstance(policy, int | float) else policy)
-        saved = _choose(candidates, policy, stage)
-        if saved.recomputed:
-            _duplicate(step, labels, forward, saved)
+        kept = _choose(candidates, policy, stage, saved.get(stage, 0))
+        if kept.recomputed:
+            _duplicate(step, labels, forward, kept)
 
 
 def kept_bytes(step: StepGraph, labels: Labels, stage: int, policy: str = "off") -> int:
@@ -169,11 +170,11 @@ def can_recompute(node: Node) -> bool:
     )
 
 
-def _choose(candidates: Candidates, policy: Policy, stage: int) -> SavedValues:
+def _choose(candidates: Candidates, policy: Policy, stage: int, without: int) -> SavedValues:
+    """Returns what a stage keeps that would keep `without` bytes if it recomputed nothing."""
     smallest = fewest_bytes(candidates)
     if isinstance(policy, float):
-        budget = int(policy * fewest_bytes(candidates.without_recomputation()).bytes)
-        return least_cost_within(candidates, budget) or smallest
+        return least_cost_within(candidates, int(policy * without)) or smallest
     if isinstance(policy, int):
         saved = least_cost_within(candidates, policy)
         if saved is None:

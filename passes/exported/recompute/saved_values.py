@@ -32,11 +32,6 @@ class Candidates:
     bytes: Mapping[Any, int]
     cost: Mapping[Any, int]
 
-    def without_recomputation(self) -> "Candidates":
-        """Returns the same values if only what cannot be kept is recomputed."""
-        cost = {value: cost for value, cost in self.cost.items() if value not in self.bytes}
-        return replace(self, cost=cost)
-
 
 @dataclass(frozen=True)
 class SavedValues:

@@ -26,10 +26,16 @@ def edges_named(line: ForwardLine, names: Sequence[str], stages: int) -> list[in
             continue
         edge = _edge(line, name)
         if edge in chosen:
-            raise PartitionError(f"balance= names the same cut twice: {chosen[edge]!r} and {name!r}.")
+            raise PartitionError(
+                f"balance= names the same cut twice: {chosen[edge]!r} and {name!r}."
+            )
         chosen[edge] = name
-    layout = [_allowed(line, *_place_in_layout(line, name)) for name in names if MARK.fullmatch(name)]
-    return sorted([*chosen, *layout])  # in a layout two equal cuts make an empty stage, which hands on what it gets
+    layout = [
+        _allowed(line, *_place_in_layout(line, name)) for name in names if MARK.fullmatch(name)
+    ]
+    return sorted(
+        [*chosen, *layout]
+    )  # in a layout two equal cuts make an empty stage, which hands on what it gets
 
 
 def _edge(line: ForwardLine, name: str) -> int:
@@ -42,7 +48,11 @@ def _edge(line: ForwardLine, name: str) -> int:
     near = get_close_matches(name, [*known, *(node.name for node in line.nodes)], n=3)
     raise PartitionError(
         f"balance= names {name!r}, which is neither a module that the training step runs nor an operation of its graph"
-        + (f"; near it are {', '.join(near)}." if near else ". Expected a module's path, such as 'blocks.2'.")
+        + (
+            f"; near it are {', '.join(near)}."
+            if near
+            else ". Expected a module's path, such as 'blocks.2'."
+        )
     )
 
 
@@ -51,13 +61,19 @@ def _allowed(line: ForwardLine, edge: int, name: str) -> int:
     place = ahead = edge - 1
     while place > 0 and not line.allowed[place] and is_view(line.nodes[place]):
         place -= 1
-    while 0 <= ahead < len(line.nodes) - 1 and not line.allowed[ahead] and is_view(line.nodes[ahead + 1]):
+    while (
+        0 <= ahead < len(line.nodes) - 1
+        and not line.allowed[ahead]
+        and is_view(line.nodes[ahead + 1])
+    ):
         ahead += 1
     if 0 <= place < len(line.allowed) and not line.allowed[place] and line.allowed[ahead]:
         return ahead + 1
     if 0 <= place < len(line.allowed) and line.allowed[place]:
         return place + 1
-    nearest = min((i for i, ok in enumerate(line.allowed) if ok), key=lambda i: abs(i - place), default=None)
+    nearest = min(
+        (i for i, ok in enumerate(line.allowed) if ok), key=lambda i: abs(i - place), default=None
+    )
     instead = "" if nearest is None else f" The nearest place is after {line.nodes[nearest].name}."
     raise PartitionError(
         f"balance= asks for a cut at {name!r}, where no gradient flows back, or a tuple or a view would cross.{instead}"
@@ -74,14 +90,22 @@ def _place_in_layout(line: ForwardLine, name: str) -> tuple[int, str]:
     layers = _layers(paths)
     if len(layers) != int(count):
         found = f"{layers[0]} to {layers[-1]}" if layers else "no list of modules"
-        raise PartitionError(f"the layout has {count} layers (t), and the model runs {len(layers)}: {found}.")
+        raise PartitionError(
+            f"the layout has {count} layers (t), and the model runs {len(layers)}: {found}."
+        )
     if letter == "t":
-        return next(i for i, own in enumerate(paths) if layers[int(index)] in own), layers[int(index)]
+        return next(i for i, own in enumerate(paths) if layers[int(index)] in own), layers[
+            int(index)
+        ]
     predicting = [i for i, own in enumerate(paths) if any(".mtp" in f".{path}" for path in own)]
     if letter == "L":
-        return max(*predicting, *(i for i, own in enumerate(paths) if {*own} & {*layers})) + 1, "the output layer"
+        return max(
+            *predicting, *(i for i, own in enumerate(paths) if {*own} & {*layers})
+        ) + 1, "the output layer"
     if not predicting:
-        raise PartitionError("the layout has multi-token prediction (m), and no module of the model is called mtp.")
+        raise PartitionError(
+            "the layout has multi-token prediction (m), and no module of the model is called mtp."
+        )
     return predicting[0], "mtp"
 
 
