@@ -109,23 +109,25 @@ def _sum_per_stage(
 ) -> dict[int, Node]:
     """Returns one sum per stage of the parts of a gradient, added in autograd's order."""
     parts: dict[int, list[Node]] = {}
-    for part in _parts(gradient, end):
+    for part in _parts(gradient, end, labels):
         parts.setdefault(labels[part].stage, []).append(part)
     return {stage: _add_parts(step, labels, nodes) for stage, nodes in parts.items()}
 
 
-def _parts(node: Node, end: Mapping[Node, None]) -> list[Node]:
+def _parts(node: Node, end: Mapping[Node, None], labels: Labels) -> list[Node]:
     """Returns the nodes that a sum adds; casts and views of a sum are applied to its parts."""
     if node not in end:
         return [node]
     if is_gradient_sum(node):
-        return [part for source in node.all_input_nodes for part in _parts(source, end)]
+        return [part for source in node.all_input_nodes for part in _parts(source, end, labels)]
     copies = []
     (source,) = node.all_input_nodes
-    for part in _parts(source, end):
+    for part in _parts(source, end, labels):
         graph = node.graph
         with graph.inserting_before(node):
             copy = graph.node_copy(node, lambda _, part=part: part)  # type: ignore[misc]
+        copy.meta = dict(node.meta)
+        labels[copy] = labels[part]
         copies.append(copy)
     return copies
 
