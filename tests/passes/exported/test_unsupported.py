@@ -14,6 +14,7 @@ from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.exported_runner import Runner, differences, eager_step, run_uncut
+from tests.support.zoo import ZOO
 from zbcompile import schedules
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
@@ -471,3 +472,16 @@ def test_ctc_losses_with_padded_labels() -> None:
     options = ExportOptions(static_inputs=("target",))
     step = export_training_step(model, *batch, loss, options)
     assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], loss, 0))
+
+
+def test_experts_whose_shapes_depend_on_the_router() -> None:
+    """The remedy, grouped_mm, is bitwise: the mixtures of experts of the zoo."""
+    problem = ZOO["mixtral"]
+    model: Any = problem.model().train()
+    model.set_experts_implementation("eager")
+    (batch,) = problem.batches(1, 2)[0].parts(1)
+    arguments = (model, batch.args, dict(batch.kwargs), batch.target, problem.loss)
+    with pytest.raises(CaptureError, match=r'set_experts_implementation\("grouped_mm"\)'):
+        export_training_step(*arguments)
+    model.set_experts_implementation("grouped_mm")
+    export_training_step(*arguments)
