@@ -318,7 +318,8 @@ SHARED_WITH_A_REENTRANT_REGION = (
 HAS_A_DYNAMIC_SHAPE = (
     "the shape of a result depends on values of the inputs{at}: nonzero, masked_select and "
     "x[mask] return as many elements as there are. Multiply by the mask, use ignore_index, or name "
-    'the input in static_inputs=("...",): then every value of it compiles a program.'
+    'the input in static_inputs=("...",): then every value of it compiles a program. '
+    'Experts of transformers: model.set_experts_implementation("grouped_mm").'
 )
 
 

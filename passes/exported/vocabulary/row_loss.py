@@ -69,13 +69,6 @@ class Factors(NamedTuple):
         return Factors(*rows, self.undone)  # type: ignore[call-arg, arg-type]
 
 
-def _factors(place: int, rows: Tensor) -> Factors:
-    """Returns factors of which one is not zero."""
-    factors = [torch.zeros_like(rows)] * 3
-    factors[place] = rows
-    return Factors(*factors)  # type: ignore[arg-type]
-
-
 class RowLoss:
     """The loss, and outputs, behind the output layers of a step; several layers share one weight.
 
@@ -261,6 +254,14 @@ class Evaluation:
     def _is_wide(self, value: Any) -> bool:
         return isinstance(value, Node) and shape_of(value)[-1:] == (self.row_loss.words,)
 
+    def _factors(self, place: int, rows: Tensor) -> Factors:
+        """Returns factors of which one is not zero, in the dtype of the statistics."""
+        assert self.statistics is not None
+        rows = rows.to(self.statistics.maximum.dtype)
+        factors = [torch.zeros_like(rows)] * 3
+        factors[place] = rows
+        return Factors(*factors)  # type: ignore[arg-type]
+
     def _view(self, node: Node, source: Node, *_: Any) -> Factors:
         self._require(node, self._is_wide(node) and self._is_wide(source))
         return self._gradient(source).map(lambda rows: rows.reshape(shape_of(node)[:-1]))
@@ -311,7 +312,9 @@ class Evaluation:
         """The backward of nll_loss."""
         label, weight, reduction, ignored, count = args
         self._require(node, weight is None)
-        factor = -self.value(tangent) / (self.value(count) if reduction == 1 else 1)
+        assert self.statistics is not None
+        factor = -self.value(tangent).to(self.statistics.maximum.dtype)
+        factor = factor / self.value(count) if reduction == 1 else factor
         return self._at_label(node, label, torch.where(self.value(label) != ignored, factor, 0.0))
 
     def _ungather(self, node: Node, zeros: Node, _: int, label: Node, source: Node) -> Factors:
@@ -322,13 +325,13 @@ class Evaluation:
         labels = [each for layer in self.row_loss.layers for each in layer.labels.values()]
         known = [without(each, _RESHAPES) for each in labels]
         self._require(node, without(label, _RESHAPES) in known)
-        return _factors(1, rows)
+        return self._factors(1, rows)
 
     def _unsum(self, node: Node, source: Node, *_: Any) -> Factors:
         """The backward of a sum over the words."""
         rows = self.value(source)
         self._require(node, rows.shape[-1:] in ((), (1,)))
-        return _factors(2, rows.reshape(rows.shape[:-1]).expand(shape_of(node)[:-1]))
+        return self._factors(2, rows.reshape(rows.shape[:-1]).expand(shape_of(node)[:-1]))
 
     def _probabilities(self, node: Node, shifted: Any) -> Factors:
         """The exp(logits - logsumexp(logits)) in the backward of logsumexp."""
@@ -340,7 +343,7 @@ class Evaluation:
         of_these = without(statistic.args[0], _RESHAPES) is logits
         self._require(node, name == LOG_SUM_EXP and of_these and not form.normalized)
         rows = self._rows_of(without(shifted.args[0], COPIES), self.statistics[0])  # type: ignore
-        return _factors(0, torch.ones_like(rows))
+        return self._factors(0, torch.ones_like(rows))
 
 
 _RULES: Mapping[str, Callable[..., Factors]] = {
