@@ -12,8 +12,8 @@ from zbcompile.passes.exported.flops import node_flops
 from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
 from zbcompile.passes.exported.stage import pass_graph as roles
 from zbcompile.passes.exported.stage.accumulate import accumulate, gradients_of_their_own
-from zbcompile.passes.exported.stage.overlap import sink_waits
 from zbcompile.passes.exported.stage.pass_graph import PassGraph, Slot as PassSlot
+from zbcompile.passes.exported.stage.sink_waits import sink_waits
 from zbcompile.passes.exported.step_graph import END, Label, StepGraph, VocabularyValues, is_random
 from zbcompile.passes.exported.torch_private import FakeTensorMode, LazyGraphModule, storage_key
 from zbcompile.passes.graph.roles import Kind, Slot, TensorSpec

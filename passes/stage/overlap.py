@@ -9,12 +9,12 @@ and the second half's values are asked for when it begins. The values are those 
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch.fx import Graph, GraphModule, Node
 
-from zbcompile.passes.graph.fx import operations_behind, output_values, with_graph
+from zbcompile.passes.graph.fx import operations_behind, output_values
 from zbcompile.passes.graph.process_groups import is_collective, is_wait
 from zbcompile.passes.graph.storage import bytes_moved
 from zbcompile.passes.stage.piece import Piece
@@ -61,22 +61,6 @@ def merge(first: Piece, second: Piece) -> MergedPieces:
     return MergedPieces(module, first, second)
 
 
-def hide_exchanges(piece: Piece) -> Piece:
-    """The piece with every wait for a collective behind all that does not need it; in BW the products for weights that
-    are ready run before each wait, in their own order."""
-    graph = piece.module.graph
-    calls = [node for node in graph.nodes if node.op == "call_function"]
-    if not any(map(is_wait, calls)):
-        return piece
-    products = _products_for_weights(piece)
-    order = _fill_waits([node for node in calls if node not in {*products}], products)
-    made, copies = Graph(), dict[Node, Node]()
-    for node in [*(node for node in graph.nodes if node.op in ("placeholder", "get_attr")), *order]:
-        copies[node] = made.node_copy(node, copies.__getitem__)
-    made.output([copies[node] for node in output_values(graph)])
-    return replace(piece, module=with_graph(piece.module, made))
-
-
 def _products_for_weights(piece: Piece) -> list[Node]:
     """What no input gradient and no collective of BW needs, if it waits for some; nothing of other passes."""
     calls = [node for node in piece.module.graph.nodes if node.op == "call_function"]
@@ -86,19 +70,6 @@ def _products_for_weights(piece: Piece) -> list[Node]:
     needed = [node for slot, node in results if slot.kind == "input_gradient"] + list(filter(is_collective, calls))
     urgent = operations_behind(needed)
     return [node for node in calls if node not in urgent]
-
-
-def _fill_waits(urgent: Sequence[Node], others: Sequence[Node]) -> list[Node]:
-    order: list[Node] = []
-    done: set[Node] = set()
-    pending = list(others)
-    for node in _late_waits(urgent):
-        while is_wait(node) and pending and _is_ready(pending[0], done):
-            done.add(pending[0])
-            order.append(pending.pop(0))
-        done.add(node)
-        order.append(node)
-    return [*order, *pending]
 
 
 def _is_ready(node: Node, done: set[Node]) -> bool:

@@ -5,26 +5,25 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.fx import Node
 
-from zbcompile.passes.recompute.budget import Values
+from zbcompile.passes.exported.recompute.saved_values import Candidates
 from zbcompile.passes.stage.piece import Piece
 
 
-def every_choice(values: Values) -> Iterator[tuple[int, int]]:
-    """`zbcompile.passes.recompute.budget`: bytes and time of every set of kept values from which the backward's can be
-    made; the best within a budget of bytes is the one of least time."""
-    for flags in itertools.product((False, True), repeat=len(values.bytes)):
-        kept = {node for node, flag in zip(values.bytes, flags, strict=True) if flag}
-        remade: set[Node] = set()
-        missing = [node for node in values.wanted if node not in kept]
-        while missing and missing[-1] in values.time:
-            node = missing.pop()
-            new = () if node in remade else values.inputs[node]
-            remade.add(node)
+def every_choice(candidates: Candidates) -> Iterator[tuple[int, int]]:
+    """`zbcompile.passes.exported.recompute.saved_values`: bytes and cost of every set of kept values from which the
+    backward's can be made; the best within a budget of bytes is the one of least cost."""
+    for flags in itertools.product((False, True), repeat=len(candidates.bytes)):
+        kept = {value for value, flag in zip(candidates.bytes, flags, strict=True) if flag}
+        remade: set[Any] = set()
+        missing = [value for value in candidates.wanted if value not in kept]
+        while missing and missing[-1] in candidates.cost:
+            value = missing.pop()
+            new = () if value in remade else candidates.inputs[value]
+            remade.add(value)
             missing += [argument for argument in new if argument not in kept]
         if not missing:
-            yield sum(values.bytes[node] for node in kept), sum(values.time[node] for node in remade)
+            yield sum(candidates.bytes[value] for value in kept), sum(candidates.cost[value] for value in remade)
 
 
 def one_after_the_other(

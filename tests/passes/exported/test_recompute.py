@@ -1,5 +1,6 @@
 """Recomputation keeps the bits, keeps no more bytes than it says, and never draws twice."""
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,18 @@ from torch.utils.checkpoint import checkpoint
 from gpt import GPT, next_byte_loss
 from tests.passes.exported.test_bits import MICROBATCHES, batches_of, text
 from tests.support.exported_runner import Batch, Runner, differences, eager_step
+from tests.support.plain_versions import every_choice
 from tests.support.zoo import ZOO
 from zbcompile import schedules
 from zbcompile.passes.errors import CompileError
 from zbcompile.passes.exported.compile_step import CompiledStep, compile_step
-from zbcompile.passes.exported.recompute.memory_budget import StageMemory, stage_budgets
 from zbcompile.passes.exported.recompute.recompute import RECOMPUTED
-from zbcompile.passes.exported.recompute.saved_values import Candidates, least_cost_within
+from zbcompile.passes.exported.recompute.saved_values import (
+    Candidates,
+    fewest_bytes,
+    least_cost_within,
+    lowest_cost,
+)
 from zbcompile.passes.exported.stage.pass_graph import SAVED
 from zbcompile.passes.exported.step_graph import is_random
 
@@ -149,10 +155,33 @@ def test_a_budget_is_met_at_the_lowest_cost() -> None:
     assert least_cost_within(candidates, 0) is None
 
 
-def test_memory_is_shared_by_the_stages_of_a_rank() -> None:
-    stages = [StageMemory(0, 4, 100, 10), StageMemory(1, 2, 50, 10), StageMemory(0, 1, 100, 80)]
-    budgets = stage_budgets(400, {0: 100, 1: 0}, stages)
-    assert budgets == [55, None, 80]
-    assert stage_budgets(10_000, {}, stages) == [None] * 3
-    with pytest.raises(CompileError, match="rank 0 needs at least 220 bytes"):
-        stage_budgets(150, {0: 100}, stages)
+def random_candidates(seed: int) -> Candidates:
+    """Ten values, each computed from up to two earlier ones; some are not kept, others not made."""
+    rng, values = random.Random(seed), range(10)
+    unkept = {value for value in values if rng.random() < 0.2}
+    return Candidates(
+        wanted=frozenset(rng.sample(values, 5)),
+        inputs={v: tuple(rng.sample(range(v), min(v, rng.randint(0, 2)))) for v in values},
+        bytes={value: rng.randint(1, 20) for value in values if value not in unkept},
+        cost={v: rng.randint(0, 20) for v in values if v in unkept or rng.random() < 0.8},
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_choice_is_better(seed: int) -> None:
+    """Within a budget: between the best choice and the best corner of the hull."""
+    candidates = random_candidates(seed)
+    choices = set(every_choice(candidates))
+    few, cheap = fewest_bytes(candidates), lowest_cost(candidates)
+    assert (few.bytes, few.cost) == min(choices)
+    assert (cheap.cost, cheap.bytes) == min((cost, size) for size, cost in choices)
+    weights = [(a, b) for a in range(1, 40) for b in range(1, 40)]
+    corners = {min(choices, key=lambda c, w=w: (w[0] * c[0] + w[1] * c[1], c)) for w in weights}
+    for budget in range(few.bytes, cheap.bytes + 1):
+        found = least_cost_within(candidates, budget)
+        assert found is not None
+        assert (found.bytes, found.cost) in choices
+        assert found.bytes <= budget
+        assert found.cost >= min(cost for size, cost in choices if size <= budget)
+        assert found.cost <= min(c for s, c in {*corners, min(choices)} if s <= budget)
+    assert least_cost_within(candidates, few.bytes - 1) is None

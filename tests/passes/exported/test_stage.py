@@ -1,4 +1,4 @@
-"""Rewritten pass graphs: accumulation, peaks, merged passes, and equal graphs of equal layers."""
+"""Rewritten pass graphs: accumulation, waits behind other work, equal graphs of equal layers."""
 
 import re
 from collections.abc import Callable
@@ -21,9 +21,8 @@ from zbcompile.passes.exported.capture.export import export_training_step
 from zbcompile.passes.exported.capture.process_groups import is_collective, is_wait
 from zbcompile.passes.exported.compile_step import CompiledStep, compile_graph, compile_step
 from zbcompile.passes.exported.stage.accumulate import accumulate
-from zbcompile.passes.exported.stage.overlap import interleave, merge_passes, sink_waits
 from zbcompile.passes.exported.stage.pass_graph import ACCUMULATOR, WEIGHT_GRADIENT, PassGraph, Slot
-from zbcompile.passes.exported.stage.peak_memory import peak_bytes, stage_peaks
+from zbcompile.passes.exported.stage.sink_waits import sink_waits
 from zbcompile.passes.exported.step_graph import Label
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
@@ -99,25 +98,6 @@ def test_padding_sums_and_convolutions() -> None:
     found = summed(compiled, model, batches, exact=False)
     for name, gradient in eager_step(model, batches, F.mse_loss, seed=5).gradients.items():
         assert (found[name] - gradient).abs().max() <= 2e-6 * gradient.abs().max(), name
-
-
-def test_peaks() -> None:
-    """A value is freed after its last reader: of four 4 kB values at most three are alive."""
-    step = export_training_step(
-        nn.Sequential(*(nn.Linear(32, 32) for _ in range(4))),
-        (torch.randn(32, 32),),
-        target=torch.randn(32, 32),
-        loss_fn=F.mse_loss,
-    )
-    compiled = compile_graph(step, ranks_of=[0, 1])
-    peaks = stage_peaks({kind: compiled.passes[Label(1, kind)] for kind in "FBW"})
-    size = 32 * 32 * 4
-    assert 3 * size <= peaks["F"] <= 5 * size
-    assert peaks["B"] <= 5 * size
-    weight = compiled.passes[Label(1, "W")]
-    buffers = {name: torch.zeros_like(node.meta["val"]) for name, node in step.parameters.items()}
-    in_place = accumulate(weight, buffers)
-    assert peak_bytes(in_place) < peak_bytes(weight)
 
 
 def llama(layers: int) -> nn.Module:
@@ -196,16 +176,6 @@ def exposed(order: list[Node]) -> int:
     )
 
 
-def test_collectives_of_one_half_run_behind_the_other() -> None:
-    one, other = chain([3, 3, 3]), chain([5, 4, 5])
-    order = interleave(one.calls, other.calls)
-    assert len(order) == len(one.calls) + len(other.calls)
-    assert [node for node in order if node in one.calls] == one.calls
-    assert [node for node in order if node in other.calls] == other.calls
-    assert exposed(order) == 0
-    assert exposed([*one.calls, *other.calls]) == 4
-
-
 def test_weight_gradients_fill_the_waits() -> None:
     graph = chain([2, 2], kind="BW", weights=3)
     assert exposed(graph.calls) == 1
@@ -214,30 +184,3 @@ def test_weight_gradients_fill_the_waits() -> None:
     assert len(sunk.calls) == len(graph.calls)
     assert sink_waits(chain([4])).calls
     assert sum(map(is_collective, sunk.calls)) == 1
-
-
-def test_merged_passes_have_the_values_of_both() -> None:
-    torch.manual_seed(0)
-    model = GPT(layers=2, width=32, length=16, dropout=0.0, tied=False)
-    batch = batches_of(text)[0]
-    compiled = compile_step(model, *batch, next_byte_loss, ranks_of=[0, 1])
-    forward, backward = compiled.passes[Label(0, "F")], compiled.passes[Label(1, "B")]
-    torch.manual_seed(1)
-    inputs = [like(node) for node in forward.placeholders]
-    others = [like(node) for node in backward.placeholders]
-    sent: list[Any] = []
-    merged = merge_passes(forward, backward)
-    with torch.no_grad():
-        results = merged.module(*inputs, sent.extend, lambda: list(others))
-        assert all(map(torch.equal, sent, forward.module(*inputs)))
-        assert all(map(torch.equal, results, backward.module(*others)))
-    assert len(sent) == len(forward.outputs)
-
-
-def like(node: Node) -> Tensor:
-    value = node.meta["val"]
-    shape, stride = value.shape, value.stride()
-    if value.is_floating_point():
-        made = torch.randn(value.untyped_storage().nbytes() // value.element_size())
-        return made.as_strided(shape, stride)
-    return torch.randint(2, shape).to(value.dtype)

@@ -17,8 +17,9 @@ from tests.support.meshes import group_without_peers, mesh_of
 from tests.support.pool import Pool
 from zbcompile import Example
 from zbcompile.compiler.compile_example import one_microbatch
-from zbcompile.compiler.compile_model import compile_laid_out, lay_out_step
+from zbcompile.compiler.compile_model import compile_program, export_step
 from zbcompile.model.distributed_tensors import Parts
+from zbcompile.model.held_elsewhere import readable
 from zbcompile.passes.compile_options import Choices
 from zbcompile.schedules import build
 
@@ -111,43 +112,47 @@ def test_a_plan_for_experts_is_refused_whole() -> None:
     assert refused == {pattern for pattern in model.tp_plan if "experts" in pattern}
 
 
-def originals(change: Callable[[Any], object]) -> list[int]:
+def originals(model: nn.Module, example: Example, first_layers: tuple[str, ...], labels: dict[str, str]) -> list[int]:
     """For each of four stages, one a layer, the stage whose graphs it has, on the first of two ranks."""
-    with group_without_peers(2):
-        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-        model, labels = apply_tensor_parallel_plan(qwen(layers=4), mesh), {mesh.get_group().group_name: "tp"}
-        Parts(model, labels)
-        change(model.model.layers)
-        microbatch = one_microbatch(Example(model, (), {"input_ids": batch(), "labels": batch()}))
-        laid_out = lay_out_step(model, microbatch, None, dimensions=labels)
-        cuts = Choices(balance=tuple(f"model.layers.{first}" for first in (1, 2, 3)))
-        program = compile_laid_out(model, microbatch, laid_out, build("1f1b", 4, 4), cuts)
+    Parts(model, labels)
+    microbatch = one_microbatch(example)
+    with readable(model):
+        exported = export_step(model, microbatch, example.loss, process_groups=labels)
+    cuts = Choices(balance=first_layers)
+    program = compile_program(model, microbatch, exported, build("1f1b", 4, 4), cuts)
     return [stage.original for stage in program.stages]
 
 
-def test_equal_stages_of_parts_have_one_graph() -> None:
-    """Unless a layer has something of its own that its text does not show: an attribute, a hook."""
-    assert originals(lambda layers: None) == [0, 2, 2, 3]
-    assert originals(lambda layers: setattr(layers[1].mlp.up_proj, "scale", 2.0)) == [0, 1, 2, 3]
-    assert originals(lambda layers: layers[1].mlp.up_proj.register_forward_hook(_doubled)) == [0, 1, 2, 3]
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda layers: None, [0, 1, 1, 3]),
+        (lambda layers: setattr(layers[1].mlp.up_proj, "scale", 2.0), [0, 1, 1, 3]),  # nothing reads it
+        (lambda layers: layers[1].mlp.up_proj.register_forward_hook(_doubled), [0, 1, 2, 3]),
+    ],
+    ids=["equal", "attribute", "hook"],
+)
+def test_equal_stages_of_parts_have_one_graph(change: Callable[[Any], object], expected: list[int]) -> None:
+    with group_without_peers(2):
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        model, labels = apply_tensor_parallel_plan(qwen(layers=4), mesh), {mesh.get_group().group_name: "tp"}
+        change(model.model.layers)
+        example = Example(model, (), {"input_ids": batch(), "labels": batch()})
+        assert originals(model, example, tuple(f"model.layers.{i}" for i in (1, 2, 3)), labels) == expected
 
 
 @pytest.mark.parametrize("change", [False, True])
 def test_stages_have_one_graph_whose_layers_have_buffers_and_get_dtensors(change: bool) -> None:
     """Attention with its own tables, and layers whose norms give parts of a sequence to it. Tables of other numbers
-    are another layer."""
+    are inputs of the same graph."""
     with group_without_peers(2):
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
         model, labels = parallelised(Llama(4, 16, 2, 8), mesh), {mesh.get_group().group_name: "tp"}
-        Parts(model, labels)
         if change:
             model.blocks[1].attention.cos.add_(1)
         tokens = torch.randint(256, (2, 8))
-        microbatch = one_microbatch(Example(model, (tokens,), loss=next_byte_loss, target=tokens))
-        laid_out = lay_out_step(model, microbatch, next_byte_loss, dimensions=labels)
-        cuts = Choices(balance=tuple(f"blocks.{first}" for first in (1, 2, 3)))
-        program = compile_laid_out(model, microbatch, laid_out, build("1f1b", 4, 4), cuts)
-    assert [stage.original for stage in program.stages] == ([0, 1, 2, 3] if change else [0, 2, 2, 3])
+        example = Example(model, (tokens,), loss=next_byte_loss, target=tokens)
+        assert originals(model, example, tuple(f"blocks.{i}" for i in (1, 2, 3)), labels) == [0, 1, 1, 3]
 
 
 def _doubled(module: nn.Module, given: Any, result: Any) -> Any:

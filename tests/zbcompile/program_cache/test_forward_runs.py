@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import zbcompile
 from tests.support.live_storages import Alive, forward_bytes, leave_aside
 from tests.support.training import assert_same_tensors
-from zbcompile.compiler.inference import forward_order
+from zbcompile.compiler.compile_forward import forward_order
 from zbcompile.passes.stage.peak_memory import transient_bytes
 from zbcompile.prediction.predict import predicted_costs
 from zbcompile.prediction.rank_memory import rank_memories
