@@ -76,7 +76,6 @@ def compare(kind: str, shape: tuple[int, int, int]) -> Iterable[dict[str, object
     """A row for each stage of a model."""
     for stage in compile_stages(kind, *shape, Choices(exact=True, balance=CUTS)):
         needed, crossing = operands(stage.program.pieces["W"]), stage.program.crossing
-        closure = crossing.residue - sum(done.residue for done in stage.program.improvements)
         eager = torch_keeps(stage)
         yield {
             "model": kind,
@@ -85,7 +84,6 @@ def compare(kind: str, shape: tuple[int, int, int]) -> Iterable[dict[str, object
             "operands": needed / 1e6,
             "kept": crossing.residue / 1e6,
             "kept / operands": crossing.residue / needed,
-            "closure": closure / 1e6,
             "torch": None if eager is None else eager / 1e6,
             "F..B": crossing.kept / 1e6,
         }

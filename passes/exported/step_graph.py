@@ -139,7 +139,7 @@ class StepGraph:
         output layer send back.
         """
         calls = self.calls()
-        starts = {self.tangent} if self.tangent is not None else set()
+        starts: set[Node | None] = {self.tangent} if self.tangent is not None else set()
         if self.vocabulary_values is not None:
             starts.add(self.vocabulary_values.hidden_gradient)
         begin = next(

@@ -163,7 +163,7 @@ def flatten_inputs(example: Any) -> tuple[tuple[str, ...], tuple[Any, ...], Any]
     """Returns the leaves of `(args, kwargs, target)`: their paths such as args[0], the leaves, their structure."""
     pairs, structure = pytree.tree_flatten_with_path(example)
     top = ("args", "kwargs", "target")
-    paths = tuple(top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in pairs)
+    paths = tuple(top[path[0].idx] + pytree.keystr(path[1:]) for path, _ in pairs)  # type: ignore[attr-defined]
     return paths, tuple(leaf for _, leaf in pairs), structure
 
 

@@ -50,8 +50,9 @@ def compile_example(
     microbatch, loss, dropped = one_microbatch(example), example.loss, tuple[str, ...]()
     with recorded_warnings() as seen:
         device = next((t.device for t in microbatch.tensors.values()), None)
-        options = {"device": device, "choices": choices, "schedule": schedule, "observe": observe}
-        exported = export_step(example.model, microbatch, loss, **options)
+        exported = export_step(
+            example.model, microbatch, loss, device=device, choices=choices, schedule=schedule, observe=observe
+        )
         dropped = exported.step.unused_outputs
 
         def compile_(schedule: Schedule, choices: Choices) -> Program:

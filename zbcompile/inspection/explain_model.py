@@ -137,7 +137,8 @@ def _export(
 ) -> StepGraph | None:
     """Returns the training step, or None with the reason added to `problems`."""
     try:
-        return export_training_step(model, *batch, loss)
+        args, kwargs, target = batch
+        return export_training_step(model, args, kwargs, target, loss)
     except Exception as error:
         kind = "" if isinstance(error, CompileError) else f"{type(error).__name__}: "
         problems.append(kind + next(iter(str(error).splitlines()), ""))

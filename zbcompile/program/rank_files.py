@@ -87,8 +87,8 @@ def files_of(program: Program, rank: int) -> dict[str, bytes]:
         "strides": {name: list(tensor.stride()) for name, tensor in tensors.items()},
     }
     files = {rank_file(rank, RANK): to_text(index, 2).encode(), rank_file(rank, TENSORS): save(dense)}
-    for stem, pieces in graphs.items():
-        data = {"pieces": {name: piece_to_data(piece) for name, piece in pieces.items()}}
+    for stem, named in graphs.items():
+        data = {"pieces": {name: piece_to_data(piece) for name, piece in named.items()}}
         files[rank_file(rank, f"{stem}.json")] = to_text(data, 4).encode()
     return files
 

@@ -138,9 +138,9 @@ class Programs:
             kinds.setdefault(each.signature, []).append(place)
         own, distinct = dict[int, BoundGraphs](), dict[int, BoundGraphs]()
         for places in kinds.values():
-            (graphs,) = self._find_step([step.each[place] for place in places]).graphs
-            own |= dict.fromkeys(places, graphs)
-            distinct[graphs.number] = graphs
+            (found,) = self._find_step([step.each[place] for place in places]).graphs
+            own |= dict.fromkeys(places, found)
+            distinct[found.number] = found
         if not known:
             self.bound.require_same_model()
         if step.alike:
@@ -265,8 +265,9 @@ class Programs:
         standing = ModuleState(self._model, self._options.loss, frozenset(exported.step.changed_state))
         key = self._key(microbatch)
         known = (each.graphs for each in self.cache.steps if each.key == key)
-        same = (graphs for graphs in known if is_program_of(graphs[0].program, exported))
-        return CompiledGraphs([standing], next(same, None) or (self._compile(microbatch, exported, change),))
+        same = [graphs for graphs in known if is_program_of(graphs[0].program, exported)]
+        graphs = same[0] if same else (self._compile(microbatch, exported, change),)
+        return CompiledGraphs([standing], graphs)
 
     def _key(self, microbatch: Microbatch) -> Any:
         if self.saved is not None:

@@ -253,7 +253,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         loss=loss,
         gradients=gradients,
         buffer_updates=buffer_updates,
-        outputs=outputs,
+        outputs=[*outputs],
         fits=fits,
         output_structure=step.output_structure,
         eager_path=step.eager_path,

@@ -166,9 +166,9 @@ class KnownValues(TorchDispatchMode):
             mask = self.value_of(args[1])
             if mask is not None:
                 with real_mode():
-                    places = mask.expand(shape).nonzero().unbind(1)
+                    positions = mask.expand(shape).nonzero().unbind(1)
                 expanded = aten.expand.default(args[0], shape)
-                return aten.index.Tensor, (expanded, [self._constant(each) for each in places])
+                return aten.index.Tensor, (expanded, [self._constant(each) for each in positions])
         if func is aten.index.Tensor:
             places, dim = list[Tensor | None](), 0
             for index in args[1]:

@@ -233,9 +233,9 @@ class TrainingStep(nn.Module):
             self._progress.call = f"the loss {name}, called with {types},"
             loss = self.loss_function(output, target)
             if isinstance(loss, tuple) and len(loss) == 2:
-                loss, *metrics = loss
+                loss, metrics = loss[0], loss[1:]
         _check_loss(loss)
-        return loss, tuple(metrics)
+        return loss, metrics
 
     def _returned(self, output: Any, metrics: tuple[Any, ...]) -> Any:
         if self.returns == "metrics":

@@ -81,7 +81,7 @@ class InexactCalls(TorchFunctionMode):
         if description is not None:
             call = f"{description} ({users_line(sys._getframe(1))})"
             self.calls.append(INEXACT.format(call=call))
-        return kernel_of(func, args)(*args, **(kwargs or {}))
+        return kernel_of(func, tuple(args))(*args, **(kwargs or {}))
 
 
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
@@ -90,8 +90,8 @@ _SETS_REQUIRES_GRAD = (
     torch.Tensor.requires_grad.__set__,  # type: ignore[attr-defined]
 )
 _PARAMETER_STATE = {
-    torch.Tensor.grad.__get__: "`.grad`",  # type: ignore[attr-defined]
-    torch.Tensor.grad.__set__: "`.grad`",  # type: ignore[attr-defined]
+    torch.Tensor.grad.__get__: "`.grad`",  # type: ignore[attr-defined, union-attr]
+    torch.Tensor.grad.__set__: "`.grad`",  # type: ignore[attr-defined, union-attr]
     torch.Tensor._version.__get__: "the version",  # type: ignore[attr-defined]
 }
 

@@ -136,8 +136,9 @@ def _indivisible(step: StepGraph, nodes: list[Node], position: Mapping[Node, int
     for index, node in enumerate(nodes):
         if operator_name(node) == "getitem" and node.args[0] in position:
             forbidden.update(range(position[node.args[0]], index))  # type: ignore[index]
-    if step.vocabulary_values is not None and step.vocabulary_values.hidden in position:
-        forbidden.update(range(position[step.vocabulary_values.hidden], len(nodes)))
+    hidden = step.vocabulary_values.hidden if step.vocabulary_values is not None else None
+    if hidden is not None and hidden in position:
+        forbidden.update(range(position[hidden], len(nodes)))
     large = [index for index, node in enumerate(nodes) if _elements(node) > 1]
     forbidden.update(range(max(large, default=0), len(nodes)))  # what follows is the loss
     return forbidden
