@@ -5,16 +5,12 @@ here: run the test suite, and repair what moved in this file.
 """
 
 import contextlib
-import copy
 import gc
-import itertools
 import re
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from importlib import import_module
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +19,6 @@ import torch.utils.checkpoint
 from torch._ops import (
     HigherOrderOperator as HigherOrderOperator,  # the class of torch.ops.higher_order.*
     OpOverload as OpOverload,  # the class of torch.ops.aten.*.*
-    OpOverloadPacket,  # the class of torch.ops.aten.*
 )
 from torch._subclasses import (
     fake_impls,  # how fake tensors compute shapes, where the meta kernel of an operator does not
@@ -36,16 +31,13 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException as UnsupportedOperatorException,  # by an operator without a shape function
 )
 from torch.fx import Node
-from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule, _use_lazy_graph_module
-from torch.fx.experimental import proxy_tensor  # which node a tensor is in a graph being traced
+from torch.fx._lazy_graph_module import _LazyGraphModule as LazyGraphModule
 from torch.fx.experimental.proxy_tensor import make_fx as make_fx  # documented as functorch.make_fx
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.graph import _BoxedCodeGen  # the only code generator that frees inputs as they are used
-from torch.fx.traceback import annotate, get_current_meta, preserve_node_meta
 from torch.utils import _pytree as pytree  # torch.export uses it; torch.utils.pytree is newer
 from torch.utils._python_dispatch import (
     TorchDispatchMode as TorchDispatchMode,  # sees every operation
-    _disable_current_modes,
 )
 
 pytree = pytree
@@ -104,35 +96,12 @@ def _grouped_product(mode: FakeTensorMode, function: OpOverload, *args: Any, **k
 
 fake_impls.op_implementations_dict.setdefault(aten._grouped_mm.default, _grouped_product)
 
-# What is bound by memory without torch's tags saying so (pointwise, reduction).
-MEMORY_BOUND = {
-    *(aten.cat, aten.stack, aten._to_copy, aten.copy, aten.constant_pad_nd, aten.select_backward, aten.slice_backward),
-    *(aten.zeros, aten.ones, aten.full, aten.zeros_like, aten.ones_like, aten.full_like, aten.new_zeros, aten.arange),
-    *(aten._softmax, aten._log_softmax, aten._softmax_backward_data, aten._log_softmax_backward_data),
-    *(aten.native_layer_norm, aten.native_group_norm, aten._fused_rms_norm),
-    *(aten.native_layer_norm_backward, aten.native_group_norm_backward, aten.native_batch_norm_backward),
-    *(aten._fused_rms_norm_backward, aten.batch_norm_backward, aten.cudnn_batch_norm_backward),
-}
 
 # What reshape, casts and log_softmax become in some graphs; no public operator has these names.
 UNSAFE_VIEW, TO_COPY, LOG_SOFTMAX = aten._unsafe_view.default, aten._to_copy.default, aten._log_softmax.default
-SOFTMAX = aten._softmax.default
-LOG_SOFTMAX_BACKWARD = aten._log_softmax_backward_data.default
 
-# The regions that torch.export makes of torch.no_grad and torch.enable_grad, and of torch.autocast.
-GRAD_MODE_REGION = torch.ops.higher_order.wrap_with_set_grad_enabled
-AUTOCAST_REGION = torch.ops.higher_order.wrap_with_autocast
 
-# What torch notes in `node.meta` without documenting it. The first two say where a node comes from.
-SOURCE_KEYS = ("stack_trace", "nn_module_stack")
-MODEL_KEYS = (*SOURCE_KEYS, "source_fn_stack", "torch_fn", "from_node", "seq_nr")  # what all that becomes of it shares
-BOOKKEEPING_KEYS = frozenset({*MODEL_KEYS, "tensor_meta", "original_aten", "desc"})
 ANNOTATIONS = "custom"
-
-
-def source_of(node: Node) -> dict[str, Any]:
-    """What torch noted of where `node` comes from, to be copied to a node made from it."""
-    return {key: node.meta[key] for key in SOURCE_KEYS if key in node.meta}
 
 
 def stack_trace(node: Node) -> str:
@@ -157,41 +126,14 @@ def module_paths(node: Node) -> list[str]:
     return [path.removeprefix("model.") for path in paths if path.startswith("model.")]
 
 
-def written_as(node: Node) -> str:
-    """The operation of the model that became `node` when the graph was made functional; "" if unknown."""
-    sources = node.meta.get("from_node") or ()
-    return str(sources[-1].target) if sources else ""
-
-
-def made_for(node: Node) -> str:
-    """Names the operation of the model for which `node` was made when the graph became functional."""
-    sources = node.meta.get("from_node") or ()
-    return str(sources[-1].name) if sources else node.name
-
-
 def attention_priority() -> tuple[int, ...]:
     """The order in which attention tries its kernels."""
     return tuple(torch._C._get_sdp_priority_order())
 
 
-def annotate_node(node: Node, key: str, value: Any) -> None:
-    """Note something of a node of an exported graph that decompositions hand on."""
-    node.meta[ANNOTATIONS] = {**(node.meta.get(ANNOTATIONS) or {}), key: value}
-
-
-def take_annotations(node: Node) -> dict[str, Any]:
-    """What `annotate_node`, and torch's `annotate` while it traced, noted of a node; forgotten there."""
-    return node.meta.pop(ANNOTATIONS, None) or {}
-
-
 def fake_mode_of(value: torch.Tensor) -> FakeTensorMode:
     """The mode that a fake tensor belongs to."""
     return value.fake_mode  # type: ignore[attr-defined, no-any-return]
-
-
-def history_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Tensors with one history are the views of one tensor, and it; a detached tensor begins another."""
-    return tensor if tensor._base is None else tensor._base
 
 
 def written_so_far(tensor: torch.Tensor) -> int:
@@ -222,22 +164,6 @@ def is_composite(operation: OpOverload) -> bool:
 def arguments_of(operation: OpOverload) -> list[Any]:
     """The declared arguments of an operator, each with `name` and `default_value`."""
     return list(operation._schema.arguments)
-
-
-def known_operator(library: str, function: str, overload: str) -> OpOverload | None:
-    """The operator that the dispatcher knows under this name; None for anything else that `torch.ops` answers to: its
-    attributes and methods, torch script's own operators, overloads of another kind."""
-    packet = getattr(getattr(torch.ops, library), function, None)
-    if type(packet) is not OpOverloadPacket or overload not in packet.overloads():
-        return None
-    found = getattr(packet, overload)
-    known = type(found) is OpOverload and torch._C._dispatch_has_kernel(found.name())
-    return found if known and str(found) == f"{library}.{function}.{overload}" else None
-
-
-def result_types(operation: OpOverload) -> list[str]:
-    """The declared types of an operator's results, such as Tensor, Tensor[] or int."""
-    return [str(each.type) for each in operation._schema.returns]
 
 
 class _DirectCodeGen(_BoxedCodeGen):
@@ -275,12 +201,6 @@ def boxed(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     return _BOXED[module]
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `torch.compile(module)` or `module.compile()` made this module."""
-    wrapped = isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
-    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
-
-
 _FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _FORWARD_HOOK_OPTIONS = (*(f"{kind}_with_kwargs" for kind in _FORWARD_HOOKS), "_forward_hooks_always_called")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -296,19 +216,9 @@ def hooks_of(module: torch.nn.Module) -> tuple[int, ...]:
     return tuple(found)
 
 
-def forward_hook_functions(module: torch.nn.Module) -> list[Any]:
-    """The hooks in the forward of `module`."""
-    return [hook for kind in _FORWARD_HOOKS for hook in getattr(module, kind, {}).values()]
-
-
 def forward_hook_tables(module: torch.nn.Module) -> list[dict[int, Any]]:
     """The tables that hold the hooks of `module`, and how each is called."""
     return [getattr(module, kind) for kind in (*_FORWARD_HOOKS, *_FORWARD_HOOK_OPTIONS, *_BACKWARD_HOOKS)]
-
-
-def backward_hooks(module: torch.nn.Module) -> list[str]:
-    """The kinds of backward hook registered on `module` itself."""
-    return [kind.strip("_") for kind in _BACKWARD_HOOKS if getattr(module, kind, None)]
 
 
 def global_hooks() -> list[str]:
@@ -367,7 +277,6 @@ def group_called(name: str) -> torch.distributed.ProcessGroup:
 
 # The libraries of the functional collectives, and where their autograd functions are defined.
 FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
-FUNCTIONAL_COLLECTIVES_MODULE = "torch.distributed._functional_collectives"
 
 _FUNCTIONAL = {
     "all_reduce": "all_reduce_inplace",
@@ -385,48 +294,7 @@ class _FinishedWork:
         return True
 
 
-def functional_instead(func: Any) -> Any:
-    """For an in-place collective of torch.distributed the functional one, which a trace can hold; else `func` (the
-    functions by which dynamo replaces them)."""
-    named = _FUNCTIONAL.get(getattr(func, "__name__", ""))
-    if named is None or getattr(func, "__module__", "") != "torch.distributed.distributed_c10d":
-        return func
-    functional = sys.modules[FUNCTIONAL_COLLECTIVES_MODULE]
-    words = {str(op): word for op, word in functional.REDUCE_OP_TO_STR.items()}
-
-    def in_words(given: Any) -> Any:
-        return given if isinstance(given, torch.Tensor | list) else words.get(str(given), given)
-
-    def call(*args: Any, async_op: bool = False, **kwargs: Any) -> _FinishedWork | None:
-        named_args = {name: in_words(given) for name, given in kwargs.items()}
-        getattr(functional, named)(*map(in_words, args), **named_args)
-        return _FinishedWork() if async_op else None
-
-    return call
-
-
 AUTOCAST = "zbcompile.autocast"
-RECOMPUTE = "zbcompile.recompute"
-
-
-@contextlib.contextmanager
-def numbered_checkpoints() -> Iterator[None]:
-    """What torch.export traces inside a torch.utils.checkpoint region gets `meta["custom"][RECOMPUTE]`, its number.
-
-    Models keep the public function in variables, so the generator that it runs around the region is replaced
-    (`Change.CHECKPOINTS`). The original's hooks for saved tensors have nothing to do in a trace, and in nested regions
-    they switch gradients off. A region inside another belongs to the outer one, which recomputes it.
-    """
-    numbers = itertools.count()
-
-    def numbered(*args: Any, **kwargs: Any) -> Iterator[None]:
-        around = get_current_meta().get(ANNOTATIONS, {}).get(RECOMPUTE)
-        with annotate({RECOMPUTE: next(numbers) if around is None else around}):
-            yield
-
-    original = "_checkpoint_without_reentrant_generator" + ("_impl" if Change.CHECKPOINTS.is_here() else "")
-    with replaced(torch.utils.checkpoint, original, numbered), preserve_node_meta():  # annotations reach the nodes
-        yield
 
 
 @contextlib.contextmanager
@@ -437,33 +305,6 @@ def replaced(owner: type | ModuleType, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, original)
-
-
-def told_of_calls(
-    owner: type | ModuleType, name: str, tell: Callable[[], object]
-) -> contextlib.AbstractContextManager[None]:
-    """Inside, `tell` is called before every call of a function of a module, or a method of a class."""
-    original = getattr(owner, name)
-
-    def told(*args: Any, **kwargs: Any) -> Any:
-        tell()
-        return original(*args, **kwargs)
-
-    return replaced(owner, name, told)
-
-
-@contextlib.contextmanager
-def replaced_attribute(owner: type, name: str, value: Any) -> Iterator[None]:
-    """As `replaced`, also for what `owner` inherits."""
-    own = vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if own is None:
-            delattr(owner, name)
-        else:
-            setattr(owner, name, own)
 
 
 def fake_of(value: torch.Tensor, mode: FakeTensorMode, device: torch.device) -> torch.Tensor:
@@ -479,84 +320,6 @@ def storage_key(value: torch.Tensor) -> int:
     return value.untyped_storage()._cdata
 
 
-@contextlib.contextmanager
-def nowhere_traced() -> Iterator[None]:
-    """In the middle of a trace: operations inside are neither traced nor seen by any mode."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(_disable_current_modes())
-        for _ in range(torch.overrides._len_torch_function_stack()):
-            stack.enter_context(torch.overrides._pop_mode_temporarily())
-        yield
-
-
-def traced_node(tensor: torch.Tensor) -> tuple[Node, torch.nn.Module] | None:
-    """The node that a tensor is in the graph that is being traced, and the module that holds the graph's constants;
-    None if the tensor is not of this trace."""
-    mode = proxy_tensor.get_proxy_mode()
-    if mode is None or not isinstance(tensor, FakeTensor):
-        return None
-    proxy = getattr(proxy_tensor.get_proxy_slot(tensor, mode.tracer, None), "proxy", None)
-    return None if proxy is None else (proxy.node, mode.tracer.root)  # type: ignore[union-attr]
-
-
-def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor as the trace records it: of a DTensor this rank's part, of one that is being made functional its present
-    value; any other tensor itself."""
-    local = getattr(tensor, "_local_tensor", tensor)
-    if not isinstance(local, functional_tensor.FunctionalTensor):
-        return local
-    torch._sync(local)
-    return torch._from_functional_tensor(local.elem)
-
-
-def is_part_of_vmap(function: object) -> bool:
-    """Whether a traced function opens or closes a vmap (what torch.export writes around one)."""
-    return getattr(function, "__module__", "") == "torch._functorch.predispatch"
-
-
-class NoTensor:
-    """A class without instances, in place of that of fake tensors."""
-
-
-@contextlib.contextmanager
-def asked_for_fake_tensors(answer: Callable[[Any], type]) -> Iterator[None]:
-    """Inside, `torch._subclasses.FakeTensor`, by which models tell a trace, is what `answer` returns to its caller
-    (torch has no public name; a property on a module is the only way to know who asks)."""
-    package, original = torch._subclasses, type(torch._subclasses)
-    package.__class__ = type(original.__name__, (original,), {"FakeTensor": property(answer)})
-    try:
-        yield
-    finally:
-        package.__class__ = original
-
-
-def single_threaded_backward() -> contextlib.AbstractContextManager[None]:
-    """Run autograd on the calling thread, so that the tracer, which is thread-local, sees the backward."""
-    return torch.autograd.set_multithreading_enabled(False)  # type: ignore[attr-defined, no-any-return]
-
-
 def functional(run: Callable[..., Any]) -> Callable[..., Any]:
     """`run` without in-place operations below autograd (torch.func.functionalize acts above it only)."""
     return functional_tensor.dispatch_functionalize(run, functional_tensor.FunctionalTensorMode())
-
-
-@contextlib.contextmanager
-def quick_traces() -> Iterator[None]:
-    """Inside, torch's traces leave out what nothing reads: the code of their graphs, copies of a node's origin, stack
-    frames outside the model."""
-    shared = SimpleNamespace(copy=copy.copy, deepcopy=lambda sources: sources)
-    with (
-        _use_lazy_graph_module(True),
-        replaced(torch.fx.traceback, "copy", shared),
-        replaced(torch.fx.proxy, "CapturedTraceback", SimpleNamespace(extract=lambda: SimpleNamespace(summary=_stack))),
-    ):
-        yield
-
-
-def _stack() -> traceback.StackSummary:
-    """The stack of a trace, from the first `forward` inwards. Its lines of source are read only when they are
-    printed."""
-    frames = [(f.f_code.co_filename, line, f.f_code.co_name) for f, line in traceback.walk_stack(sys._getframe(1))]
-    inside = max((depth for depth, (_, _, name) in enumerate(frames, 1) if name == "forward"), default=0)
-    kept = [traceback.FrameSummary(*frame, lookup_line=False) for frame in reversed(frames[:inside])]
-    return traceback.StackSummary.from_list(kept)

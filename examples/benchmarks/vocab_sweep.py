@@ -32,9 +32,8 @@ from tests.support.vocabulary_models import (  # noqa: E402
 from zbcompile.compiler.compile_model import ExportedModel  # noqa: E402
 from zbcompile.program.program import Program  # noqa: E402
 
-DRAWN: dict[
-    str, ExportedModel
-] = {}  # each process captures a model once, and compiles it once per placement of its stages
+# Each process exports a model once, and compiles it once per placement of its stages.
+EXPORTED: dict[str, ExportedModel] = {}
 COMPILED: dict[Any, Program] = {}
 
 
@@ -49,7 +48,7 @@ def arguments() -> argparse.Namespace:
 
 def step(case: ModelCase) -> Step:
     """What one of the processes does."""
-    return quick_step(case, DRAWN, COMPILED)
+    return quick_step(case, EXPORTED, COMPILED)
 
 
 def difference(case: ModelCase, pool: Pool) -> str:

@@ -77,12 +77,6 @@ def copied(graph: Graph, copies: dict[Node, Node] | None = None) -> Graph:
     return copy
 
 
-def drop_unused_inputs(graph: Graph) -> None:
-    for node in graph.find_nodes(op="placeholder"):
-        if not node.users:
-            graph.erase_node(node)
-
-
 def with_graph(module: GraphModule, graph: Graph) -> GraphModule:
     """`module` with another graph: the same attributes, under the same name."""
     return LazyGraphModule(module, graph, class_name=type(module).__name__)
@@ -116,14 +110,6 @@ def on_any_device(text: str) -> str:
     return re.sub(r"(device\(type='\w+'), index=\d+\)", r"\1)", text)
 
 
-def call_like(graph: Graph, source: Node, target: Any, args: tuple[Any, ...], value: Any, **kwargs: Any) -> Node:
-    """A new node with `value`, that comes from where `source` comes from."""
-    node = graph.call_function(target, args, kwargs)
-    node.meta = {**source.meta, "val": value}
-    node.meta.pop("slot", None)
-    return node
-
-
 def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
     """An uninitialised tensor with the shape and strides of `value`, and its dtype and device unless others are given.
 
@@ -131,33 +117,6 @@ def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch
     """
     kind, place = dtype or value.dtype, device or value.device
     return torch.empty_strided(value.shape, value.stride(), dtype=kind, device=place)
-
-
-def leaf_like(node: Node, trainable: frozenset[str]) -> Any:
-    """Like the value of a placeholder, and a leaf for autograd; see `any_gradient` for parameters."""
-    slot, value = node.meta["slot"], node.meta["val"]
-    if not isinstance(value, torch.Tensor):
-        return value
-    if slot.kind == "parameter" and slot.name in trainable:
-        return any_gradient(like(value))
-    return like(value).requires_grad_(slot.kind == "activation" and node.meta["differentiable"])
-
-
-def any_gradient(leaf: torch.Tensor) -> torch.Tensor:
-    """`leaf` as one whose gradients keep the dtype in which operations make them. The dtype of `.grad` may be decided
-    after the trace: an optimizer with float32 masters wants these gradients unrounded."""
-    leaf.requires_grad_().grad_dtype = None
-    return leaf
-
-
-def count_uses(node: Node) -> int:
-    """How many reads of a value a gradient flows through."""
-    return sum(_flat(user).count(node) for user in node.users if is_use(user))
-
-
-def is_use(user: Node) -> bool:
-    """Whether a gradient flows back through an operation to what it reads."""
-    return user.op == "call_function" and bool(user.meta.get("differentiable"))
 
 
 def _flat(user: Node) -> list[Node]:

@@ -59,11 +59,6 @@ def group_of(node: Node) -> Any:
     return node.args[at] if at < len(node.args) else node.kwargs.get(GROUP)
 
 
-def is_numbered(group: Any) -> bool:
-    """Whether a graph's name of a group is a number, not a dimension of the mesh."""
-    return str(group).startswith("group")
-
-
 def groups_in(graph: Graph) -> Iterator[str]:
     """The names of the groups in a graph."""
     yield from (str(group_of(node)) for node in graph.nodes if _has_group(node))

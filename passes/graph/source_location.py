@@ -4,7 +4,6 @@ import linecache
 import os
 import re
 import sys
-import traceback
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -98,24 +97,6 @@ def is_own(file: str) -> bool:
     return _real(file).startswith(_OWN)
 
 
-def calling_line() -> str:
-    """The line of the user's code that is running: `model.py:12: x.register_hook(f)`."""
-    return _innermost(traceback.extract_stack())
-
-
-def failing_line(error: BaseException) -> str:
-    """The line of the user's code in which `error` was raised; empty if none was involved."""
-    return _innermost(traceback.extract_tb(error.__traceback__))
-
-
-def _innermost(frames: traceback.StackSummary) -> str:
-    """The last frame that belongs to a model, not to torch, to Python or to this project."""
-    for frame in reversed(frames):
-        if not frame.filename.startswith("<") and is_users_file(frame.filename):
-            return f"{shown_path(frame.filename)}:{frame.lineno}: {frame.line}"
-    return ""
-
-
 _NOT_USERS = frozenset((*sys.stdlib_module_names, "torch", "numpy", "sympy", "zbcompile")) - {"__main__"}
 
 
@@ -129,15 +110,6 @@ def is_users(kind: Any) -> bool:
     if isinstance(kind, ModuleType):
         return is_users_name(vars(kind).get("__name__"))
     return is_users_name(getattr(kind, "__module__", None))
-
-
-def is_users_file(name: str) -> bool:
-    """Whether a file of code is none of torch's, Python's or this project's."""
-    if name.startswith("<frozen"):
-        return False
-    file = _real(name)
-    pythons = file.startswith(_PYTHON) and "site-packages" not in file
-    return not pythons and not file.startswith((_TORCH, *_OWN))
 
 
 def _frames(trace: str) -> list[tuple[str, int, str]]:

@@ -1,6 +1,6 @@
 """The storages behind the values of a graph: which values alias, their bytes, and the bytes that an operation moves."""
 
-from collections.abc import Hashable, Iterable, MutableMapping, Sequence, Set
+from collections.abc import Iterable, MutableMapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -29,12 +29,6 @@ def moved_value(value: Any, storages: MutableMapping[int, Any], mode: FakeTensor
     return fake_of(empty, mode, value.device).requires_grad_(value.requires_grad)
 
 
-def form_of_tensor(value: torch.Tensor) -> Hashable:
-    """What of a tensor decides what becomes of an operation on it."""
-    where = value.dtype, value.device, value.layout, value.is_conj(), value.is_neg()
-    return tuple(value.shape), value.stride(), where, value.requires_grad
-
-
 def content_of(tensor: torch.Tensor) -> bytes:
     """The elements of a tensor in order, on whatever device."""
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
@@ -49,11 +43,6 @@ def storage_bytes(values: Iterable[torch.Tensor], without: Set[int] = frozenset(
 def storages_behind(nodes: Iterable[Node]) -> set[int]:
     """The storages behind the values of some nodes."""
     return {storage_key(t) for node in nodes for t in tensors_of(node.meta.get("val"))}
-
-
-def bytes_behind(nodes: Iterable[Node], without: Set[int] = frozenset()) -> int:
-    """Bytes of the storages behind the values of some nodes, as `storage_bytes` counts them."""
-    return storage_bytes([t for node in nodes for t in tensors_of(node.meta["val"])], without)
 
 
 def alive_bytes(order: Sequence[Node], arriving: Set[int], staying: Set[int], uncounted: Set[int]) -> list[int]:

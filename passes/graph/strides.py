@@ -47,14 +47,6 @@ def copy_with_strides(value: torch.Tensor) -> torch.Tensor:
     return value.detach().as_strided((reach,), (1,)).clone().as_strided(value.shape, value.stride(), 0)
 
 
-def laid_out_like(value: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """`value` itself, or a copy of it with these strides, by operations that a functional graph may have."""
-    if value.stride() == strides:
-        return value
-    empty = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return torch.slice_scatter(empty, value)
-
-
 def boundary_like(value: torch.Tensor, exact: bool) -> torch.Tensor:
     """The fake tensor as which a stage receives `value`: with its strides if they are dense or `exact` asks for them.
 

@@ -12,7 +12,7 @@ import zbcompile
 from tests.support.oracle import Gradients, eager_step
 from tests.support.vocabulary_training import distance
 from tests.support.zoo import ZOO
-from zbcompile.compiler.compile_model import LaidOut, compile_laid_out, lay_out_step
+from zbcompile.compiler.compile_model import ExportedModel, compile_program, export_step
 from zbcompile.compiler.paired_schedule import in_order
 from zbcompile.program.program import Program
 
@@ -55,21 +55,23 @@ def one_step(case: ModelCase) -> Step:
     return loss, {name: p.grad for name, p in pipe.named_parameters()}
 
 
-def quick_step(case: ModelCase, laid_out: dict[str, LaidOut], compiled: dict[Any, Program]) -> Step:
-    """As `one_step` in one process, but what was captured and compiled before is used again."""
+def quick_step(case: ModelCase, exported: dict[str, ExportedModel], compiled: dict[Any, Program]) -> Step:
+    """As `one_step`, but what was exported and compiled before is used again."""
 
-    def draw_once(*given: Any, **more: Any) -> LaidOut:
-        if case.model not in laid_out:
-            laid_out[case.model] = lay_out_step(*given, **more)
-        return laid_out[case.model]
+    def export_once(*given: Any, **more: Any) -> ExportedModel:
+        if case.model not in exported:
+            exported[case.model] = export_step(*given, **more)
+        return exported[case.model]
 
-    def compile_once(model: Any, microbatch: Any, line: LaidOut, schedule: Any, *rest: Any, **more: Any) -> Program:
+    def compile_once(
+        model: Any, microbatch: Any, step: ExportedModel, schedule: Any, *rest: Any, **more: Any
+    ) -> Program:
         key = (case.model, case.barriers, schedule.placement)
         if key not in compiled:
-            compiled[key] = compile_laid_out(model, microbatch, line, schedule, *rest, **more)
+            compiled[key] = compile_program(model, microbatch, step, schedule, *rest, **more)
         return in_order(compiled[key], schedule)
 
-    with mock.patch.multiple("zbcompile.program_cache.programs", lay_out_step=draw_once, compile_laid_out=compile_once):
+    with mock.patch.multiple("zbcompile.program_cache.programs", export_step=export_once, compile_program=compile_once):
         return one_step(case)
 
 

@@ -56,7 +56,7 @@ def choose_sharding(step: StepGraph, schedule: Schedule | None, choices: Choices
     except NotShardableError as reason:
         if choices.vocab == "auto":
             return None
-        raise CompileError(f'vocab={choices.vocab}: {reason}. Use vocab="off".') from reason
+        raise CompileError(f'vocab={choices.vocab}: {reason} Use vocab="off".') from reason
     if choices.vocab != "auto" or schedule is None or schedule.shards:
         return sharded
     whole, divided = predict_steps(sharded, schedule)

@@ -5,7 +5,7 @@ are in B even if only W reads them, so the bytes between B and W do not change. 
 never drawn again, and buffers that the step writes are never read again.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -61,14 +61,6 @@ def recompute(step: StepGraph, labels: Labels, policies: Sequence[Policy]) -> No
         kept = _choose(candidates, policy, stage, saved.get(stage, 0))
         if kept.recomputed:
             _duplicate(step, labels, forward, kept)
-
-
-def kept_bytes(step: StepGraph, labels: Labels, stage: int, policy: str = "off") -> int:
-    """Returns the bytes per microbatch that a stage keeps between F and the backward.
-
-    With policy "full" this is the smallest budget that the stage can meet.
-    """
-    return fewest_bytes(StageForward(step, labels, stage).candidates(policy)).bytes
 
 
 class StageForward:
@@ -279,12 +271,3 @@ def policies_of(recompute: Policy | Sequence[Policy], stages: int) -> list[Polic
             f"recompute= lists {len(recompute)} policies; expected {stages}, one per stage."
         )
     return list(recompute)
-
-
-def recomputed_flops(labels: Mapping[Node, Label]) -> dict[int, int]:
-    """Returns the floating-point operations that B of each stage repeats, by stage."""
-    flops: dict[int, int] = {}
-    for node, label in labels.items():
-        if node.meta.get(RECOMPUTED):
-            flops[label.stage] = flops.get(label.stage, 0) + node_flops(node)
-    return flops

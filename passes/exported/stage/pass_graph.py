@@ -23,12 +23,6 @@ ACCUMULATOR = "accumulator"  # a gradient buffer, which the pass adds to
 WEIGHT_GRADIENT, BUFFER_UPDATE = "weight_gradient", "buffer_update"
 LOSS, OUTPUT = "loss", "output"
 FITS = "fits"  # whether tokens have room in an exchange between experts
-ROLES = frozenset(
-    {
-        *(PARAMETER, BUFFER, CONSTANT, BATCH, TANGENT, ACTIVATION, GRADIENT, SAVED, PART),
-        *(ACCUMULATOR, WEIGHT_GRADIENT, BUFFER_UPDATE, LOSS, OUTPUT, FITS),
-    }
-)
 KINDS = ("F", "B", "W", "BW", "E")
 
 

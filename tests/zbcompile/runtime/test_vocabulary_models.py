@@ -17,10 +17,10 @@ from tests.support.vocabulary_models import (
     quick_step,
     unsplit,
 )
-from zbcompile.compiler.compile_model import LaidOut
+from zbcompile.compiler.compile_model import ExportedModel
 from zbcompile.program.program import Program
 
-Done = tuple[dict[str, LaidOut], dict[Any, Program], dict[str, Any]]
+Done = tuple[dict[str, ExportedModel], dict[Any, Program], dict[str, Any]]
 LINEAR, V_SHAPED = ("1f1b", "zb-h1"), ("zb-v", "dualpipe-v")
 RUNS = (  # model, schedules, ranks, barriers; schedules with equal stages share what is compiled
     ("llama", LINEAR, 4, 1),
@@ -37,7 +37,7 @@ IN_PROCESSES = (ModelCase("gpt2", "zb-v", 2),)
 
 @pytest.fixture(scope="module")
 def done() -> Done:
-    """What was captured, compiled and trained unsplit."""
+    """What was exported, compiled and trained unsplit."""
     return {}, {}, {}
 
 
@@ -45,10 +45,10 @@ def done() -> Done:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_in_one_process(case: ModelCase, done: Done) -> None:
-    laid_out, compiled, expected = done
+    exported, compiled, expected = done
     if case.model not in expected:
         expected[case.model] = unsplit(case)
-    assert_same(quick_step(case, laid_out, compiled), expected[case.model])
+    assert_same(quick_step(case, exported, compiled), expected[case.model])
 
 
 @pytest.mark.beyond_sample
