@@ -33,14 +33,23 @@ _FUNCTIONAL_COLLECTIVES = {
 def functional_collectives() -> Iterator[None]:
     """Context in which in-place collectives are functional ones, which a graph can hold.
 
-    A model that imported them by name is refused by torch.export.
+    Names that other modules have imported (`from torch.distributed import all_reduce`) are replaced
+    as well.
     """
     with contextlib.ExitStack() as stack:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             functional = importlib.import_module("torch.distributed._functional_collectives")
-            for name, replacement in _FUNCTIONAL_COLLECTIVES.items():
-                function = _without_work(functional, getattr(functional, replacement), name)
-                stack.enter_context(replaced(torch.distributed, name, function))
+            functions = {
+                id(getattr(torch.distributed, name)): _without_work(
+                    functional, getattr(functional, replacement), name
+                )
+                for name, replacement in _FUNCTIONAL_COLLECTIVES.items()
+            }
+            for module_name, module in list(sys.modules.items()):
+                if module_name == "torch.distributed" or not module_name.startswith("torch."):
+                    for key, value in list(getattr(module, "__dict__", {}).items()):
+                        if id(value) in functions:
+                            stack.enter_context(replaced(module, key, functions[id(value)]))
         yield
 
 

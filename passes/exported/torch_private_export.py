@@ -251,7 +251,31 @@ def _fake_grouped_mm(mode: FakeTensorMode, func: OpOverload, *args: Any, **kwarg
         return torch.empty(sizes, dtype=first.dtype, device=first.device)
 
 
-fake_impls.op_implementations_dict.setdefault(aten._grouped_mm.default, _fake_grouped_mm)
+def _fake_ctc_loss(mode: FakeTensorMode, func: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    """Shape function of a CTC loss. The second result, which is saved for the backward, is as long
+    as the longest target; if that is not known, its shape is an upper bound."""
+    log_probs, targets, _, target_lengths = args[:4]
+    longest = targets.shape[-1] if isinstance(target_lengths, Tensor) else max(target_lengths)
+    length, batch = log_probs.shape[:2] if log_probs.ndim == 3 else (log_probs.shape[0], 1)
+    with mode:
+        losses = log_probs.new_empty((batch,))
+        return losses, log_probs.new_empty((batch, length, 2 * longest + 1))
+
+
+def _fake_ctc_loss_backward(
+    mode: FakeTensorMode, func: OpOverload, *args: Any, **kwargs: Any
+) -> Tensor:
+    return _contiguous_like(mode, args[1])
+
+
+for _operator, _shape_function in (
+    (aten._grouped_mm.default, _fake_grouped_mm),
+    (aten._ctc_loss.default, _fake_ctc_loss),
+    (aten._ctc_loss.Tensor, _fake_ctc_loss),
+    (aten._ctc_loss_backward.default, _fake_ctc_loss_backward),
+    (aten._ctc_loss_backward.Tensor, _fake_ctc_loss_backward),
+):
+    fake_impls.op_implementations_dict.setdefault(_operator, _shape_function)
 
 
 @contextlib.contextmanager

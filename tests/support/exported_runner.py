@@ -118,6 +118,9 @@ class Runner:
             self.generators[graph.stage + 1, microbatch] = torch.get_rng_state()
         for slot, node, value in zip(graph.outputs, graph.results, results, strict=True):
             expected = node.meta["val"]
+            if slot.role == SAVED and value.shape != expected.shape:  # an upper bound: CTC losses
+                assert value.numel() < expected.numel(), slot
+                expected = value
             assert value.shape == expected.shape, slot
             assert value.dtype == expected.dtype, slot
             assert _strides(value) == _strides(expected), slot
@@ -240,7 +243,7 @@ def run_uncut(step: StepGraph, model: nn.Module, batch: Batch, seed: int = 0) ->
             values[node] = node.target(*args, **kwargs)
             pairs = zip(tree_leaves(values[node]), tree_leaves(node.meta["val"]), strict=True)
             for value, expected in pairs:
-                if isinstance(value, Tensor):
+                if isinstance(value, Tensor) and value.shape == expected.shape:
                     assert _strides(value) == _strides(expected), node.format_node()
     gradients = {name: values[node] for name, node in step.gradients.items() if node is not None}
     buffers |= {name: values[node] for name, node in step.buffer_updates.items()}

@@ -7,7 +7,7 @@ weight and microbatch, and other bits.
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,10 +76,12 @@ def whole_tensor(tensor: Any) -> Any:
 
 
 @contextlib.contextmanager
-def local_tensors(module: nn.Module) -> Iterator[None]:
-    """Context in which every DTensor of a module is replaced by its local tensor.
+def exportable_tensors(module: nn.Module, tied: Iterable[str]) -> Iterator[None]:
+    """Context in which every DTensor of a module is replaced by its local tensor, and every further
+    name of a tied buffer by a copy.
 
-    Tied parameters stay tied. torch.export refuses parameters that are DTensors.
+    Tied parameters stay tied. torch.export takes neither DTensors nor tied buffers that are
+    written.
     """
     tensors: dict[str, Any] = dict(module.named_parameters(remove_duplicate=False))
     parameters = set(tensors)
@@ -96,6 +98,9 @@ def local_tensors(module: nn.Module) -> Iterator[None]:
                     else value
                 )
             replacements[name] = local[id(tensor)]
+    for name in tied:
+        if name not in parameters and name not in replacements:
+            replacements[name] = tensors[name].clone()
     with reparametrize_module(module, replacements):
         yield
 

@@ -20,7 +20,7 @@ from zbcompile.passes.exported.capture.checkpoint_hints import (
     reentrant_calls,
 )
 from zbcompile.passes.exported.capture.dtensor_parameters import (
-    local_tensors,
+    exportable_tensors,
     warn_of_random_numbers_on_shards,
 )
 from zbcompile.passes.exported.capture.model_checks import check_model
@@ -160,7 +160,8 @@ def export_step(
 
 
 def _export(step: TrainingStep, example: tuple[Any, ...], device: torch.device) -> ExportedProgram:
-    with local_tensors(step), functional_collectives(), _without_gradients(step):
+    tensors = exportable_tensors(step, step.tied)
+    with tensors, functional_collectives(), _without_gradients(step):
         try:
             program = _export_with_hooks(step, example, device)
         except Exception:

@@ -295,7 +295,8 @@ NOTHING_TO_TRAIN = (
 PLAIN_COLLECTIVE = (
     "forward calls torch.distributed.{name} on an activation ({line}): autograd does not see it, "
     "so the gradient does not pass through the exchange as it does through a graph. Use the "
-    "function of torch.distributed._functional_collectives, or call it under torch.no_grad()."
+    "function of torch.distributed._functional_collectives, or call it in an autograd.Function or "
+    "under torch.no_grad()."
 )
 HOOK_NEVER_RUNS = (
     "{kind} on the parameter {name!r}: a pipeline adds gradients of microbatches without autograd, "
@@ -352,8 +353,10 @@ _ADVICE = {
     "entirely functional graph": _PLAIN_TENSOR,
     "mutating a non-functional tensor": _PLAIN_TENSOR,
     "numpy() is not supported": "Compute with torch, or write a torch.library.custom_op.",
-    "its data is not allocated yet": "torch.tensor reads the values of the tensors in a list: use "
-    "torch.stack.",
+    "aliasing": "Return new tensors from the branches of torch.cond: `.clone()`.",
+    "its data is not allocated yet": "A kernel reads values in Python, or runs outside of the "
+    "dispatcher. torch.tensor of a list of tensors: use torch.stack. F.ctc_loss: pass the lengths "
+    "as tensors. Kernels of your own: wrap them with torch.library.custom_op.",
     "functorch": _FUNC,
     "sources must not be empty for symbol": _FUNC,  # of a forward derivative
     "FlexAttention does not support backward on CPU": "Train on a GPU, or call "

@@ -80,6 +80,22 @@ def test_a_tied_parameter_has_one_placeholder() -> None:
     assert dict(step.tied_names) == {"2.weight": "0.weight"}
 
 
+def test_a_tied_buffer_that_forward_writes() -> None:
+    class Counts(Repeated):
+        def __init__(self) -> None:
+            super().__init__(1)
+            self.register_buffer("count", torch.zeros(WIDTH))
+            self.register_buffer("alias", self.count)
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.count.add_(1)
+            return super().forward(x) * self.alias
+
+    step = assert_equals_eager(Counts(), torch.randn(4, WIDTH))
+    assert set(step.buffers) == {"count"}
+    assert dict(step.tied_names) == {"alias": "count"}
+
+
 def test_unused_and_frozen_parameters_have_no_gradient() -> None:
     model = Repeated(1)
     model.unused = nn.Linear(1, 1)

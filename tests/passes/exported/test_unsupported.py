@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.exported_runner import Runner, differences, eager_step, run_uncut
 from zbcompile import schedules
 from zbcompile.passes.errors import CaptureError
-from zbcompile.passes.exported.capture.export import export_training_step
+from zbcompile.passes.exported.capture.export import ExportOptions, export_training_step
 from zbcompile.passes.exported.compile_step import compile_graph
 from zbcompile.passes.exported.step_graph import StepGraph
 
@@ -372,3 +372,83 @@ def test_dropout_in_a_branch(inside: bool) -> None:
             compile_graph(step, ranks_of=(0, 1))
     else:
         compile_graph(step, ranks_of=(0, 1))
+
+
+def doubled(x: Tensor) -> Tensor:
+    return torch.from_numpy(x.detach().numpy() * 2)
+
+
+def branch(x: Tensor, copy: bool) -> Tensor:
+    true: Any = (lambda x: x.clone()) if copy else (lambda x: x)
+    return torch.cond(x.sum() > 0, true, torch.sin, (x,))  # type: ignore[return-value]
+
+
+def ctc_loss(output: Tensor, lengths: Any, target_lengths: Any) -> Tensor:
+    targets = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    log_probs = F.log_softmax(output, -1)[:, None].expand(4, 2, WIDTH)
+    return F.ctc_loss(log_probs, targets, lengths, target_lengths)
+
+
+ERRORS = {
+    "numpy": Case(
+        lambda m, x: x + doubled(x), r":\d+\) .*numpy.*Compute with torch", lambda m, x: x + 2 * x
+    ),
+    "aliases": Case(
+        lambda m, x: branch(x, copy=False), r"clone\(\)", lambda m, x: branch(x, copy=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_errors_of_torch_are_explained(name: str) -> None:
+    case = ERRORS[name]
+    with pytest.raises(CaptureError, match=f"forward of Model.*{case.message}"):
+        export(case.function)
+    if case.remedy is not None and name != "aliases":
+        assert_equals_eager(Model(case.remedy))
+    elif case.remedy is not None:
+        export(case.remedy)
+
+
+def test_a_conversion_without_a_change_is_allowed() -> None:
+    def convert(model: Model, x: Tensor) -> Tensor:
+        model.last.to(torch.float32)
+        return x
+
+    assert_equals_eager(Model(convert))
+
+
+def test_ctc_losses() -> None:
+    """The shape of what the backward reads depends on the lengths. Lists of lengths are refused."""
+    model = Model(lambda m, x: x)
+    with pytest.raises(CaptureError, match="pass the lengths as tensors"):
+        export_training_step(
+            model, (rows(),), loss_fn=lambda output, target: ctc_loss(output, [4, 4], [2, 1])
+        )
+    batches = [((rows(),), {}, torch.tensor([2, 1 + index])) for index in range(3)]
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return ctc_loss(output, torch.tensor([4, 4]), target)
+
+    step = export_training_step(model, *batches[0], loss)
+    compiled = compile_graph(step, ranks_of=(0, 1), exact=True)
+    result = Runner(compiled, model, batches, seed=0).run(
+        schedules.build("zb-h1", ranks=2, microbatches=3).orders
+    )
+    assert not differences(result, eager_step(model, batches, loss, 0))
+
+
+def test_ctc_losses_with_padded_labels() -> None:
+    """As transformers computes them: the labels are selected by a mask."""
+
+    def loss(output: Tensor, labels: Tensor) -> Tensor:
+        log_probs = F.log_softmax(output, -1)[:, None].expand(4, 2, WIDTH)
+        mask = labels >= 0
+        return F.ctc_loss(log_probs, labels.masked_select(mask), torch.tensor([4, 4]), mask.sum(-1))
+
+    model, batch = Model(lambda m, x: x), ((rows(),), {}, torch.tensor([[1, 2], [3, -100]]))
+    with pytest.raises(CaptureError, match=r"shape of a result.*static_inputs"):
+        export_training_step(model, *batch, loss)
+    options = ExportOptions(static_inputs=("target",))
+    step = export_training_step(model, *batch, loss, options)
+    assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], loss, 0))
