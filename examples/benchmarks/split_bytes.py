@@ -3,7 +3,8 @@
     python examples/benchmarks/split_bytes.py
 
 `operands`: input and output gradient of every product with a parameter, by storage: what any W must have. `kept`: what
-waits between B and W in our split, `torch` what eager's autograd graph and the output gradients hold after stage_backward_input of torch.distributed.pipelining. F..B: what waits between F and B.
+waits between B and W in our split, `torch` what eager's autograd graph and the output gradients hold after
+stage_backward_input of torch.distributed.pipelining. F..B: what waits between F and B.
 Parameters and tokens are not counted: they are there anyway.
 """
 
