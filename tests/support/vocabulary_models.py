@@ -94,11 +94,11 @@ def join(shares: list[Step], like: Gradients) -> Step:
 
 
 def assert_same(ours: Step, theirs: Step) -> None:
-    """Within 2e-6: these models compute their losses in fp32."""
+    """Within 1e-6 of the largest entry: these models compute their losses in fp32."""
     assert distance(ours[0], theirs[0]) < 1e-6
     for name, gradient in theirs[1].items():
         found = ours[1][name]
         assert (found is None) == (gradient is None), name
         if gradient is not None and found is not None:
             noise = gradient.abs().max() < 1e-12  # the gradient of a key's bias is zero but for rounding
-            assert noise or distance(found, gradient) < 2e-6, name
+            assert noise or distance(found, gradient) < 1e-6, name

@@ -72,19 +72,19 @@ def worst(vocab: int, schedule: str, dtype: torch.dtype, bias: bool, ranks: int 
 @pytest.mark.parametrize(
     ("vocab", "schedule", "bias"), [(1, "zb-h1", False), (2, "zb-v", True), (1, "dualpipe-v", False)]
 )
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 2e-6), (torch.bfloat16, 3e-2)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-6), (torch.bfloat16, 3e-2)])
 def test_terms_of_the_loss(vocab: int, schedule: str, bias: bool, dtype: torch.dtype, bound: float) -> None:
     """A float32 term keeps its digits beside an output layer in bfloat16, and so does its gradient."""
     found = worst(vocab, schedule, dtype, bias)
     assert found["gate"] <= 1e-6
-    assert found["loss"] <= bound / 10
+    assert found["loss"] <= max(1e-6, bound / 10)
     assert max(found.values()) <= bound
 
 
 @pytest.mark.slow
 def test_in_processes(pool: Pool) -> None:
     for found in pool.run(worst, 1, "zb-h1", torch.float32, False, None):
-        assert max(found.values()) <= 2e-6
+        assert max(found.values()) <= 1e-6
 
 
 @pytest.mark.slow

@@ -140,7 +140,7 @@ def test_a_rank_makes_its_own_rows_real(pool: Pool, tmp_path: Path) -> None:
     for name, gradient in alone["gradients"].items():
         parts = [each["gradients"][name] for each in seen if name in each["gradients"]]
         joined[name] = torch.cat(parts) if len(parts) == 2 else parts[0]
-        assert distance(joined[name], gradient) < 2e-6, name
+        assert distance(joined[name], gradient) < 1e-6, name
     model = tall()
     optimizer = sgd(model.parameters())
     zbcompile.load_checkpoint(tmp_path / "ranks", model, optimizer)
