@@ -100,7 +100,8 @@ def pipeline(
             (docs/vocabulary.md). "off"; 1 or 2 barriers between the last stage's forward and backward (one takes less
             memory); "auto": 1 if there is an output layer that can be sharded and the predicted step is at least 5 %
             shorter than with the whole output layer and balanced stages, else off. The embedding is sharded by the
-            same rows. Gradients are within 1e-6 of the largest entry (fp32). Default: off; with `schedule="auto"` it is "auto".
+            same rows. Gradients are within 1e-6 of the largest entry (fp32). Default: off; with `schedule="auto"` it is
+            "auto".
         balance: How the model is cut (docs/partitioning.md). "flops": into stages of equal FLOPs (with bytes, at
             nominal speeds); or the cuts themselves, as names of modules (cut before it), of operations as inspect
             prints them (cut after it), or a layout of Megatron-LM ("Ett|tt|ttL").

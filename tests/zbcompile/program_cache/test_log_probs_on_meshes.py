@@ -71,6 +71,6 @@ def on_meshes() -> tuple[list[float], str]:
 @pytest.mark.slow
 def test_on_meshes(pool: Pool) -> None:
     for found, reason in pool.run(on_meshes):
-        assert max(found) <= 1e-6
+        assert max(found) <= 2e-6
         assert "this rank's part of them, by its part of head.weight; a distribution needs all words" in reason
         assert "\n" not in reason
