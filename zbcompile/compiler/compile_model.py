@@ -223,6 +223,7 @@ def _refuse_buffer_updates(programs: Sequence[StageProgram]) -> None:
 def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:
     """Returns the cuts with the FLOPs of stages and ranks, for reports."""
     line, cuts = compiled.line, compiled.cuts
+    sharded = compiled.step.vocabulary_values is not None
     totals = [0.0, *accumulate(compiled.loads)]
     row = LoadRow(totals, compiled.ranks_of)
     return Cuts(
@@ -233,7 +234,7 @@ def describe_cuts(compiled: CompiledStep, choices: Choices) -> Cuts:
         loads=row.stage_loads(list(cuts)),
         rank_loads=row.rank_loads(list(cuts)),
         boundary=tuple(line.crossing_bytes[cut] for cut in cuts),
-        overweight=explain_overweight(line, compiled.loads, row, cuts),
+        overweight=explain_overweight(line, compiled.loads, row, cuts, sharded),
     )
 
 

@@ -10,8 +10,17 @@ from zbcompile.passes.partition.balance import LoadRow
 WORTH_SAYING = 1.2  # the heaviest rank over the mean
 
 
-def explain_overweight(line: ForwardLine, loads: Sequence[float], row: LoadRow, cuts: Sequence[int]) -> str:
-    """Returns which rank carries too much, its heaviest operation and remedies; "" if none does."""
+def explain_overweight(
+    line: ForwardLine,
+    loads: Sequence[float],
+    row: LoadRow,
+    cuts: Sequence[int],
+    sharded: bool = False,
+) -> str:
+    """Returns which rank carries too much, its heaviest operation and remedies; "" if none does.
+
+    `sharded` says that the output layer is sharded already.
+    """
     ranks = row.rank_loads(cuts)
     rank = ranks.index(max(ranks))
     ratio = ranks[rank] * len(ranks) / (sum(ranks) or 1.0)
@@ -26,7 +35,8 @@ def explain_overweight(line: ForwardLine, loads: Sequence[float], row: LoadRow, 
     remedies = ["fewer ranks or chunks, or a deeper model"]
     if not row.folded:
         remedies.append("a V schedule such as zb-v")
-    if not any(map(node_flops, line.nodes[heaviest + 1 :])):  # the last product before the loss
+    is_last = not any(map(node_flops, line.nodes[heaviest + 1 :]))  # product before the loss
+    if is_last and not sharded:
         remedies.append("vocab=1, which shards an output layer over all ranks (docs/vocabulary.md)")
     return (
         f"rank {rank} carries {ratio:.2f} times the mean load, and a step is as slow as its "
