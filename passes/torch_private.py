@@ -114,6 +114,12 @@ def set_stack_trace(node: Node, text: str) -> None:
     node.meta["stack_trace"] = text
 
 
+def annotated_line(node: Any) -> str | None:
+    """Returns the `file:line` of a node of an exported step; None for nodes of other graphs."""
+    annotations = node.meta.get("custom")
+    return None if annotations is None else str(annotations.get("line", ""))
+
+
 def module_stack(node: Node) -> dict[str, tuple[str, Any]]:
     """The modules that `node` ran in, outermost first: their paths with the path and the class of each."""
     return node.meta.get("nn_module_stack") or {}

@@ -179,6 +179,10 @@ def plain_hooks(tensor: Tensor) -> Any:
     return tensor._backward_hooks
 
 
+READ_VERSION = torch.Tensor._version.__get__  # type: ignore[attr-defined]
+"""What a function mode sees when a tensor's version is read."""
+
+
 def version_of(tensor: Tensor) -> int:
     """Returns how many times a tensor was written in place."""
     return tensor._version

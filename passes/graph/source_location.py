@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Node
 
-from zbcompile.passes.torch_private import module_stack, stack_trace
+from zbcompile.passes.torch_private import annotated_line, module_stack, stack_trace
 
 
 def _folder(module: ModuleType) -> str:
@@ -59,7 +59,7 @@ def origin_of(node: Node) -> Origin | None:
     """
     if "origin" in node.meta:
         return cast(Origin, node.meta["origin"])
-    if "custom" in node.meta:
+    if annotated_line(node) is not None:
         return _annotated_origin(node)
     frames = _frames(stack_trace(node))
     users = [frame for frame in frames if not _real(frame[0]).startswith((_TORCH, *_OWN))]
@@ -77,7 +77,7 @@ def origin_of(node: Node) -> Origin | None:
 
 def _annotated_origin(node: Node) -> Origin | None:
     """Returns the origin of a node of an exported step, which is annotated with `file:line`."""
-    file, _, number = node.meta["custom"].get("line", "").rpartition(":")
+    file, _, number = (annotated_line(node) or "").rpartition(":")
     path, _ = next(reversed(module_stack(node).values()), ("", None))
     module = path.partition("@")[0].removeprefix("model").removeprefix(".")
     if not file:

@@ -158,8 +158,8 @@ def _cell(net: Net, loss: Any) -> None:
 
 def _without_gradients(net: Net, x: Tensor) -> Tensor:
     with torch.set_grad_enabled(net.flag):
-        x = net.layers[0](x)
-    return net.layers[1](x)
+        shift = torch.tanh(x)
+    return x + shift
 
 
 _module = globals()

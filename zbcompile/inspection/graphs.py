@@ -11,6 +11,7 @@ from zbcompile.compiler.compile_example import CompiledExample
 from zbcompile.compiler.dump_passes import graphs_of
 from zbcompile.errors import PipelineError
 from zbcompile.passes.exported.compile_step import PASSES
+from zbcompile.passes.exported.torch_private import ANNOTATIONS
 from zbcompile.passes.graph.fx import copied, with_graph
 from zbcompile.passes.graph.source_location import origin_of
 from zbcompile.passes.torch_private import set_stack_trace
@@ -50,7 +51,7 @@ def graph_text(inspected: CompiledExample, stage: int, name: str) -> str:
     for node in module.graph.nodes:
         if (origin := origin_of(node)) and origin.file:
             set_stack_trace(node, f'File "{origin.file}", line {origin.line}, in forward\n    {origin.code}')
-        node.meta.pop("custom", None)  # print_readable shows it
+        node.meta.pop(ANNOTATIONS, None)  # print_readable shows it
     title = f"# {name} of stage {stage} of {model}: {program.flops[name]:,} FLOPs for one microbatch"
     return "\n".join([title, *roles, module.print_readable(print_output=False, include_stride=True)])
 

@@ -365,7 +365,7 @@ class Programs:
         homes = gathered(self.ranks, program.homes)
         if all(each == homes[0] for each in homes):
             return program
-        like = replace(program, homes=homes[0], canonical_targets=())
+        like = replace(program, homes=homes[0], stages=(), canonical_targets=())
         return together(self.ranks, "compiling", lambda: compile_like(like))
 
     @property

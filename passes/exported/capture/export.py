@@ -339,7 +339,7 @@ def _clean(step: StepGraph) -> None:
 def _trace_backward_to_forward(step: StepGraph) -> None:
     """Gives every backward node the module and the line of its forward node.
 
-    A sum of gradients has those of its first operand.
+    A sum of gradients has those of its first operand, what begins the backward those of the loss.
     """
     backward = step.backward_nodes()
     sources = {n.meta.get("seq_nr"): n for n in reversed(step.calls()) if n not in backward}
@@ -347,6 +347,7 @@ def _trace_backward_to_forward(step: StepGraph) -> None:
         number = forward_number(node)
         operands = [source for source in node.all_input_nodes if source in backward]
         source = sources.get(number) if number is not None else next(iter(operands), None)
+        source = source if source is not None else step.loss
         node.meta[MODULES] = source.meta.get(MODULES, {}) if source is not None else {}
         node.meta[ANNOTATIONS].pop(LINE, None)
         if source is not None and LINE in annotations_of(source):

@@ -17,6 +17,7 @@ from zbcompile.passes.exported.capture.source_lines import LINE, is_users_frame,
 from zbcompile.passes.exported.torch_private import (
     DATA_DEPENDENT_ERRORS,
     READ_SCALAR,
+    READ_VERSION,
     DynamicOutputShapeException,
     annotations_of,
     pytree,
@@ -92,7 +93,7 @@ _SETS_REQUIRES_GRAD = (
 _PARAMETER_STATE = {
     torch.Tensor.grad.__get__: "`.grad`",  # type: ignore[attr-defined, union-attr]
     torch.Tensor.grad.__set__: "`.grad`",  # type: ignore[attr-defined, union-attr]
-    torch.Tensor._version.__get__: "the version",  # type: ignore[attr-defined]
+    READ_VERSION: "the version",
 }
 
 

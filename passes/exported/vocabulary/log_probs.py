@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from zbcompile.passes.errors import CaptureError
+from zbcompile.passes.exported.torch_collectives import is_dtensor
 from zbcompile.passes.torch_names import type_text
 
 IGNORED = -100
@@ -51,6 +52,8 @@ def logits_in(output: Any) -> torch.Tensor:
         found = (
             output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", None)
         )
+    if is_dtensor(found):
+        found = found.full_tensor()
     if not isinstance(found, torch.Tensor):
         raise CaptureError(NO_LOGITS.format(kind=type(output).__name__))
     if found.ndim < 2 or not found.is_floating_point():
