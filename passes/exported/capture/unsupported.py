@@ -184,6 +184,11 @@ SETS_DATA = (
     "tensor, or change a buffer in place under torch.no_grad() (`buffer.copy_(value)`). Write a "
     "parameter after the optimizer's step."
 )
+UNKNOWN_INPUT = (
+    "the batch contains a {kind} ({path}), whose tensors or values a step could not tell from "
+    "constants. Pass tensors, numbers, strings, None, and containers of these. Register a "
+    "dataclass with torch.export.register_dataclass."
+)
 WRITES_AN_INPUT = (
     "forward or the loss changes {path} of the batch in place ({line}), and with it the user's "
     "tensor. Work on a copy: `.clone()`."
