@@ -21,7 +21,9 @@ from zbcompile.passes.exported.capture.source_lines import LINE, users_line
 from zbcompile.passes.exported.capture.unsupported import (
     HAS_A_GENERATOR,
     READS_A_TRAINED_TENSOR,
+    READS_A_VALUE,
     WRITES_A_PLAIN_TENSOR,
+    at,
     has_dynamic_shape,
 )
 from zbcompile.passes.exported.torch_private import (
@@ -104,6 +106,20 @@ class KnownValues(TorchDispatchMode):
         if value is None or storage_key(value) in self._overwritten:
             return None
         return value  # type: ignore[no-any-return]
+
+    def numbers_of(self, values: list[Any] | tuple[Any, ...]) -> tuple[Any, torch.dtype]:
+        """Returns a list with numbers in place of its tensors, and the dtype that torch.tensor
+        gives to the list.
+
+        Raises:
+            CaptureError: The value of a tensor is not known.
+        """
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        if any(self.value_of(tensor) is None for tensor in tensors):
+            raise CaptureError(READS_A_VALUE.format(at=at(users_line(sys._getframe(1)))))
+        with real_mode():
+            real = pytree.tree_map_only(Tensor, self.value_of, values)
+            return pytree.tree_map_only(Tensor, Tensor.item, real), torch.tensor(real).dtype
 
     def __torch_dispatch__(
         self,

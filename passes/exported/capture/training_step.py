@@ -164,7 +164,7 @@ class TrainingStep(nn.Module):
             if path in self.static_inputs:
                 known.declare(tensor, self.static_inputs[path])
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
-        inexact = InexactCalls(known.routed, self.parameters())
+        inexact = InexactCalls(known.routed, known.numbers_of, self.parameters())
         effects = self.python_effects.watched(known)
         with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
             yield

@@ -2,7 +2,7 @@
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -43,13 +43,19 @@ class InexactCalls(TorchFunctionMode):
     """A function mode that notes a sentence for every call whose bits differ from eager mode.
 
     It refuses what a graph cannot say about the traced `parameters`, collects the values of
-    `require_fit`, exchanges rows whose counts a router decides, and on a device that is not there
-    calls the device's kernels.
+    `require_fit`, reads the numbers of a list that torch.tensor takes, exchanges rows whose counts
+    a router decides, and on a device that is not there calls the device's kernels.
     """
 
-    def __init__(self, routed: RoutedExchanges, parameters: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        routed: RoutedExchanges,
+        numbers_of: Callable[[Any], tuple[Any, torch.dtype]],
+        parameters: Iterable[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
         self.routed = routed
+        self._numbers_of = numbers_of
         self.calls: list[str] = []
         self._parameters = {id(parameter) for parameter in parameters}
         self.fits: list[Tensor] = []
@@ -77,6 +83,10 @@ class InexactCalls(TorchFunctionMode):
         if attribute and id(args[0]) in self._parameters and _is_read_by_user():
             line = users_line(sys._getframe(1))
             raise CaptureError(READS_PARAMETER_STATE.format(attribute=attribute, line=line))
+        if func is torch.tensor and args and _is_list_of_tensors(args[0]):
+            numbers, dtype = self._numbers_of(args[0])
+            kwargs = dict(kwargs or {})
+            args, kwargs["dtype"] = (numbers,), kwargs.get("dtype") or dtype
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
         if description is not None:
             call = f"{description} ({users_line(sys._getframe(1))})"
@@ -104,6 +114,11 @@ def refuse_assigned_data() -> None:
     frame = sys._getframe(2)
     if is_users_frame(frame):
         raise CaptureError(SETS_DATA.format(line=users_line(frame)))
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    leaves = pytree.tree_leaves(value) if isinstance(value, list | tuple) else []
+    return any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
 def _is_same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
@@ -236,8 +251,9 @@ SPARSE_GRADIENT = (
 )
 READS_A_VALUE = (
     "forward or the loss reads a value that depends on its inputs{at}. A compiled step runs "
-    "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks), "
-    'or name the input in static_inputs=("...",): then every value of it compiles a program. '
+    "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks; "
+    'use torch.stack for lists), or name the input in static_inputs=("...",): then every value of it '
+    "compiles a program. "
     "Remove an assert, or guard it with `if not torch.compiler.is_compiling()`."
 )
 DRAWS_IN_BACKWARD = (
@@ -360,8 +376,8 @@ _ADVICE = {
     "numpy() is not supported": "Compute with torch, or write a torch.library.custom_op.",
     "aliasing": "Return new tensors from the branches of torch.cond: `.clone()`.",
     "its data is not allocated yet": "A kernel reads values in Python, or runs outside of the "
-    "dispatcher. torch.tensor of a list of tensors: use torch.stack. F.ctc_loss: pass the lengths "
-    "as tensors. Kernels of your own: wrap them with torch.library.custom_op.",
+    "dispatcher. F.ctc_loss: pass the lengths as tensors. Kernels of your own: wrap them "
+    "with torch.library.custom_op.",
     "functorch": _FUNC,
     "sources must not be empty for symbol": _FUNC,  # of a forward derivative
     "FlexAttention does not support backward on CPU": "Train on a GPU, or call "
