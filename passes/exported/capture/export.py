@@ -145,7 +145,7 @@ def export_step(
         except Exception as error:
             is_question = isinstance(error, DATA_DEPENDENT_ERRORS)
             cause = error if is_question else eager_error
-            raise refusal_of(cause, running, step.dynamic_shape_line) from eager_error
+            raise refusal_of(cause, running, step.questions) from eager_error
         warnings.warn(
             "the model was captured on the path that it has for compilers, because it reads values "
             "of its inputs in Python: results may differ from eager mode in the last bits. Without "
@@ -262,10 +262,10 @@ def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
             public_name(name): placements for name, placements in step.gradient_placements.items()
         },
     )
-    refuse_dynamic_shapes(described.graph.nodes)
+    refuse_dynamic_shapes(described.graph.nodes, step.questions)
     refuse_mixed_dtypes(described.calls())
     _clean(described)
-    refuse_numbers(described.calls())
+    refuse_numbers(described.calls(), step.questions)
     described.inexact_calls += tuple(reentrant_calls(described))
     return described
 

@@ -45,6 +45,7 @@ from zbcompile.passes.exported.capture.unsupported import (
     WRITES_A_BUFFER_IN_BACKWARD,
     WRITES_A_PARAMETER,
     InexactCalls,
+    Questions,
     refuse_assigned_data,
 )
 from zbcompile.passes.exported.torch_private import (
@@ -145,10 +146,10 @@ class TrainingStep(nn.Module):
         return str(self._progress.call)
 
     @property
-    def dynamic_shape_line(self) -> str:
-        """The line of the first result whose shape depends on values; "" if there is none."""
-        known = self._progress.known
-        return "" if known is None else str(known.dynamic_shape_line)
+    def questions(self) -> Questions:
+        """The values of inputs that the last trace asked for."""
+        known: KnownValues | None = self._progress.known
+        return Questions() if known is None else known.questions
 
     def _run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = type(self.model).__name__
@@ -161,8 +162,7 @@ class TrainingStep(nn.Module):
         """Context of the model and the loss: eager's path, known values and checkpoint hints."""
         known = self._progress.known = KnownValues()
         for path, tensor in zip(self.batch.paths, tensors, strict=True):
-            if path in self.static_inputs:
-                known.declare(tensor, self.static_inputs[path])
+            known.declare(tensor, path, self.static_inputs.get(path))
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
         inexact = InexactCalls(known.routed, known.numbers_of, self.parameters())
         effects = self.python_effects.watched(known)

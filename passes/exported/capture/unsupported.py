@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -37,6 +38,24 @@ INEXACT_FUNCTIONS: Mapping[str, str] = {
     "rrelu": "RReLU",
     "rrelu_": "RReLU",
 }
+
+
+NO_INPUT = ""  # among the inputs that a value depends on: parameters, buffers, random numbers
+
+
+@dataclass
+class Questions:
+    """What a trace asked about values that it does not know.
+
+    Attributes:
+        value: The batch inputs on which the last value depends that Python read.
+        shape: Those on which the first shape depends that no trace knows.
+        shape_line: The user's line of this shape; "" if there is none.
+    """
+
+    value: frozenset[str] = frozenset()
+    shape: frozenset[str] = frozenset()
+    shape_line: str = ""
 
 
 class InexactCalls(TorchFunctionMode):
@@ -252,8 +271,7 @@ SPARSE_GRADIENT = (
 READS_A_VALUE = (
     "forward or the loss reads a value that depends on its inputs{at}. A compiled step runs "
     "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks; "
-    'use torch.stack for lists), or name the input in static_inputs=("...",): then every value of it '
-    "compiles a program. "
+    "use torch.stack for lists){static}. "
     "Remove an assert, or guard it with `if not torch.compiler.is_compiling()`."
 )
 DRAWS_IN_BACKWARD = (
@@ -339,8 +357,8 @@ SHARED_WITH_A_REENTRANT_REGION = (
 )
 HAS_A_DYNAMIC_SHAPE = (
     "the shape of a result depends on values of the inputs{at}: nonzero, masked_select and "
-    "x[mask] return as many elements as there are. Multiply by the mask, use ignore_index, or name "
-    'the input in static_inputs=("...",): then every value of it compiles a program. '
+    "x[mask] return as many elements as there are. Multiply by the mask, or use "
+    "ignore_index{static}. "
     'Experts of transformers: model.set_experts_implementation("grouped_mm").'
 )
 
@@ -348,6 +366,20 @@ HAS_A_DYNAMIC_SHAPE = (
 def at(line: str) -> str:
     """Returns the user's line in parentheses, after a space; "" if it is not known."""
     return f" ({line})" if line else ""
+
+
+def static(inputs: Collection[str]) -> str:
+    """Returns the remedy `static_inputs=` for a value that depends on these inputs; "" if it
+    depends on parameters, buffers or random numbers too."""
+    if NO_INPUT in inputs:
+        return ""
+    names = [re.sub(r"kwargs\['(\w+)'\]", r"\1", path) for path in sorted(inputs)]
+    tuple_of_names = ", ".join(f'"{name}"' for name in names) or '"..."'
+    comma = "," if len(names) < 2 else ""
+    return (
+        f", or pass static_inputs=({tuple_of_names}{comma}): then every value of "
+        f"{'it' if comma else 'them'} compiles a program"
+    )
 
 
 _OF_ONE_DTYPE = (
@@ -374,6 +406,8 @@ _ADVICE = {
     "entirely functional graph": _PLAIN_TENSOR,
     "mutating a non-functional tensor": _PLAIN_TENSOR,
     "numpy() is not supported": "Compute with torch, or write a torch.library.custom_op.",
+    "concrete integers": "A size depends on values of the inputs. Pass it as a Python "
+    "number{static}.",
     "aliasing": "Return new tensors from the branches of torch.cond: `.clone()`.",
     "its data is not allocated yet": "A kernel reads values in Python, or runs outside of the "
     "dispatcher. F.ctc_loss: pass the lengths as tensors. Kernels of your own: wrap them "
@@ -385,15 +419,15 @@ _ADVICE = {
 }
 
 
-def refusal_of(error: Exception, call: str, dynamic_shape_line: str = "") -> CaptureError:
+def refusal_of(error: Exception, call: str, questions: Questions) -> CaptureError:
     """Returns the refusal for an error that torch or the model raises during a trace.
 
     Args:
         call: What was running, and what it received.
-        dynamic_shape_line: The line of the first result whose shape depends on values.
+        questions: The values that the trace asked for.
     """
     if isinstance(error, DATA_DEPENDENT_ERRORS):
-        return data_dependent_error(error, dynamic_shape_line)
+        return data_dependent_error(error, questions)
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     advice = next((advice for sign, advice in _ADVICE.items() if sign in str(error)), "")
     kind = type(error).__name__
@@ -403,35 +437,39 @@ def refusal_of(error: Exception, call: str, dynamic_shape_line: str = "") -> Cap
             at=at(_line_of(error)),
             kind=kind,
             error=text,
-            advice=f" {advice}" * bool(advice),
+            advice=f" {advice.format(static=static(questions.value))}" * bool(advice),
         )
     )
 
 
-def data_dependent_error(error: Exception, dynamic_shape_line: str = "") -> CaptureError:
+def data_dependent_error(error: Exception, questions: Questions) -> CaptureError:
     """Returns the refusal for an error of torch about values or shapes, with the user's line."""
     sizes = re.search(r"Size-like symbols: u\d", str(error))
     dynamic = sizes is not None or isinstance(error, DynamicOutputShapeException)
     if dynamic:
-        line = dynamic_shape_line or _line_of(error)
-        return CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line)))
-    return CaptureError(READS_A_VALUE.format(at=at(_line_of(error))))
+        place = at(questions.shape_line or _line_of(error))
+        text = HAS_A_DYNAMIC_SHAPE.format(at=place, static=static(questions.shape))
+        return CaptureError(text)
+    place = at(_line_of(error))
+    return CaptureError(READS_A_VALUE.format(at=place, static=static(questions.value)))
 
 
-def refuse_dynamic_shapes(nodes: Iterable[Node]) -> None:
+def refuse_dynamic_shapes(nodes: Iterable[Node], questions: Questions) -> None:
     """Raises CaptureError if a tensor of the graph has a size that is not a number."""
     for node in nodes:
         if has_dynamic_shape(node.meta.get("val")):
             line = annotations_of(node).get(LINE, "")
-            raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line)))
+            remedy = static(questions.shape)
+            raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line), static=remedy))
 
 
-def refuse_numbers(nodes: Iterable[Node]) -> None:
+def refuse_numbers(nodes: Iterable[Node], questions: Questions) -> None:
     """Raises CaptureError if the graph computes with a number that it reads from a tensor."""
     for node in nodes:
         if node.target is READ_SCALAR:
             line = annotations_of(node).get(LINE, "")
-            raise CaptureError(READS_A_VALUE.format(at=at(line)))
+            remedy = static(questions.value)
+            raise CaptureError(READS_A_VALUE.format(at=at(line), static=remedy))
 
 
 def refuse_mixed_dtypes(nodes: Iterable[Node]) -> None:
