@@ -21,7 +21,10 @@ REFUSALS = {
 
 def table() -> str:
     """The refusals as the page has them, with what differs from one to the other in italics."""
-    texts = (text.replace("{at}", " ({line})").replace("}{", "} {") for text in REFUSALS.values())
+    remedy = unsupported.static(())
+    texts = (
+        text.replace("{at}", " ({line})").replace("{static}", remedy).replace("}{", "} {") for text in REFUSALS.values()
+    )
     rows = (re.sub(r"{(\w+)(?:!r)?}", r"*\1*", text).replace("|", "\\|") for text in texts)
     return "\n".join(["| what is refused, and what to do |", "|---|", *(f"| {row} |" for row in rows), ""])
 

@@ -12,8 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
+from zbcompile.passes.exported.capture.batch_inputs import leaves_with_paths
 from zbcompile.passes.exported.capture.process_groups import with_process_groups
-from zbcompile.passes.exported.capture.training_step import leaves_with_paths
 from zbcompile.passes.exported.compile_step import CompiledStep
 from zbcompile.passes.exported.stage.pass_graph import (
     ACTIVATION,

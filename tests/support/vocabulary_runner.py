@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.exported_runner import Batch, Runner, StepResult
 from zbcompile.passes.compile_options import Choices
-from zbcompile.passes.exported.capture.training_step import leaves_with_paths
+from zbcompile.passes.exported.capture.batch_inputs import leaves_with_paths
 from zbcompile.passes.exported.compile_step import CompiledStep
 from zbcompile.passes.exported.stage.pass_graph import ACTIVATION, GRADIENT, PassGraph, Slot as PassSlot
 from zbcompile.passes.exported.vocabulary.shard_program import VocabularyProgram

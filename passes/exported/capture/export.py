@@ -14,6 +14,7 @@ from torch.fx import Node
 from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.autocast_casts import AUTOCAST
 from zbcompile.passes.exported.capture.backward_marks import BACKWARD_OF, forward_number
+from zbcompile.passes.exported.capture.batch_inputs import BatchStructure
 from zbcompile.passes.exported.capture.checkpoint_hints import (
     CHECKPOINT,
     REENTRANT,
@@ -34,7 +35,6 @@ from zbcompile.passes.exported.capture.training_step import (
     LOSS_MODULE,
     LossFunction,
     TrainingStep,
-    leaves_with_paths,
     public_name,
 )
 from zbcompile.passes.exported.capture.unsupported import (
@@ -116,18 +116,21 @@ def export_step(
     check_model(model)
     if isinstance(function, nn.Module):
         check_model(function)
+    structure = BatchStructure.of(batch)
+    tensors = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
     static_inputs = {
-        path: leaf.detach().cpu().clone()  # before the trace, in which a clone is fake
-        for path, leaf in leaves_with_paths(batch)
-        if isinstance(leaf, Tensor) and path in _static_paths(options.static_inputs)
+        path: tensor.detach().cpu().clone()  # before the trace, in which a clone is fake
+        for path, tensor in zip(structure.paths, tensors, strict=True)
+        if path in _static_paths(options.static_inputs)
     }
     arguments: dict[str, Any] = {
+        "batch": structure,
         "static_inputs": static_inputs,
         "returns": options.returns,
     }
     step = kind(model, function, eager_path=True, **arguments)
-    device = options.device or _device_of(model, batch)
-    example = (torch.ones((), device=device), *batch) if kind is TrainingStep else batch
+    device = options.device or _device_of(model, tensors)
+    example = (torch.ones((), device=device), tensors) if kind is TrainingStep else (tensors,)
     try:
         program = _export(step, example, device)
     except CaptureError:
@@ -142,7 +145,7 @@ def export_step(
         except Exception as error:
             is_question = isinstance(error, DATA_DEPENDENT_ERRORS)
             cause = error if is_question else eager_error
-            raise refusal_of(cause, running, step.dynamic_shape_line) from eager_error
+            raise refusal_of(cause, running, step.questions) from eager_error
         warnings.warn(
             "the model was captured on the path that it has for compilers, because it reads values "
             "of its inputs in Python: results may differ from eager mode in the last bits. Without "
@@ -151,7 +154,7 @@ def export_step(
         )
     for sentence in step.python_effects.warnings:
         warnings.warn(sentence, stacklevel=3)
-    described = describe(program, step, batch)
+    described = describe(program, step)
     meshes = [sharding.mesh for sharding in step.shardings.values()]
     dimensions = {**groups_of_meshes(meshes), **options.process_groups}
     described.process_groups = name_process_groups(described.module, dimensions)
@@ -196,7 +199,7 @@ def _export_with_hooks(
         return export_below_autograd(step, example, device)
 
 
-def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...]) -> StepGraph:
+def describe(program: ExportedProgram, step: TrainingStep) -> StepGraph:
     """Returns the step graph of an exported training step: every input and output by its role."""
     signature = program.graph_signature
     graph = program.graph_module.graph
@@ -207,7 +210,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
             raise CaptureError(WRITES_A_PARAMETER.format(line=line or output.target))
         if output.kind.name == "USER_INPUT_MUTATION":
             position = list(signature.user_inputs).index(output.target)
-            path = leaves_with_paths(batch)[position - len(signature.user_inputs)][0]
+            path = step.batch.paths[position - len(signature.user_inputs)]
             raise CaptureError(WRITES_AN_INPUT.format(path=path, line=line))
     parameters: dict[str, Node] = {}
     buffers: dict[str, Node] = {}
@@ -221,13 +224,9 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         name: nodes[node_name]
         for node_name, name in signature.inputs_to_lifted_tensor_constants.items()
     }
-    inputs = [
-        nodes[node_name] if isinstance(node_name, str) and node_name in nodes else None
-        for node_name in signature.user_inputs
-    ]
-    paths = [path for path, _ in leaves_with_paths(batch)]
-    batch_nodes = inputs[len(inputs) - len(paths) :]
-    tangent = inputs[0] if len(inputs) > len(paths) else None
+    inputs = [nodes[str(name)] for name in signature.user_inputs]
+    batch_nodes = inputs[len(inputs) - len(step.batch.paths) :]
+    tangent = inputs[0] if len(inputs) > len(batch_nodes) else None
     loss, gradients, outputs, fits = _results(program, step, nodes)
     buffer_updates = {
         public_name(name): nodes[node_name]
@@ -245,11 +244,7 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
         buffers=buffers,
         constants=constants,
         constant_values=constant_values,
-        batch_inputs={
-            path: node
-            for path, node in zip(paths, batch_nodes, strict=True)
-            if node is not None and isinstance(node.meta.get("val"), Tensor)
-        },
+        batch_inputs=dict(zip(step.batch.paths, batch_nodes, strict=True)),
         tangent=tangent,
         loss=loss,
         gradients=gradients,
@@ -267,10 +262,10 @@ def describe(program: ExportedProgram, step: TrainingStep, batch: tuple[Any, ...
             public_name(name): placements for name, placements in step.gradient_placements.items()
         },
     )
-    refuse_dynamic_shapes(described.graph.nodes)
+    refuse_dynamic_shapes(described.graph.nodes, step.questions)
     refuse_mixed_dtypes(described.calls())
     _clean(described)
-    refuse_numbers(described.calls())
+    refuse_numbers(described.calls(), step.questions)
     described.inexact_calls += tuple(reentrant_calls(described))
     return described
 
@@ -376,8 +371,8 @@ def _static_paths(names: Sequence[str]) -> set[str]:
     return {path for name in names for path in (name, f"kwargs['{name}']", f"args[{name}]")}
 
 
-def _device_of(model: nn.Module, batch: Any) -> torch.device:
+def _device_of(model: nn.Module, batch: Sequence[Tensor]) -> torch.device:
     """Returns the device of the first tensor that is not on the meta device; else the CPU."""
-    leaves = [*model.parameters(), *model.buffers(), *pytree.tree_leaves(batch)]
-    devices = (leaf.device for leaf in leaves if isinstance(leaf, Tensor) and not leaf.is_meta)
+    tensors = [*model.parameters(), *model.buffers(), *batch]
+    devices = (tensor.device for tensor in tensors if not tensor.is_meta)
     return next(devices, torch.device("cpu"))

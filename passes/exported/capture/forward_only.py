@@ -32,12 +32,13 @@ class ForwardOnly(TrainingStep):
         self.prediction.enabled = False
 
     def forward(  # type: ignore[override]
-        self, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+        self, tensors: list[Tensor]
     ) -> list[Tensor]:
         """Returns the tensors of the output."""
+        args, kwargs, target = self.batch.rebuild(tensors)
         with torch.no_grad(), self._tensors_of_eager_mode():
             buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
-            with self._model_context(args, kwargs, target):
+            with self._model_context(tensors):
                 output = self._run_model(args, kwargs)
                 if self.loss_function is not None:
                     output = self.loss_function(output, target)

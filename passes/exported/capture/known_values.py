@@ -20,9 +20,14 @@ from zbcompile.passes.errors import CaptureError
 from zbcompile.passes.exported.capture.source_lines import LINE, users_line
 from zbcompile.passes.exported.capture.unsupported import (
     HAS_A_GENERATOR,
+    NO_INPUT,
     READS_A_TRAINED_TENSOR,
+    READS_A_VALUE,
     WRITES_A_PLAIN_TENSOR,
+    Questions,
+    at,
     has_dynamic_shape,
+    static,
 )
 from zbcompile.passes.exported.torch_private import (
     READ_SCALAR,
@@ -61,7 +66,8 @@ class KnownValues(TorchDispatchMode):
         self.routed = RoutedExchanges(lambda tensor: self.value_of(tensor) is None)
         self._overwritten: set[int] = set()  # storages whose real values are out of date
         self._protected: dict[int, str] = {}
-        self.dynamic_shape_line = ""  # of the first result whose shape depends on values
+        self._inputs = WeakTensorKeyDictionary()  # paths of the batch inputs that it depends on
+        self.questions = Questions()
         self.draws = 0  # operations so far that may have drawn random numbers
         self._tolist: AbstractContextManager[None] | None = None
 
@@ -71,7 +77,7 @@ class KnownValues(TorchDispatchMode):
         return True
 
     def __enter__(self) -> "KnownValues":
-        self._tolist = replaced_tolist(self.value_of, self.routed.numbers)
+        self._tolist = replaced_tolist(self._value_for_python, self.routed.numbers)
         self._tolist.__enter__()
         super().__enter__()
         return self
@@ -87,9 +93,11 @@ class KnownValues(TorchDispatchMode):
         assert self._tolist is not None
         self._tolist.__exit__(kind, error, traceback)
 
-    def declare(self, tensor: Tensor, value: Tensor) -> None:
-        """Makes `value` the known value of a traced input (a static input)."""
-        self._real[tensor] = value
+    def declare(self, tensor: Tensor, path: str, value: Tensor | None) -> None:
+        """Declares a traced batch input. `value` is its known value if it is a static input."""
+        self._inputs[tensor] = frozenset({path})
+        if value is not None:
+            self._real[tensor] = value
 
     def protect(self, tensors: Mapping[str, Tensor]) -> None:
         """Makes a write into one of these tensors an error. They belong to Python, not to the step,
@@ -104,6 +112,27 @@ class KnownValues(TorchDispatchMode):
         if value is None or storage_key(value) in self._overwritten:
             return None
         return value  # type: ignore[no-any-return]
+
+    def _value_for_python(self, tensor: Tensor) -> Tensor | None:
+        value = self.value_of(tensor)
+        if value is None:
+            self.questions.value = self._inputs_of([tensor])
+        return value
+
+    def numbers_of(self, values: list[Any] | tuple[Any, ...]) -> tuple[Any, torch.dtype]:
+        """Returns a list with numbers in place of its tensors, and the dtype that torch.tensor
+        gives to the list.
+
+        Raises:
+            CaptureError: The value of a tensor is not known.
+        """
+        tensors = [leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, Tensor)]
+        if any(self.value_of(tensor) is None for tensor in tensors):
+            place, remedy = at(users_line(sys._getframe(1))), static(self._inputs_of(tensors))
+            raise CaptureError(READS_A_VALUE.format(at=place, static=remedy))
+        with real_mode():
+            real = pytree.tree_map_only(Tensor, self.value_of, values)
+            return pytree.tree_map_only(Tensor, Tensor.item, real), torch.tensor(real).dtype
 
     def __torch_dispatch__(
         self,
@@ -133,14 +162,18 @@ class KnownValues(TorchDispatchMode):
             and any(tensor.requires_grad and is_unlifted_constant(tensor) for tensor in tensors)
         ):
             raise CaptureError(READS_A_TRAINED_TENSOR.format(line=line))
-        if torch.Tag.nondeterministic_seeded in func.tags or any(
-            self.value_of(tensor) is None for tensor in tensors
-        ):
+        is_random = torch.Tag.nondeterministic_seeded in func.tags
+        if is_random or any(self.value_of(tensor) is None for tensor in tensors):
             func, args = self._without_known_masks(func, args)
+            inputs = self._inputs_of(tensors) | ({NO_INPUT} if is_random else set())
+            self._note_question(func, tensors)
             result = func(*args, **kwargs)
             self._forget_written(func, args, kwargs)
             if torch.Tag.dynamic_output_shape in func.tags and has_dynamic_shape(result):
-                self.dynamic_shape_line = self.dynamic_shape_line or line
+                self.questions.shape_line = self.questions.shape_line or line
+            for leaf in pytree.tree_leaves((result, written_arguments(func, args, kwargs))):
+                if isinstance(leaf, Tensor):
+                    self._inputs[leaf] = inputs
             return result
         if tensors and func is READ_SCALAR:
             return self._run(func, args, kwargs)
@@ -156,6 +189,20 @@ class KnownValues(TorchDispatchMode):
         else:
             self._forget_written(func, args, kwargs)
         return result
+
+    def _note_question(self, func: OpOverload, tensors: list[Tensor]) -> None:
+        """Notes the inputs that a number or a shape depends on which an operator reads."""
+        masks = [tensor for tensor in tensors if not tensor.is_floating_point()]
+        if func is READ_SCALAR:
+            self.questions.value = self._inputs_of(tensors)
+        elif torch.Tag.dynamic_output_shape in func.tags and not self.questions.shape_line:
+            self.questions.shape = self._inputs_of(masks or tensors)
+
+    def _inputs_of(self, tensors: list[Tensor]) -> frozenset[str]:
+        """Returns the batch inputs that the unknown ones among these tensors depend on."""
+        unknown = [tensor for tensor in tensors if self.value_of(tensor) is None]
+        other = frozenset({NO_INPUT})
+        return frozenset().union(*(self._inputs.get(tensor, other) for tensor in unknown))
 
     def _without_known_masks(
         self, func: OpOverload, args: tuple[Any, ...]

@@ -15,6 +15,7 @@ from zbcompile.passes.exported.capture.backward_marks import (
     grad_fns_below,
     mark_backward_nodes,
 )
+from zbcompile.passes.exported.capture.batch_inputs import BatchStructure
 from zbcompile.passes.exported.capture.checkpoint_hints import checkpoint_hints
 from zbcompile.passes.exported.capture.dtensor_parameters import (
     Sharding,
@@ -44,6 +45,7 @@ from zbcompile.passes.exported.capture.unsupported import (
     WRITES_A_BUFFER_IN_BACKWARD,
     WRITES_A_PARAMETER,
     InexactCalls,
+    Questions,
     refuse_assigned_data,
 )
 from zbcompile.passes.exported.torch_private import (
@@ -66,7 +68,8 @@ class TrainingStep(nn.Module):
     Args:
         model: The user's module.
         loss_fn: Maps `(output, target)` to the loss, or to `(loss, metrics)`. If None, the output
-            is the loss, or has an attribute or a key `loss`.
+            is the loss, has an attribute or a key `loss`, or is a tuple that begins with it.
+        batch: The structure of the batch.
         eager_path: True if torch.compiler.is_compiling() is False inside of the model.
         static_inputs: Real tensors by the path of the batch input whose values the model may read.
         returns: What the step returns besides its loss: "outputs" (with the metrics of the loss,
@@ -82,6 +85,7 @@ class TrainingStep(nn.Module):
         model: nn.Module,
         loss_fn: LossFunction | None = None,
         *,
+        batch: BatchStructure,
         eager_path: bool = True,
         static_inputs: Mapping[str, Tensor] | None = None,
         returns: str = "",
@@ -92,6 +96,7 @@ class TrainingStep(nn.Module):
             vars(self)["loss_function"] = loss_fn  # its tensors have names in the model alone
         else:
             self.loss_function = loss_fn
+        self.batch = batch
         self.eager_path = eager_path
         self.static_inputs = dict(static_inputs or {})
         self.returns = returns
@@ -110,17 +115,19 @@ class TrainingStep(nn.Module):
         self._originals = {name: self._tensor(name) for name in self.trained}
 
     def forward(
-        self, tangent: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any], target: Any
+        self, tangent: Tensor, tensors: list[Tensor]
     ) -> tuple[Tensor, list[Tensor | None], list[Tensor], list[Tensor]]:
         """Returns the loss, one gradient per trained parameter (None if it has none), outputs, and
         whether tokens fit into exchanges between experts.
 
-        `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m.
+        `tangent` is the gradient of the loss; a pipeline of m microbatches passes 1/m. `tensors`
+        are those of the batch.
         """
+        args, kwargs, target = self.batch.rebuild(tensors)
         with torch.enable_grad(), self._tensors_of_eager_mode():
             buffers = {name: self._tensor(name) for name, _ in self.named_buffers()}
             parameters = {name: self._tensor(name) for name in self.trained}
-            with self._model_context(args, kwargs, target):
+            with self._model_context(tensors):
                 output = self._run_model(args, kwargs)
                 loss, metrics = self._loss_of(output, target)
             self._refuse_replaced(parameters)
@@ -139,10 +146,10 @@ class TrainingStep(nn.Module):
         return str(self._progress.call)
 
     @property
-    def dynamic_shape_line(self) -> str:
-        """The line of the first result whose shape depends on values; "" if there is none."""
-        known = self._progress.known
-        return "" if known is None else str(known.dynamic_shape_line)
+    def questions(self) -> Questions:
+        """The values of inputs that the last trace asked for."""
+        known: KnownValues | None = self._progress.known
+        return Questions() if known is None else known.questions
 
     def _run_model(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = type(self.model).__name__
@@ -151,14 +158,13 @@ class TrainingStep(nn.Module):
             return self.model(*args, **kwargs)
 
     @contextlib.contextmanager
-    def _model_context(self, *batch: Any) -> Iterator[None]:
+    def _model_context(self, tensors: Sequence[Tensor]) -> Iterator[None]:
         """Context of the model and the loss: eager's path, known values and checkpoint hints."""
         known = self._progress.known = KnownValues()
-        for path, leaf in leaves_with_paths(batch):
-            if path in self.static_inputs and isinstance(leaf, Tensor):
-                known.declare(leaf, self.static_inputs[path])
+        for path, tensor in zip(self.batch.paths, tensors, strict=True):
+            known.declare(tensor, path, self.static_inputs.get(path))
         flags = not_compiling() if self.eager_path else contextlib.nullcontext()
-        inexact = InexactCalls(known.routed, self.parameters())
+        inexact = InexactCalls(known.routed, known.numbers_of, self.parameters())
         effects = self.python_effects.watched(known)
         with effects, flags, checkpoint_hints(), AutocastRegions().numbered(), inexact, known:
             yield
@@ -321,17 +327,6 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 def public_name(name: str) -> str:
     """Returns the user's name of a tensor of a training step: without the prefix `model.`."""
     return name.removeprefix(f"{MODEL}.")
-
-
-def leaves_with_paths(batch: tuple[Any, ...]) -> list[tuple[str, Any]]:
-    """Returns the leaves of `(args, kwargs, target)` by path: `args[0]`, `mask`, `target`."""
-    args, kwargs, target = batch
-    leaves = []
-    for root, value in (("args", args), ("kwargs", kwargs), ("target", target)):
-        for path, leaf in pytree.tree_flatten_with_path(value)[0]:
-            keys = pytree.keystr(path)
-            leaves.append((f"{root}{keys}", leaf))
-    return leaves
 
 
 def tensor_types(*values: Any) -> str:

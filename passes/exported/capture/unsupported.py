@@ -2,7 +2,8 @@
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -40,17 +41,41 @@ INEXACT_FUNCTIONS: Mapping[str, str] = {
 }
 
 
+NO_INPUT = ""  # among the inputs that a value depends on: parameters, buffers, random numbers
+
+
+@dataclass
+class Questions:
+    """What a trace asked about values that it does not know.
+
+    Attributes:
+        value: The batch inputs on which the last value depends that Python read.
+        shape: Those on which the first shape depends that no trace knows.
+        shape_line: The user's line of this shape; "" if there is none.
+    """
+
+    value: frozenset[str] = frozenset()
+    shape: frozenset[str] = frozenset()
+    shape_line: str = ""
+
+
 class InexactCalls(TorchFunctionMode):
     """A function mode that notes a sentence for every call whose bits differ from eager mode.
 
     It refuses what a graph cannot say about the traced `parameters`, collects the values of
-    `require_fit`, exchanges rows whose counts a router decides, and on a device that is not there
-    calls the device's kernels.
+    `require_fit`, reads the numbers of a list that torch.tensor takes, exchanges rows whose counts
+    a router decides, and on a device that is not there calls the device's kernels.
     """
 
-    def __init__(self, routed: RoutedExchanges, parameters: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        routed: RoutedExchanges,
+        numbers_of: Callable[[Any], tuple[Any, torch.dtype]],
+        parameters: Iterable[torch.Tensor] = (),
+    ) -> None:
         super().__init__()
         self.routed = routed
+        self._numbers_of = numbers_of
         self.calls: list[str] = []
         self._parameters = {id(parameter) for parameter in parameters}
         self.fits: list[Tensor] = []
@@ -78,6 +103,10 @@ class InexactCalls(TorchFunctionMode):
         if attribute and id(args[0]) in self._parameters and _is_read_by_user():
             line = users_line(sys._getframe(1))
             raise CaptureError(READS_PARAMETER_STATE.format(attribute=attribute, line=line))
+        if func is torch.tensor and args and _is_list_of_tensors(args[0]):
+            numbers, dtype = self._numbers_of(args[0])
+            kwargs = dict(kwargs or {})
+            args, kwargs["dtype"] = (numbers,), kwargs.get("dtype") or dtype
         description = INEXACT_FUNCTIONS.get(getattr(func, "__name__", ""))
         if description is not None:
             call = f"{description} ({users_line(sys._getframe(1))})"
@@ -105,6 +134,11 @@ def refuse_assigned_data() -> None:
     frame = sys._getframe(2)
     if is_users_frame(frame):
         raise CaptureError(SETS_DATA.format(line=users_line(frame)))
+
+
+def _is_list_of_tensors(value: Any) -> bool:
+    leaves = pytree.tree_leaves(value) if isinstance(value, list | tuple) else []
+    return any(isinstance(leaf, Tensor) for leaf in leaves)
 
 
 def _is_same_memory(tensor: torch.Tensor, value: torch.Tensor) -> bool:
@@ -185,6 +219,11 @@ SETS_DATA = (
     "tensor, or change a buffer in place under torch.no_grad() (`buffer.copy_(value)`). Write a "
     "parameter after the optimizer's step."
 )
+UNKNOWN_INPUT = (
+    "the batch contains a {kind} ({path}), whose tensors or values a step could not tell from "
+    "constants. Pass tensors, numbers, strings, None, and containers of these. Register a "
+    "dataclass with torch.export.register_dataclass."
+)
 WRITES_AN_INPUT = (
     "forward or the loss changes {path} of the batch in place ({line}), and with it the user's "
     "tensor. Work on a copy: `.clone()`."
@@ -232,8 +271,8 @@ SPARSE_GRADIENT = (
 )
 READS_A_VALUE = (
     "forward or the loss reads a value that depends on its inputs{at}. A compiled step runs "
-    "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks), "
-    'or name the input in static_inputs=("...",): then every value of it compiles a program. '
+    "no Python, so it cannot decide by values. Compute with tensors instead (torch.where, masks; "
+    "use torch.stack for lists){static}. "
     "Remove an assert, or guard it with `if not torch.compiler.is_compiling()`."
 )
 DRAWS_IN_BACKWARD = (
@@ -319,8 +358,8 @@ SHARED_WITH_A_REENTRANT_REGION = (
 )
 HAS_A_DYNAMIC_SHAPE = (
     "the shape of a result depends on values of the inputs{at}: nonzero, masked_select and "
-    "x[mask] return as many elements as there are. Multiply by the mask, use ignore_index, or name "
-    'the input in static_inputs=("...",): then every value of it compiles a program. '
+    "x[mask] return as many elements as there are. Multiply by the mask, or use "
+    "ignore_index{static}. "
     'Experts of transformers: model.set_experts_implementation("grouped_mm").'
 )
 
@@ -328,6 +367,20 @@ HAS_A_DYNAMIC_SHAPE = (
 def at(line: str) -> str:
     """Returns the user's line in parentheses, after a space; "" if it is not known."""
     return f" ({line})" if line else ""
+
+
+def static(inputs: Collection[str]) -> str:
+    """Returns the remedy `static_inputs=` for a value that depends on these inputs; "" if it
+    depends on parameters, buffers or random numbers too."""
+    if NO_INPUT in inputs:
+        return ""
+    names = [re.sub(r"kwargs\['(\w+)'\]", r"\1", path) for path in sorted(inputs)]
+    tuple_of_names = ", ".join(f'"{name}"' for name in names) or '"..."'
+    comma = "," if len(names) < 2 else ""
+    return (
+        f", or pass static_inputs=({tuple_of_names}{comma}): then every value of "
+        f"{'it' if comma else 'them'} compiles a program"
+    )
 
 
 _OF_ONE_DTYPE = (
@@ -354,10 +407,12 @@ _ADVICE = {
     "entirely functional graph": _PLAIN_TENSOR,
     "mutating a non-functional tensor": _PLAIN_TENSOR,
     "numpy() is not supported": "Compute with torch, or write a torch.library.custom_op.",
+    "concrete integers": "A size depends on values of the inputs. Pass it as a Python "
+    "number{static}.",
     "aliasing": "Return new tensors from the branches of torch.cond: `.clone()`.",
     "its data is not allocated yet": "A kernel reads values in Python, or runs outside of the "
-    "dispatcher. torch.tensor of a list of tensors: use torch.stack. F.ctc_loss: pass the lengths "
-    "as tensors. Kernels of your own: wrap them with torch.library.custom_op.",
+    "dispatcher. F.ctc_loss: pass the lengths as tensors. Kernels of your own: wrap them "
+    "with torch.library.custom_op.",
     "functorch": _FUNC,
     "sources must not be empty for symbol": _FUNC,  # of a forward derivative
     "FlexAttention does not support backward on CPU": "Train on a GPU, or call "
@@ -365,15 +420,15 @@ _ADVICE = {
 }
 
 
-def refusal_of(error: Exception, call: str, dynamic_shape_line: str = "") -> CaptureError:
+def refusal_of(error: Exception, call: str, questions: Questions) -> CaptureError:
     """Returns the refusal for an error that torch or the model raises during a trace.
 
     Args:
         call: What was running, and what it received.
-        dynamic_shape_line: The line of the first result whose shape depends on values.
+        questions: The values that the trace asked for.
     """
     if isinstance(error, DATA_DEPENDENT_ERRORS):
-        return data_dependent_error(error, dynamic_shape_line)
+        return data_dependent_error(error, questions)
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     advice = next((advice for sign, advice in _ADVICE.items() if sign in str(error)), "")
     kind = type(error).__name__
@@ -383,35 +438,39 @@ def refusal_of(error: Exception, call: str, dynamic_shape_line: str = "") -> Cap
             at=at(_line_of(error)),
             kind=kind,
             error=text,
-            advice=f" {advice}" * bool(advice),
+            advice=f" {advice.format(static=static(questions.value))}" * bool(advice),
         )
     )
 
 
-def data_dependent_error(error: Exception, dynamic_shape_line: str = "") -> CaptureError:
+def data_dependent_error(error: Exception, questions: Questions) -> CaptureError:
     """Returns the refusal for an error of torch about values or shapes, with the user's line."""
     sizes = re.search(r"Size-like symbols: u\d", str(error))
     dynamic = sizes is not None or isinstance(error, DynamicOutputShapeException)
     if dynamic:
-        line = dynamic_shape_line or _line_of(error)
-        return CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line)))
-    return CaptureError(READS_A_VALUE.format(at=at(_line_of(error))))
+        place = at(questions.shape_line or _line_of(error))
+        text = HAS_A_DYNAMIC_SHAPE.format(at=place, static=static(questions.shape))
+        return CaptureError(text)
+    place = at(_line_of(error))
+    return CaptureError(READS_A_VALUE.format(at=place, static=static(questions.value)))
 
 
-def refuse_dynamic_shapes(nodes: Iterable[Node]) -> None:
+def refuse_dynamic_shapes(nodes: Iterable[Node], questions: Questions) -> None:
     """Raises CaptureError if a tensor of the graph has a size that is not a number."""
     for node in nodes:
         if has_dynamic_shape(node.meta.get("val")):
             line = annotations_of(node).get(LINE, "")
-            raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line)))
+            remedy = static(questions.shape)
+            raise CaptureError(HAS_A_DYNAMIC_SHAPE.format(at=at(line), static=remedy))
 
 
-def refuse_numbers(nodes: Iterable[Node]) -> None:
+def refuse_numbers(nodes: Iterable[Node], questions: Questions) -> None:
     """Raises CaptureError if the graph computes with a number that it reads from a tensor."""
     for node in nodes:
         if node.target is READ_SCALAR:
             line = annotations_of(node).get(LINE, "")
-            raise CaptureError(READS_A_VALUE.format(at=at(line)))
+            remedy = static(questions.value)
+            raise CaptureError(READS_A_VALUE.format(at=at(line), static=remedy))
 
 
 def refuse_mixed_dtypes(nodes: Iterable[Node]) -> None:

@@ -152,6 +152,26 @@ def test_static_inputs_may_be_read() -> None:
     assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], F.mse_loss, 0))
 
 
+def test_tensors_of_numbers_that_were_computed() -> None:
+    """As transformers computes positions of images from their sizes."""
+
+    class Positions(Repeated):
+        def forward(self, x: Tensor, lengths: Tensor) -> Tensor:
+            ends = [length.max() + 1 for length in lengths]
+            halves = torch.tensor([length.double() / 3 for length in lengths])
+            assert halves.dtype == torch.float64
+            return super().forward(x) * torch.tensor(ends)[:, None] + halves.sin().sum().float()
+
+    batch = ((torch.randn(4, WIDTH), torch.tensor([1, 2, 3, 4])), {}, torch.randn(4, WIDTH))
+    model = Positions(1)
+    with pytest.raises(CaptureError, match=rf"reads a value.*{__file__}:\d+.*static_inputs"):
+        export_training_step(model, *batch, F.mse_loss)
+    step = export_training_step(
+        model, *batch, F.mse_loss, ExportOptions(static_inputs=("args[1]",))
+    )
+    assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], F.mse_loss, 0))
+
+
 def test_values_of_inputs_must_not_be_read() -> None:
     class Reads(Repeated):
         def forward(self, x: Tensor) -> Tensor:
@@ -159,6 +179,31 @@ def test_values_of_inputs_must_not_be_read() -> None:
 
     with pytest.raises(CaptureError, match=rf"reads a value.*{__file__}:\d+.*static_inputs"):
         export_training_step(Reads(1), (torch.randn(4, WIDTH),), loss_fn=lambda o, t: o.sum())
+
+
+def test_refusals_name_the_static_inputs() -> None:
+    class Reads(Repeated):
+        def forward(self, x: Tensor, lengths: Tensor, mask: Tensor, by: str = "") -> Tensor:
+            x = super().forward(x)
+            if by == "activation":
+                return x * int(x.sum())
+            return x * int((lengths * mask).max()) + x[mask.bool()].sum()
+
+    model = Reads(1)
+    mask, lengths = torch.ones(4, dtype=torch.long), torch.tensor([1, 2, 3, 4])
+    kwargs: dict[str, Any] = {"lengths": lengths, "mask": mask}
+    args, target = (torch.randn(4, WIDTH),), torch.randn(4, WIDTH)
+    with pytest.raises(CaptureError, match=r'pass static_inputs=\("lengths", "mask"\)'):
+        export_training_step(model, args, kwargs, target, F.mse_loss)
+    options = ExportOptions(static_inputs=("lengths", "mask"))
+    step = export_training_step(model, args, kwargs, target, F.mse_loss, options)
+    batch = (args, kwargs, target)
+    assert not differences(run_uncut(step, model, batch), eager_step(model, [batch], F.mse_loss, 0))
+    with pytest.raises(
+        CaptureError,
+        match=r"reads a value[^=]*\(torch\.where, masks; use torch.stack for lists\)\. Remove",
+    ):
+        export_training_step(model, args, {**kwargs, "by": "activation"}, target, F.mse_loss)
 
 
 def test_shapes_must_not_depend_on_inputs() -> None:
