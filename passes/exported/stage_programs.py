@@ -213,9 +213,7 @@ def _piece(graph: PassGraph) -> Piece:
     for node in graph.calls:
         if node.meta.get(RECOMPUTED):
             node.meta["pass"] = "recompute"
-    module = LazyGraphModule(
-        graph.module, graph.module.graph, class_name=f"{graph.kind}{graph.stage}"
-    )
+    module = LazyGraphModule(graph.module, graph.module.graph, class_name=graph.kind)
     return Piece(graph.kind, module, inputs, outputs)
 
 

@@ -61,14 +61,14 @@ class Residuals(nn.Module):
 
 
 class MaybeSkip(nn.Module):
-    """A late layer reads the first one's result, too, if all inputs are positive."""
+    """A late layer reads the first one's result, too, if a microbatch has more than two rows."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
 
     def forward(self, x: Tensor) -> Tensor:
-        skips = bool((x > 0).all())
+        skips = len(x) > 2
         early = x = torch.tanh(self.layers[0](x))
         for i, layer in enumerate(self.layers[1:]):
             x = torch.tanh(layer(x + early if skips and i == 4 else x))

@@ -223,33 +223,3 @@ def test_replicas_take_as_many_microbatches(pool: Pool) -> None:
     for found in pool.run(on_each_replica, (6, 8), ranks=4):
         assert "rank 0 passes 3 microbatches of" in found
         assert "rank 2 4 microbatches of" in found
-
-
-class Asking(MLP):
-    """Answers to a question decide its forward."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found = super().forward(x)
-        return found * 2 if x.sum() > 0 else found
-
-
-def replicas_that_ask(uneven: tuple[int, ...]) -> str:
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-
-    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "pp"))
-    pipe = zbcompile.pipeline(Asking(2), schedule="1f1b", microbatches=2, loss=mse_loss, mesh=mesh, timeout=60)
-    for sizes in ((2, 2), (3, 3), (2, uneven[dist.get_rank()])):
-        parts = [(torch.ones(n, 32), torch.ones(n, 32)) for n in sizes]
-        try:
-            pipe.step(microbatches=[((x,), {}, target) for x, target in parts])
-        except PipelineError as error:
-            return str(error)
-    return "as many"
-
-
-@pytest.mark.slow
-def test_replicas_ask_microbatches_of_equal_shapes(pool: Pool) -> None:
-    assert pool.run(replicas_that_ask, (3, 3), ranks=2) == ["as many", "as many"]
-    for found in pool.run(replicas_that_ask, (3, 2), ranks=2):
-        assert "Replicas take as many microbatches in every step" in found
