@@ -8,7 +8,7 @@ F0.0 F0.1 B0.0 W0.0 B0.1 W0.1
 if __name__ != "zbcompile.schedules":  # a folder called "schedules" on sys.path must never be mistaken for this package
     raise ImportError(f"import this package as 'zbcompile.schedules', not as {__name__!r}")
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zbcompile.schedules.checking.schedule_rules import Report as Report, check as check
 from zbcompile.schedules.errors import ScheduleError as ScheduleError
@@ -56,6 +56,9 @@ from zbcompile.schedules.visualization.write import (
     write_picture as write_picture,
 )
 
+if TYPE_CHECKING:
+    from zbcompile.schedules.simulation.closed_forms import ClosedForm as ClosedForm, closed_form as closed_form
+
 
 def __getattr__(name: str) -> Any:
     """Imports sympy for the closed forms alone."""
@@ -71,7 +74,7 @@ def __dir__() -> list[str]:
 
 
 _SUBMODULES = {"checking", "execution", "generators", "ir", "lowering", "searching", "simulation", "visualization"}
-_PRIVATE = {"Any", "Picturable", "errors", *_SUBMODULES}
+_PRIVATE = {"TYPE_CHECKING", "Any", "Picturable", "errors", *_SUBMODULES}
 __all__ = sorted(  # pyright: ignore[reportUnsupportedDunderAll]
     {"ClosedForm", "closed_form", *(name for name in globals() if name[0] != "_")} - _PRIVATE
 )

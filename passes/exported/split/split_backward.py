@@ -132,22 +132,38 @@ def _with_mask(node: Node, mask: list[bool]) -> tuple[Any, ...]:
 def _nodes_that_end_in_gradients(
     step: StepGraph, stages: Stages, backward: dict[Node, None]
 ) -> dict[Node, bool]:
-    """Maps each backward node to True if its value only reaches gradients of parameters, through
-    layout operations and sums, on one stage or through sums over stages."""
+    """Maps each backward node to True if its value only reaches gradients of parameters.
+
+    On the way are layout operations and sums, also over stages, or on one stage operations with
+    values of parameters, as of a weight norm.
+    """
     ends: dict[Node, bool] = {}
+    by_layout: set[Node] = set()
+    of_batch = _of_batch(step)
     sent = set(step.vocabulary_values.results()) if step.vocabulary_values is not None else set()
     for node in reversed(backward):
-        ends[node] = node not in sent and all(
-            user.op == "output"
-            or (
-                user in backward
-                and ends[user]
-                and operator_name(user) in LAYOUT
-                and (stages[user] == stages[node] or is_gradient_sum(user))
-            )
-            for user in node.users
-        )
+        readers = [user for user in node.users if user.op != "output"]
+        ends[node] = node not in sent and all(user in backward and ends[user] for user in readers)
+        layout = all(operator_name(user) in LAYOUT and user in by_layout for user in readers)
+        if ends[node] and layout:
+            by_layout.add(node)
+        for user in readers:
+            if stages.get(user) == stages[node]:
+                others = set(user.all_input_nodes) - {node}
+                ends[node] &= operator_name(user) in LAYOUT or of_batch.isdisjoint(others)
+            else:
+                ends[node] &= is_gradient_sum(user) and user in by_layout
     return ends
+
+
+def _of_batch(step: StepGraph) -> set[Node]:
+    """Returns all nodes that are computed from more than parameters, buffers and constants."""
+    state = {*step.parameters.values(), *step.buffers.values(), *step.constants.values()}
+    found = set(step.graph.find_nodes(op="placeholder")) - state
+    for node in step.calls():
+        if not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found
 
 
 def _add_followers(weight: set[Node], backward: dict[Node, None]) -> None:

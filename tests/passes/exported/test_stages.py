@@ -45,6 +45,16 @@ def test_gradients_cross_each_cut_once() -> None:
         assert returned.output_bytes("gradient") == sent.output_bytes("activation")
 
 
+def test_products_of_normalized_weights_wait_for_w() -> None:
+    model = Residual()
+    for layer in model.layers:
+        nn.utils.parametrizations.weight_norm(layer)
+    compiled = check("zb-h1", 4, model, batches_of(rows), F.mse_loss)
+    for stage in range(4):
+        graph = compiled.passes[Label(stage, "W")].module.graph
+        assert len(graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) == 2
+
+
 def test_values_that_skip_stages_pass_through_them() -> None:
     compiled = compiled_on_four(Residual())
     messages = [

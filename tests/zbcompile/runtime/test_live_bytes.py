@@ -129,6 +129,7 @@ def _sums(gradients: Gradients) -> Iterator[Tensor | None]:
     yield from (each.running for each in gradients.values())
     parts = (part for each in gradients.values() for part in each.parts.values())
     yield from (gradient for part in parts for uses in part.values() for gradient in uses)
+    yield from (part for parts in gradients.parts.values() for part in parts.values())
 
 
 @pytest.mark.mostly_slow(every=4)
