@@ -213,7 +213,9 @@ def _piece(graph: PassGraph) -> Piece:
     for node in graph.calls:
         if node.meta.get(RECOMPUTED):
             node.meta["pass"] = "recompute"
-    module = LazyGraphModule(graph.module, graph.module.graph, class_name=graph.kind)
+    module = LazyGraphModule(
+        graph.module, graph.module.graph, class_name=f"{graph.kind}{graph.stage}"
+    )
     return Piece(graph.kind, module, inputs, outputs)
 
 
