@@ -52,7 +52,7 @@ def all_ways() -> tuple[Ways, ExportedModel]:
     return model, export_step(model, flatten_batch((rows,), {}, rows, None).microbatch(0, MICROBATCHES), F.mse_loss)
 
 
-SCHEDULES = {"1f1b": (12, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-v": (2, 8), "dualpipe-v": (3, 8)}
+SCHEDULES = {"1f1b": (10, 4), "zb-h1": (11, 4), "interleaved-1f1b": (1, 8), "zb-v": (2, 8), "dualpipe-v": (3, 8)}
 
 
 @pytest.mark.mostly_slow(every=5)
