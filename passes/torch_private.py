@@ -21,7 +21,6 @@ from torch._ops import (
     OpOverload as OpOverload,  # the class of torch.ops.aten.*.*
 )
 from torch._subclasses import (
-    fake_impls,  # how fake tensors compute shapes, where the meta kernel of an operator does not
     functional_tensor,  # what AOTAutograd functionalises with
 )
 from torch._subclasses.fake_tensor import (
@@ -79,22 +78,6 @@ FLASH_ATTENTION = aten._scaled_dot_product_flash_attention.default
 EFFICIENT_ATTENTION = aten._scaled_dot_product_efficient_attention.default
 ATTENTION_BY_FORMULA = aten._scaled_dot_product_attention_math.default  # what SDPBackend.MATH runs
 GROUPED_PRODUCTS = (aten._grouped_mm, aten._scaled_grouped_mm)  # what torch.nn.functional.grouped_mm calls
-
-
-def _grouped_product(mode: FakeTensorMode, function: OpOverload, *args: Any, **kwargs: Any) -> Any:
-    """The shape of a grouped product in a dtype that is not bfloat16, which the CPU's kernel computes and torch's shape
-    function refuses: a product for each group of rows, or of columns, that end at `offs`."""
-    one, other, offs, *_ = (*args, *kwargs.values(), None)
-    if one.device.type != "cpu" or one.dtype == torch.bfloat16:
-        return NotImplemented
-    sizes = [one.shape[-2], other.shape[-1]]
-    if one.ndim == other.ndim:
-        sizes.insert(0, one.shape[0] if one.ndim == 3 else offs.shape[0])
-    with mode:
-        return torch.empty(sizes, dtype=one.dtype, device=one.device)
-
-
-fake_impls.op_implementations_dict.setdefault(aten._grouped_mm.default, _grouped_product)
 
 
 # What reshape, casts and log_softmax become in some graphs; no public operator has these names.
@@ -283,14 +266,6 @@ def group_called(name: str) -> torch.distributed.ProcessGroup:
 
 # The libraries of the functional collectives, and where their autograd functions are defined.
 FUNCTIONAL_COLLECTIVES = ("_c10d_functional", "_c10d_functional_autograd")
-
-_FUNCTIONAL = {
-    "all_reduce": "all_reduce_inplace",
-    "all_gather_into_tensor": "all_gather_tensor_inplace",
-    "reduce_scatter_tensor": "reduce_scatter_tensor_inplace",
-    "all_to_all_single": "all_to_all_inplace",
-    "all_gather": "all_gather_inplace",
-}
 
 
 class _FinishedWork:

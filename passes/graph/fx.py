@@ -117,9 +117,3 @@ def like(value: torch.Tensor, *, dtype: torch.dtype | None = None, device: torch
     """
     kind, place = dtype or value.dtype, device or value.device
     return torch.empty_strided(value.shape, value.stride(), dtype=kind, device=place)
-
-
-def _flat(user: Node) -> list[Node]:
-    read: list[Node] = []
-    map_arg((user.args, user.kwargs), read.append)
-    return read

@@ -9,14 +9,13 @@ they pass for ints, and all that they are good for is to be given to an all-to-a
 that may come.
 """
 
-import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from zbcompile.passes.torch_private import FakeTensor, group_called, replaced
+from zbcompile.passes.torch_private import group_called
 
 _REPEATS = (Tensor.repeat_interleave, torch.repeat_interleave)
 
@@ -88,23 +87,6 @@ class RoutedExchanges:
         if whole and torch.distributed.is_available() and torch.distributed.is_initialized():
             return [RoutedCount(counts, place) for place in range(counts.shape[0])]
         return None
-
-    def numbers_read(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, a list of open numbers that forward reads is one of RoutedCounts."""
-        truth = FakeTensor.tolist
-
-        def tolist(counts: FakeTensor) -> Any:
-            numbers = counts.ndim == 1 and not counts.is_floating_point() and not counts.is_complex()
-            if (
-                numbers
-                and torch.distributed.is_available()
-                and torch.distributed.is_initialized()
-                and self.is_open(counts)
-            ):
-                return [RoutedCount(counts, place) for place in range(counts.shape[0])]
-            return truth(counts)
-
-        return replaced(FakeTensor, "tolist", tolist)
 
     def result(self, function: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """The result of a call; NotImplemented if it does not deal with such numbers."""

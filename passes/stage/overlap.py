@@ -133,7 +133,7 @@ def interleave(first: Sequence[Node], second: Sequence[Node], fill: Sequence[Nod
     half continues. A wait that has been covered already stops nobody. If both halves stand at waits, what is ready of
     `fill` runs, and then the wait of the collective that began earlier. Costs are the bytes that a node moves.
     """
-    halves, pending = [_late_waits(first), _late_waits(second)], list(fill)
+    halves, pending = [late_waits(first), late_waits(second)], list(fill)
     waits = [sum(map(is_wait, half)) for half in halves]
     little = sum(map(_work, (*first, *second))) / LITTLE
     order: list[Node] = []
@@ -192,8 +192,8 @@ def _before_a_wait(half: Sequence[Node]) -> float:
     return float("inf") if place is None else sum(map(_work, half[:place]))
 
 
-def _late_waits(nodes: Sequence[Node]) -> list[Node]:
-    """Each wait moved behind everything that does not need it."""
+def late_waits(nodes: Sequence[Node]) -> list[Node]:
+    """Returns the nodes with each wait moved right before its first reader."""
     order: list[Node] = []
     pending: list[Node] = []
     for node in nodes:

@@ -81,11 +81,6 @@ class PassGraph:
     def flops(self) -> int:
         return sum(map(node_flops, self.calls))
 
-    def input_bytes(self, role: str) -> int:
-        """Returns the bytes of the inputs of one role."""
-        pairs = zip(self.inputs, self.placeholders, strict=True)
-        return _bytes_of(role, [node for slot, node in pairs if slot.role == role])
-
     def output_bytes(self, role: str) -> int:
         """Returns the bytes of the outputs of one role."""
         pairs = zip(self.outputs, self.results, strict=True)

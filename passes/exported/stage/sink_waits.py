@@ -8,6 +8,7 @@ from torch.fx import Graph, Node
 from zbcompile.passes.exported.capture.process_groups import is_collective, is_wait
 from zbcompile.passes.exported.stage.pass_graph import GRADIENT, PassGraph
 from zbcompile.passes.exported.torch_private import LazyGraphModule
+from zbcompile.passes.stage.overlap import late_waits
 
 
 def sink_waits(graph: PassGraph) -> PassGraph:
@@ -52,24 +53,10 @@ def _fill_waits(urgent: Sequence[Node], others: Sequence[Node]) -> list[Node]:
     """Returns all nodes: before each wait those of `others` that are ready."""
     order: list[Node] = []
     pending, missing = list(others), {*urgent, *others}
-    for node in _late_waits(urgent):
+    for node in late_waits(urgent):
         while is_wait(node) and pending and missing.isdisjoint(pending[0].all_input_nodes):
             missing.discard(pending[0])
             order.append(pending.pop(0))
         missing.discard(node)
         order.append(node)
-    return [*order, *pending]
-
-
-def _late_waits(nodes: Sequence[Node]) -> list[Node]:
-    """Returns the nodes with each wait moved right before its first reader."""
-    order: list[Node] = []
-    pending: list[Node] = []
-    for node in nodes:
-        if is_wait(node) and not is_wait(node.all_input_nodes[0]):
-            pending.append(node)
-            continue
-        ready = [wait for wait in pending if wait in node.all_input_nodes]
-        pending = [wait for wait in pending if wait not in ready]
-        order += [*ready, node]
     return [*order, *pending]
